@@ -3,12 +3,13 @@ Session stay as they are; the Session seeds the others, as a job's rank is seede
 them, as in a job.
 
 Torch's generators, the GPU's included, count as seeded by the script if the seed of the CPU's is neither the process's initial
-one nor one that a Session has set. Numpy's counts if it was given a seed; a state that was set does not count. That of
-``random`` counts if more was drawn from it than packages draw while they are imported.
+one nor one that a Session has set. Numpy's counts if it was given a seed or a state, or if very many numbers were drawn from
+it (``_MAX_NUMPY_BLOCKS``). That of ``random`` counts if more was drawn from it than packages draw while they are imported.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 from typing import Any, Final
@@ -23,6 +24,10 @@ _TORCH: Final = torch.get_rng_state()
 _PROCESS_SEED: Final = torch.initial_seed()
 _MIN_RANDOM_SEED: Final = 2**32
 """A seed below this was set before this module was imported: the process's own is a random one of 53 bits or more."""
+_NUMPY_WORDS: Final = 624
+_MAX_NUMPY_BLOCKS: Final = 300_000
+"""Blocks of ``_NUMPY_WORDS`` draws. A state of numpy's generator counts as set by the script if not even this many draws lead to
+it; to find that out takes about a second."""
 
 
 class _OwnRandom:
@@ -51,6 +56,8 @@ class ScriptSeeds:
         self.drawn: list[str] = []
         self._torch = {_PROCESS_SEED} if _PROCESS_SEED >= _MIN_RANDOM_SEED else set[int]()
         self._random, self._random_is_own = _RANDOM.state, False
+        self._numpy: Any = None  # numpy's state from which the draws continue; None: the one from its seed
+        self._numpy_is_own = False
         self._first = True
 
     def seed_others(self, seed: int, rank: int) -> list[str]:
@@ -67,13 +74,15 @@ class ScriptSeeds:
             torch.manual_seed(seeds.torch)
             self._torch.add(seeds.torch)
         numpys: Any = np.random.mtrand._rand._bit_generator
-        if not isinstance(numpys, np.random.MT19937) or numpys.seed_seq is None:
+        self._numpy_is_own = _is_unseeded(numpys, self._numpy)
+        if not self._numpy_is_own:
             script.append("numpy")
         else:
             if first and not _is_undrawn(numpys):
                 self.drawn.append("numpy")
             # Not with ``seed``, which leaves no ``seed_seq``: the next Session would take it for the script's seed.
             np.random.set_state(np.random.RandomState(seeds.numpy).get_state(legacy=False))
+            self._numpy = numpys.state
         self._random_is_own = is_only_drawn(self._random, random.getstate())
         if not self._random_is_own:
             script.append("random")
@@ -83,10 +92,32 @@ class ScriptSeeds:
         return script
 
     def on_run_end(self) -> None:
-        """Record the state of ``random`` at the end of a run that had seeded it, so that the run's draws do not count as a seed
-        of the script."""
+        """Record the states of ``random`` and numpy's generator at the end of a run that had seeded them, so that the run's draws
+        do not count as a seed of the script."""
         if self._random_is_own:
             self._random, self._random_is_own = random.getstate(), False
+        numpys: Any = np.random.mtrand._rand._bit_generator
+        if self._numpy_is_own and isinstance(numpys, np.random.MT19937):
+            self._numpy = numpys.state
+        self._numpy_is_own = False
+
+
+def _is_unseeded(numpys: Any, before: Any) -> bool:
+    """True if numpy's bit generator was given neither a seed nor a state: at most ``_MAX_NUMPY_BLOCKS`` blocks of draws lead to
+    its state from the state ``before``; None: from the one that follows from its ``seed_seq``."""
+    seed: Any = numpys.seed_seq if isinstance(numpys, np.random.MT19937) else None
+    if seed is None:
+        return False
+    probe: Any = np.random.MT19937(seed)
+    if before is not None:
+        probe.state = before
+    words = memoryview((ctypes.c_uint32 * _NUMPY_WORDS).from_address(probe.ctypes.state_address)).cast("B")
+    wanted = numpys.state["state"]["key"].tobytes()
+    for _ in range(_MAX_NUMPY_BLOCKS):
+        if words == wanted:
+            return True
+        probe.random_raw(_NUMPY_WORDS, output=False)
+    return False
 
 
 def _is_undrawn(numpys: Any) -> bool:

@@ -47,6 +47,8 @@ def train(directory, where, names):
             DRAW[name]()
     if where == "before":
         seed(names)
+    if where == "state":
+        np.random.set_state(np.random.RandomState(5).get_state())
     if where == "refused":
         seed(names)
         if dist.is_initialized():  # the run before has left its own
@@ -122,6 +124,7 @@ def drawn(place: Path) -> Any:
         pytest.param("behind", ("torch",), marks=full),
         pytest.param("before", ("numpy", "random"), marks=full),
         ("before", ("torch", "numpy", "random")),
+        ("state", ("numpy",)),
         pytest.param("refused", ("torch", "numpy", "random"), marks=full),
     ],
 )
