@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
-from ratchet_contract.protocol.messages import ForkSource
+from ratchet_contract.protocol.messages import ForkSource, LaunchFile
 from ratchet_store.filesystem import mount_policy
 from ratchet_store.filesystem.durable_io import UNREADABLE
 from ratchet_store.filesystem.mount_policy import Mount
@@ -65,7 +64,7 @@ def choose(
 
     def rank(number: int) -> Chosen | RatchetError:
         threading.current_thread().name = f"rank-{number}"
-        launch: Any = SimpleNamespace(
+        launch = LaunchFile.model_construct(
             job_id=JOB,
             job_root=str(job.root),
             attempt_dir=str(job.attempt(2).root),
@@ -74,7 +73,7 @@ def choose(
             node=nodes[number] if nodes else 0,
         )
         try:
-            return choose_checkpoint.choose(launch, Exchange(store, number, ranks, 20.0), told)  # type: ignore[arg-type]
+            return choose_checkpoint.choose(launch, Exchange(store, number, ranks, 20.0), told)
         except RatchetError as error:
             return error
 
