@@ -139,6 +139,7 @@ class HiddenState:
         self._code = code
         self._roots = Roots()
         self._built = Walked()
+        self._imported = frozenset[str]()  # modules, at `begin`
         self._noted: Walked | None = None  # objects noted before `begin`
         self._copies: dict[int, Any] = {}  # copies of these, by the id of an object that can be changed in place
         self._visited: set[str] = set()
@@ -189,6 +190,7 @@ class HiddenState:
         walks start from ``roots``.
         """
         before, self._roots = self._roots, roots
+        self._imported = frozenset(sys.modules)
         self._built = self._walk_roots()
         self._roots = replace(roots, separate_optimizers=frozenset(self._built.separate_optimizers))
         if self._noted is not None:  # roots that hooks have added, and other objects that state may refer to
@@ -219,7 +221,7 @@ class HiddenState:
 
     def _compare(self, before: Walked, now: Walked) -> Changes:
         """Return the changes from the walk ``before`` to the walk ``now``, with all paths in ``unsaved``."""
-        return _Recorder(before, now, self._roots.covered_attributes.keys()).run()
+        return _Recorder(before, now, self._roots.covered_attributes.keys(), self._imported).run()
 
     @property
     def unmatched(self) -> list[str]:
@@ -344,10 +346,10 @@ class _Unstorable(Exception):
 
 class _Recorder:
     """Compares the walk ``built`` with the later walk ``now``, and makes the changes storable. ``with_state``: paths of objects
-    that have a ``state_dict``. Use it once."""
+    that have a ``state_dict``. ``imported``: names of the modules that an attempt has imported when it restores. Use it once."""
 
-    def __init__(self, built: Walked, now: Walked, with_state: Collection[str]) -> None:
-        self._built, self._now, self._with_state = built, now, with_state
+    def __init__(self, built: Walked, now: Walked, with_state: Collection[str], imported: Collection[str]) -> None:
+        self._built, self._now, self._with_state, self._imported = built, now, with_state, imported
         self._numbers: dict[int, int] = {}  # places in `_new`, by the id of the object
         self._new: list[Any] = []
         self._unstorable: dict[int, str] = {}  # by the id of an object: the path, below it, of what cannot be stored
@@ -539,9 +541,10 @@ class _Recorder:
         if built is not None:
             return "at", built
         if node.kind in ("sealed", *_CODE):
-            if _is_code(item) and (code := _code_reference(item)) is not None:
-                return code
-            raise _Unstorable(path)
+            code = _code_reference(item) if _is_code(item) else None
+            if code is None or code[1] not in self._imported:
+                raise _Unstorable(path)
+            return code
         if node.kind == "tensor" and (view := self._view(path, node)) is not None:
             return view
         if node.kind in ("tensor", "array") and self._shares_memory_of_array(item):

@@ -9,6 +9,7 @@ import math
 import random
 import re
 import struct
+import sys
 import threading
 import weakref
 from array import array
@@ -18,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from functools import partial
 from queue import Queue
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 from weakref import WeakKeyDictionary
@@ -567,6 +568,18 @@ def test_hidden_state_names_unstorable_attribute_of_new_object(make: Callable[[N
 
     _, changes = later(Net(x=None, y=None), train)
     assert changes == Changes({}, ["model.x.f", "model.y['f']"])
+
+
+def test_function_of_a_module_that_training_imports_is_named_in_new_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next attempt has not imported it when it restores."""
+    module: Any = ModuleType("imported_late")
+    exec("def f(): ...", vars(module))
+
+    def train(net: Net) -> None:
+        monkeypatch.setitem(sys.modules, "imported_late", module)
+        vars(net).update(x=SimpleNamespace(f=module.f), y=[module.f])
+
+    assert later(Net(x=None, y=None), train)[1] == Changes({}, ["model.x.f", "model.y[0]"])
 
 
 def test_ignored_attribute_of_new_object_is_left_out() -> None:
