@@ -123,17 +123,18 @@ def resize(
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Check ``spec``, a job's spec with another number of ranks, and return the new decisions, all warnings, and the problems.
     ``resolved`` and ``warnings``: the job's decisions and warnings so far; ``machine``: that of its ranks; ``launchers`` None:
-    the launcher is not checked. New warnings of the launcher's check are ignored, only its problems are returned.
+    the launcher is not checked. A warning of the launcher's check replaces an earlier one with the same pointer and code.
 
     Device, back end, interpreter and code stay as they are, whatever has become of the machine, the user's directory or the
     environment: a change of them would be one more difference. Threads per rank are decided again, since they are a share of the
     cores; a number that the spec itself specifies is kept.
     """
-    report = Report([w for w in warnings if w.code not in _WORLD_WARNING_CODES])
+    report = Report()
     if launchers is not None:
-        fresh = Report()
-        launcher.check(spec, launchers, fresh)
-        report.problems += fresh.problems
+        launcher.check(spec, launchers, report)
+    fresh = {(w.pointer, w.code) for w in report.warnings}
+    kept = [w for w in warnings if w.code not in _WORLD_WARNING_CODES and (w.pointer, w.code) not in fresh]
+    report.warnings = kept + report.warnings
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     if resolved.device == "cuda" and ranks > gpus:
         text = _too_few_gpus(ranks, gpus)

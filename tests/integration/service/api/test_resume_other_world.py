@@ -82,6 +82,13 @@ def test_resume_with_other_ranks_changes_only_threads_of_the_resolved_facts(
     assert ("/world/ranks_per_node", "oversubscribed") in {(w["pointer"], w["code"]) for w in warned}
 
 
+def test_resume_with_other_ranks_reports_the_launchers_warnings_for_them(api: Api) -> None:
+    job_id = api.submit(hook="allreduce", resources={"memory": "4Gi"})
+    for ranks, share in ((4, "1024 MiB"), (2, "2048 MiB")):
+        (warning,) = resume(api, job_id, world_spec(ranks))["warnings"]
+        assert warning["code"] == "memory-per-process" and f"the limit of {share}" in warning["detail"]
+
+
 @pytest.mark.parametrize("phase", [p for p in JobPhase if p.active])
 def test_resume_with_other_ranks_of_an_active_job_is_refused(api: Api, phase: JobPhase) -> None:
     job_id = api.submit()
