@@ -130,10 +130,13 @@ def record_verification(
     If the checkpoint is damaged and no attempt of the job may be alive, it is also quarantined, with the exceptions that
     ``cleanup.quarantine`` names (such as a fork that has not begun yet). If it was the job's newest one, the one before it is
     then recorded as the newest. While an attempt may be reading it, it is only recorded as damaged; it is quarantined later, once
-    the attempt has ended or when a resume reads it.
+    the attempt has ended or when a resume reads it. Raises ``Conflict`` (``checkpoint-gone``) if the checkpoint was deleted after
+    ``verify_bytes``.
     """
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
+    if row.state == "deleted":
+        raise Conflict(f"checkpoint {row.name} was deleted while it was verified", code="checkpoint-gone")
     outcome, seconds = result
     verdict: Literal["ok", "damaged"] = "ok" if outcome.ok else "damaged"
     row.verified_at, row.verification, row.verification_error = now_in(session), verdict, outcome.error

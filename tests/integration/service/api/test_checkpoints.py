@@ -13,6 +13,7 @@ from ratchet_contract.paths import PINNED_NAME, JobPaths
 from ratchet_contract.phases import JobPhase
 from ratchet_hooks.summary import HookSummary
 from ratchet_service.db.models import Checkpoint, Job
+from ratchet_service.usecases import checkpoints
 from tests.support.api import Api, checkpoint_message, training_message
 from tests.support.checkpoints import make_checkpoint, manifest_of, write_ranks
 from tests.support.one_shot_writers import commit
@@ -130,6 +131,25 @@ def test_verify_and_pin_of_a_missing_checkpoint_are_refused(api: Api, job: str) 
             answer = api.client.post(url(job, manifest, action))
             assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint-gone")
     assert not (paths(api, job).checkpoint(5, 1) / PINNED_NAME).exists()
+
+
+def test_verify_of_a_checkpoint_deleted_before_the_result_is_recorded_is_refused(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, _ = saved(api, job, 5, 10)
+    verify_bytes = checkpoints.verify_bytes
+
+    def delete_afterwards(*args: Any) -> Any:
+        found = verify_bytes(*args)
+        api.report(job, (0, 4, [{"kind": "checkpoint_deleted", "rank": 0, "at": "", "step": 5, "attempt": 1}]))
+        return found
+
+    monkeypatch.setattr(checkpoints, "verify_bytes", delete_afterwards)
+    answer = api.client.post(url(job, manifest, "/verify"))
+    assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint-gone")
+    (deleted,) = api.client.get(f"/v1/jobs/{job}/checkpoints", params={"state": "deleted"}).json()["items"]
+    assert (deleted["id"], deleted["verification"]) == (manifest.id, None)
+    assert "verified" not in [e["type"] for e in api.client.get(f"/v1/jobs/{job}/events").json()["items"]]
 
 
 def test_pinned_checkpoint_survives_retention_until_unpinned(api: Api, job: str) -> None:
