@@ -197,7 +197,9 @@ def metric_value(name: str, value: float | torch.Tensor) -> float:
     try:
         return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
     except OverflowError as error:  # an int of any size
-        raise UserError(f"metric {name!r} is too large for a float: log its logarithm, or a part of it") from error
+        raise UserError(
+            f"metric {name!r} is too large for a float: log a smaller number, such as its logarithm"
+        ) from error
     except (TypeError, ValueError, RuntimeError) as error:
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             raise  # an error of the device, not of the value
