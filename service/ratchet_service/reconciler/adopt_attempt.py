@@ -47,11 +47,12 @@ def create_adopted_attempt(
         nodes = written.spec.world.nodes
         plan["launch_file"] = written.model_dump(mode="json", exclude={"report_token", "spec"})
         token = written.report_token
-        changes = {key: options for key, options in _resume_options(written.spec, spec).items() if options}
-        if changes:
+        changed = [key for key in ("world", "hook") if getattr(written.spec, key) != getattr(spec, key)]
+        if changed:
+            world, hook = written.spec.world, _hook_options(written.spec, spec)
             text += (
-                f". It had another {' and another '.join(changes)} than the job has now: `ratchet suspend {job.id}`, then "
-                f"`ratchet resume {job.id} {' '.join(changes.values())}`"
+                f". It had another {' and another '.join(changed)} than the job has now: `ratchet suspend {job.id}`, then "
+                f"`ratchet resume {job.id} --world {world.ranks_per_node} --nodes {world.nodes} --hook {hook}`"
             )
     session.add(
         Attempt(
@@ -76,14 +77,10 @@ def create_adopted_attempt(
     return Lease(job.id, number, lease_columns["lease_token"])
 
 
-def _resume_options(old: JobSpec, new: JobSpec) -> dict[str, str]:
-    """Return, for ``world`` and ``hook``, the options of ``ratchet resume`` that change a job's spec from ``new`` to ``old``; an
-    empty text where both are equal."""
-    world = f"--world {old.world.ranks_per_node} --nodes {old.world.nodes}" if old.world != new.world else ""
-    before, now = old.hook.values(), new.hook.values()
-    if before == now:
-        return {"world": world, "hook": ""}
-    base = now if old.hook.name == new.hook.name else {field.name: field.default for field in fields(old.hook)}
-    named = {key: value for key, value in before.items() if key != "name" and base[key] != value}
-    settings = (f"--set {shlex.quote(f'hook.{key}={json.dumps(value)}')}" for key, value in named.items())
-    return {"world": world, "hook": " ".join((f"--hook {old.hook.name}", *settings))}
+def _hook_options(old: JobSpec, new: JobSpec) -> str:
+    """Return what must follow ``--hook`` in ``ratchet resume`` so that a job with the spec ``new`` gets the hook of ``old``: its
+    name, and ``--set`` for each parameter whose value is another."""
+    has = new.hook.values() if old.hook.name == new.hook.name else {f.name: f.default for f in fields(old.hook)}
+    wanted = {key: value for key, value in old.hook.values().items() if has[key] != value and key != "name"}
+    options = (f"--set {shlex.quote(f'hook.{key}={json.dumps(value)}')}" for key, value in wanted.items())
+    return " ".join((old.hook.name, *options))
