@@ -1,5 +1,5 @@
-"""Checks of ``ratchet doctor`` on jobs: whether run directory and database match, whether processes run that the database does
-not know, and whether the clocks agree. They only read; the service need not have the database open.
+"""Checks of ``ratchet doctor`` on jobs: on their directories, their processes and their user, and on the clock and the
+write-ahead log of the database. Nothing is changed.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def check_run_directory(
 
 
 def check_job_user(home: HomePaths) -> Finding:
-    """Return the finding that says as which user the code of local jobs runs; a warning if that is root."""
+    """Return the finding that says as which user the code of local jobs runs; a warning if that is root. It is the user of
+    ``--run-as`` that the run directory records, else the running service's, else the user of this process."""
     name, user = "jobs' user", recorded_user(home)
     if user is not None:
         return ok(name, user, "local agents, ranks and checks of users' code")
@@ -69,7 +70,8 @@ def check_job_user(home: HomePaths) -> Finding:
 
 
 def _service_uid(home: HomePaths) -> int | None:
-    """Return the user id of the running service; None if none runs, or it is unknown."""
+    """Return the user id of the process with the pid in ``service.json``; None if the file cannot be read or no process has that
+    pid."""
     try:
         pid = ServiceFile.model_validate_json(home.service_file.read_bytes()).pid
         return Path(f"/proc/{pid}").stat().st_uid
@@ -80,7 +82,7 @@ def _service_uid(home: HomePaths) -> int | None:
 def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Finding:
     """Return the finding about attempts that have processes on this machine although, according to the database, they have ended
     or do not exist; a warning if there are any. ``live_attempts``: returns ``JOB/NNNN`` of all attempts that have not ended. If
-    an orphan is found, checks again after 1 s, since its attempt may be ending right now."""
+    such attempts are found, block for 1 s and count only those that a second check finds as well: they may be ending."""
     orphaned = _running_attempts(home) - live_attempts()
     if orphaned:
         time.sleep(_RECHECK_SECONDS)
@@ -112,7 +114,7 @@ def check_clock(server_time: datetime) -> Finding:
 
 def check_wal(path: Path, mode: str) -> list[Finding]:
     """Return, in a list, the finding about the size of the SQLite database's write-ahead log; a warning above 256 MiB. ``path``:
-    the database file; ``mode``: its journal mode."""
+    the database file; ``mode``: its journal mode. In another mode than ``wal`` the finding is ok and names the mode."""
     if mode != "wal":
         return [ok("database log", mode, "the next `ratchet serve` puts it into WAL mode")]
     try:
@@ -132,7 +134,8 @@ def check_wal(path: Path, mode: str) -> list[Finding]:
 
 
 def _running_attempts(home: HomePaths) -> set[str]:
-    """Return ``JOB/NNNN`` of the attempts of this run directory that have processes on this machine."""
+    """Return ``JOB/NNNN`` of the attempts of this run directory that have processes on this machine. Processes whose environment
+    this process may not read are not found."""
     found = set()
     for _, folder in proc.processes_with_variable(env_vars.ATTEMPT_DIR):
         try:

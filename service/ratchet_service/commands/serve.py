@@ -1,4 +1,6 @@
-"""``python -m ratchet_service serve``: API and reconciler in one process, on a socket that is bound first."""
+"""``serve`` runs the API, by default with a reconciler in the same process; ``reconcile`` runs a reconciler alone. The other
+public functions are steps of their start.
+"""
 
 from __future__ import annotations
 
@@ -51,9 +53,9 @@ _ROUND_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of ``serve``. ``cpu_slots``: number of CPU slots, None: as many as cores. ``reconcile``: also run a reconciler.
+    """Options of ``serve``. ``cpu_slots``: as in ``machine_of_jobs``. ``reconcile``: also run a reconciler.
     ``launchers``: replaces those of the launchers file, for tests. Whether tokens are required follows from ``listen`` and the
-    database; what a spec may name, if the settings do not say it, follows from both, too."""
+    database, and replaces the value in ``settings`` (``with_access_defaults``)."""
 
     settings: Settings
     listen: Listening = field(default_factory=Listening)
@@ -131,7 +133,8 @@ def reconcile(
     metrics: Listening | None = None,
 ) -> None:
     """Run only a reconciler until SIGTERM or SIGINT; running agents continue after that. Several reconcilers may run
-    concurrently. ``metrics``: the address at which it serves its metrics and health; None: nowhere. Raises ``StartError``."""
+    concurrently, but those whose launchers have slots only on one host (``acquire_slots``). ``metrics``: the address at which it
+    serves its metrics and health; None: nowhere. Raises ``StartError`` if the reconciler cannot start."""
     make_home(settings.home)
     prepare_job_user(settings)
     database = open_database(settings)
@@ -172,8 +175,8 @@ def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
 
 def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | None) -> Machine:
     """Return the machine that local jobs run on: this one, or the one that an agent host has recorded. ``cpu_slots``: replaces
-    the machine's number of CPU slots; None: as detected or recorded. Raises ``StartError`` if no agent host has run yet although
-    one is needed, and if it is unknown which GPUs may be assigned."""
+    the machine's number of CPU slots; None: as many as this machine's cores, or as recorded. Raises ``StartError`` if no agent
+    host has run yet although one is needed, and if it is unknown which GPUs may be assigned."""
     if uses_agent_host(launchers):
         found = read_machine(settings.home)
         if found is None:
@@ -211,7 +214,8 @@ def prepare_job_user(settings: Settings) -> None:
 
 
 def _log_job_user(settings: Settings, launchers: Launchers) -> None:
-    """Log as which user users' code runs; warn if that is root."""
+    """Log the user of ``--run-as``, if it is set. Without it, warn if the service runs as root and jobs run on its machine;
+    otherwise log nothing."""
     if settings.user is not None:
         log.info(
             "agents, ranks and checks of users' code run as %s for all owners: one owner's code can read and change "
@@ -227,8 +231,8 @@ def _log_job_user(settings: Settings, launchers: Launchers) -> None:
 
 
 def acquire_slots(database: Database, launchers: Launchers) -> None:
-    """Take the lease of the slots for this host. Does nothing if no launcher has slots. Blocks while it is unknown whether
-    another host's reconciler is alive. Raises ``StartError`` if another host's reconciler has the slots."""
+    """Take the lease of the slots for this host. Does nothing with SQLite, or if no launcher has slots. Blocks while it is
+    unknown whether the host that holds the lease is alive. Raises ``StartError`` if another host holds it and renews it."""
     kinds = [kind for kind, launcher in launchers.items() if launcher.slots]
     other = slot_host_lease.acquire_or_other_host(database, LEASE_SECONDS) if kinds else None
     if other is not None:
@@ -241,8 +245,8 @@ def acquire_slots(database: Database, launchers: Launchers) -> None:
 
 
 def open_database(settings: Settings) -> Database:
-    """Open the database, migrate it to this version's schema, and reserve disk space for deletions. Blocks while another process
-    migrates. Raises ``StartError``."""
+    """Open the database, migrate it to this version's schema, and with SQLite reserve disk space for deletions. Blocks while
+    another process migrates. Raises ``StartError``."""
     try:
         database = Database(settings.url)
     except ValueError as error:
@@ -301,12 +305,11 @@ def _hold_service_lock(settings: Settings) -> Iterator[None]:
 
 
 def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settings:
-    """Return ``settings`` with ``tokens_required``. If they do not say which directories and object stores specs may name (None),
-    any are allowed, except in the following cases, in which none is.
+    """Return ``settings`` with ``tokens_required``, and with None in ``code_roots`` and ``uri_roots`` replaced where needed.
 
-    If tokens are required, others than the run directory's owner submit jobs, so specs may name only allowed directories and
-    object stores. If jobs run as a separate user, directories must also be allowed: that user can read the copies that root
-    makes, and can request them itself if no token is required.
+    ``code_roots`` None becomes empty (a spec may name no directory) if tokens are required or jobs run as a separate user.
+    ``uri_roots`` None becomes empty (a spec may name no object store) if tokens are required. Otherwise None stays: any is
+    allowed. Roots that are set do not change.
     """
     is_restricted = tokens_required or settings.user is not None
     roots = settings.code_roots if settings.code_roots is not None or not is_restricted else ()
@@ -316,7 +319,7 @@ def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settin
 
 def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
     """Write the file with the certificate authorities by which agents and the reconciler verify the service. If ``listen`` has
-    none, delete that file."""
+    no ``ca_file``, delete that file. Raises ``StartError`` if ``ca_file`` cannot be used."""
     if listen.ca_file is None:
         paths.service_authorities.unlink(missing_ok=True)
     else:
@@ -335,8 +338,8 @@ def _require_tokens_with_run_as(settings: Settings, listen: Listening) -> None:
 
 
 def _log_auth_mode(settings: Settings, listen: Listening, url: str, database: Database) -> None:
-    """Log whether tokens are needed at ``url``. Warn if tokens can be read from the network traffic, or if tokens are needed and
-    none exists yet."""
+    """Log whether tokens are needed at ``url``. If they are, warn if other machines reach the service and ``insecure_http`` is
+    set, and warn if no token exists yet."""
     if not settings.tokens_required:
         log.info(
             "no token needed: any process on this machine that connects to %s has the role admin; set --auth token to "
@@ -355,6 +358,6 @@ def _log_auth_mode(settings: Settings, listen: Listening, url: str, database: Da
 
 
 def _torch_has_cuda(machine: Machine, settings: Settings) -> bool:
-    """True if torch of the machine's interpreter is built with CUDA. Starts that interpreter and waits for its report; False if
-    that fails."""
+    """True if torch of the machine's interpreter is built with CUDA. Starts that interpreter and waits for its report; False also
+    if that fails."""
     return Interpreters(settings.sandbox).query(machine.python).torch_cuda

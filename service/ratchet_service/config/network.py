@@ -1,8 +1,8 @@
 """Where the service listens, who needs a token there, and TLS.
 
-The embedded default is SQLite and a loopback address. Only there, callers need no token. An address that other machines can reach
-needs TLS, or the statement that a proxy in front of it terminates TLS (``--insecure-http``): anybody on the network can read a
-token sent in clear.
+The embedded default is SQLite and a loopback address. Only there, and without ``--auth token``, callers need no token. An address
+that other machines can reach needs TLS, or the statement that a proxy in front of it terminates TLS (``--insecure-http``):
+anybody on the network can read a token sent in clear.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Listening:
     insecure_http: bool = False
 
     def check(self) -> None:
-        """Raise ``StartError`` for options that contradict each other, for a ``url`` or ``ca_file`` that cannot be used, and if
-        other machines can reach ``host`` and neither TLS nor ``insecure_http`` is set. An http ``url`` of another machine is
-        accepted with a loopback ``host``. Nothing is bound."""
+        """Raise ``StartError`` for options that contradict each other, for TLS without a ``url``, for a ``url`` or ``ca_file``
+        that cannot be used, and if other machines can reach ``host`` and neither TLS nor ``insecure_http`` is set. An http
+        ``url`` of another machine is accepted with a loopback ``host``. ``tls_cert`` and ``tls_key`` are not read."""
         if self.auth not in ("auto", "token"):
             raise StartError(f"RATCHET_AUTH is auto or token, not {self.auth!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -68,7 +68,8 @@ class Listening:
             read_ca_certificates(self.ca_file)
 
     def _check_url(self, url: str) -> None:
-        """Raise ``StartError`` unless ``url`` is a base URL by which agents can connect."""
+        """Raise ``StartError`` unless ``url`` is http or https and has a host and no user name. With ``tls_cert`` it must be
+        https. Nothing is contacted."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
             raise StartError(f"--url {url!r} must be like https://ratchet.example.com or http://host:8000")
@@ -135,8 +136,8 @@ class Listening:
 
 
 def read_ca_certificates(file: Path) -> str:
-    """Return the PEM text of the file, that of ``--ca-file``. Raises ``StartError`` if it cannot be read or contains no
-    certificates."""
+    """Return the PEM text of the file, that of ``--ca-file``. Raises ``StartError`` if it cannot be read, or if it is not empty
+    and contains no certificates."""
     try:
         text = file.read_text(encoding="ascii")
         ssl.create_default_context(cadata=text)

@@ -66,6 +66,7 @@ def create(
     made_with: str | None = None,
 ) -> tuple[ApiToken, str]:
     """Add a token in the caller's transaction. Return its row and its text; the text is not stored and cannot be read again.
+    ``scopes``: those that the token is restricted to; empty: all of its role. That the role has them is not checked.
     ``made_with``: id of the token that the caller authenticated with, None for none; revoking that token revokes the new one,
     too."""
     token_id = _new_id()

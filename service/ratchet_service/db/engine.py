@@ -101,7 +101,7 @@ def first_line(error: Exception) -> str:
 
 
 def _postgres_options(url: URL) -> dict[str, Any]:
-    """Return the engine options for PostgreSQL. A process has at most 20 connections, so that a few processes can share a
+    """Return the engine options for PostgreSQL. The pool has at most 20 connections, so that a few processes can share a
     server's usual 100; waiting for one longer than 30 seconds is an error. Statements are not prepared on the server: behind
     pgbouncer in transaction mode, the next statement may use another connection."""
     connect: dict[str, Any] = {"connect_timeout": 10, "prepare_threshold": None}
@@ -164,8 +164,8 @@ class Database:
     @contextmanager
     def _serialise_writer(self) -> Iterator[None]:
         """Let only one writer of this process run at a time on SQLite; on PostgreSQL do nothing. SQLite's own waiters poll its
-        lock with ever longer pauses, so that later writers may overtake them. After ``BUSY_TIMEOUT_MS`` the block runs all the
-        same, and gets SQLite's own error."""
+        lock with ever longer pauses, so that later writers may overtake them. After ``BUSY_TIMEOUT_MS`` the block runs without
+        this lock; it then waits for SQLite's, up to SQLite's own error."""
         acquired = self.is_sqlite and self._write_lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000)
         try:
             yield
@@ -182,9 +182,9 @@ class Database:
             yield session
 
     def ping(self) -> None:
-        """Check that the database answers. Raises SQLAlchemy's errors if it does not. For PostgreSQL, connecting and answering
-        may take ``PING_SECONDS`` each, on a separate connection: if the server is gone, a pooled connection would wait until the
-        network reports that."""
+        """Check that the database answers. Raises SQLAlchemy's errors if it does not. For PostgreSQL, this uses a new connection,
+        with a limit of ``PING_SECONDS`` for connecting and for data that the server's machine does not acknowledge. A pooled
+        connection to a machine that is gone would wait much longer."""
         with self._ping_engine.connect() as connection:
             connection.execute(sa.select(1))
 

@@ -1,8 +1,9 @@
 """Leases: which reconciler manages which active job. They are taken, renewed and released by guarded UPDATEs.
 
 Each lease has a token, new each time it is taken. A reconciler writes about an attempt only in a transaction that has locked
-the job's row and found the reconciler's token there (``lock_leased_job``, or a guarded UPDATE). So a reconciler that was
-suspended past the end of its lease finds another token and drops the job. Leases expire by the database's clock.
+the job's row and found the reconciler's token there (``lock_leased_job``, or a guarded UPDATE). A reconciler that was suspended
+past the end of its lease finds another token if the job was taken meanwhile, and drops the job. Leases expire by the database's
+clock.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ ACTIVE = tuple(p for p in JobPhase if p.active)
 
 
 class LeaseLost(RatchetError):
-    """This process's lease on the job is lost: another reconciler manages the job now, or the job was ended and deleted. The
-    caller drops the job."""
+    """This process's lease on the job is lost: another reconciler has taken the job, has ended it, or it was deleted. The caller
+    drops the job."""
 
     code = "lease-lost"
 
@@ -52,8 +53,8 @@ class Lease(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A job that no reconciler manages, with the lease token and expiry time that its row had when it was read. ``acquire`` takes
-    it only if these have not changed."""
+    """A job that no reconciler manages, with the attempt, lease token and expiry time that its row had when it was read.
+    ``acquire`` takes it only if these have not changed and the job is still active."""
 
     job_id: str
     attempt: int
@@ -67,8 +68,8 @@ def new_owner() -> str:
 
 
 def owner_is_dead(owner: str | None) -> bool:
-    """True if the owner is known to be dead: it was a process of this host and no longer exists. False for processes of other
-    hosts, since nothing is known of them."""
+    """True if the owner is known to be dead: it was a process of this host and no longer runs. False for None, and for processes
+    of other hosts, since nothing is known of them."""
     parts = (owner or "").rsplit("/", 2)
     if len(parts) != 3 or parts[0] != socket.gethostname()[:80] or not (parts[1].isdigit() and parts[2].isdigit()):
         return False
@@ -120,8 +121,8 @@ def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnEleme
 
 
 def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease | None:
-    """Take a new lease on a job that ``free_jobs`` returned, and return the lease. None if the job's row has changed since:
-    another reconciler has taken the job, or its old owner was only delayed and has renewed its lease."""
+    """Take a new lease on a job that ``free_jobs`` returned, and return the lease. None if the job's lease or attempt has changed
+    since, or the job is no longer active: for example, another reconciler has taken it, or its owner has renewed its lease."""
     values = lease_values(session, owner, seconds)
     unchanged = Job.lease_token.is_not_distinct_from(free.token) & Job.lease_expires_at.is_not_distinct_from(
         free.expires_at
@@ -133,8 +134,8 @@ def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease |
 
 
 def renew(session: Session, leases: Iterable[Lease], seconds: float) -> set[str]:
-    """Extend those of ``leases`` that this process still holds, to ``seconds`` from now. Return the ids of their jobs. A job that
-    is missing in the result has been lost."""
+    """Extend those of ``leases`` whose token the job's row still has, expired ones included, to ``seconds`` from now. Return the
+    ids of their jobs. A job that is missing in the result has been lost."""
     expires = database_now(session) + timedelta(seconds=seconds)
     statement = sa.update(Job).where(_own_leases_filter(leases)).values(lease_expires_at=expires).returning(Job.id)
     return set(session.scalars(statement.execution_options(synchronize_session=False)))
@@ -164,8 +165,8 @@ def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
 
 
 def lock_leased_job(session: Session, lease: Lease) -> Job:
-    """Lock the job's row until the transaction ends, check that it has this lease, and return it. Raises ``LeaseLost`` if it does
-    not."""
+    """Lock the job's row until the transaction ends, and return the job. Raises ``LeaseLost`` if the row does not have this
+    lease, or the job is no longer active or no longer exists."""
     try:
         job = lock_job(session, lease.job_id)
     except NotFound:

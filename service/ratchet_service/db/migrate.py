@@ -99,9 +99,9 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``. If it does not get a lock, it is rolled back as a whole and tried again after a pause, ``MAX_TRIES`` times
-    in all; each failure is logged. Raises ``MigrationBlocked`` after the last try. Every other error of ``migrate`` is raised at
-    once."""
+    """Run ``migrate``. If PostgreSQL ends it because it does not get a lock, run it again after a pause, ``MAX_TRIES`` times in
+    all; each failure but the last is logged. Raises ``MigrationBlocked`` after the last. Every other error of ``migrate`` is
+    raised at once. ``migrate`` must use one transaction, so that a failed try changes nothing."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:
@@ -177,7 +177,8 @@ def known_revisions() -> frozenset[str]:
 
 
 def refusal(revision: str) -> NewerSchema | UnsupportedSchema | None:
-    """Return the error with which this version refuses a database of this revision; None if it can use or migrate it."""
+    """Return the error with which this version refuses a database of this revision; None if it can use or migrate it. A revision
+    that is unknown here counts as that of a newer version."""
     if revision in known_revisions():
         return None
     if revision in _DEVELOPMENT:
@@ -203,14 +204,15 @@ def revision_of(connection: Connection) -> str | None:
 
 
 def check_revision(database: Database) -> None:
-    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use the database, and SQLAlchemy's errors if it does
-    not answer. Changes nothing."""
+    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use or migrate the database, and SQLAlchemy's errors
+    if it does not answer. Migrates nothing. With SQLite this creates a missing file, and waits for other writers."""
     with database.engine.connect() as connection:
         _raise_if_unusable(connection)
 
 
 def _raise_if_unusable(connection: Connection) -> None:
-    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use the database. One without a schema is usable."""
+    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use or migrate the database. One without a schema is
+    accepted."""
     revision = revision_of(connection)
     refused = None if revision is None else refusal(revision)
     if refused is not None:
@@ -241,8 +243,9 @@ def downgrade(database: Database, revision: str) -> None:
 
 @contextmanager
 def _migration_lock(database: Database, blocking: Blocking) -> Iterator[Connection]:
-    """Yield a connection in the migration's one transaction, during which no other process migrates; it is committed when the
-    block ends. Blocks without a limit while another process migrates. With SQLite the lock is a file next to the database."""
+    """Yield a connection in the migration's one transaction, during which no other process migrates. It is committed when the
+    block ends, and rolled back when the block raises. Blocks without a limit while another process migrates. With SQLite the
+    lock is a file next to the database, and ``blocking`` is not used."""
     if not database.is_sqlite:
         # The lock belongs to the transaction, so it works behind a pooler too and is released if the process dies.
         with database.engine.begin() as connection:

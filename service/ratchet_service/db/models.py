@@ -1,6 +1,6 @@
 """The database's tables. Only ``transitions`` changes a job's phase; every row that an attempt writes has its attempt number.
 
-Steps, attempts and sizes are 64-bit. JSON columns hold what pydantic's ``model_dump(mode="json")`` gives, never NaN.
+Steps, attempts and sizes are 64-bit. JSON columns hold plain JSON data, never NaN.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Base(DeclarativeBase):
 
 
 def _job_id() -> Mapped[str]:
-    """Return the primary key column ``job_id``; the row is deleted with its job."""
+    """Return the column ``job_id``, a part of the table's primary key; the row is deleted with its job."""
     return mapped_column(sa.String(JOB_ID_LENGTH), sa.ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True)
 
 
@@ -154,7 +154,8 @@ class JobLabel(Base):
 
 class Attempt(Base):
     """One launch of a job's group of agents; ``number`` is the attempt number. ``base_step``: step of the checkpoint from which
-    the ranks continue (0: they start without one); None until the ranks report it."""
+    the ranks continue (0: they start without one). It is None until the ranks report it, or the reconciler reads it from disk
+    when the attempt ends."""
 
     __tablename__ = "attempts"
     __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
@@ -273,8 +274,8 @@ class Event(Base):
 
 
 class IdempotencyKey(Base):
-    """An idempotency key that a request has used, and the answer to that request. ``status`` is None while the request is
-    running."""
+    """An idempotency key that a request has used, and the answer to that request. ``status`` is None until the answer is stored,
+    and stays None if the server ends before that."""
 
     __tablename__ = "idempotency_keys"
     __table_args__ = (sa.Index("ix_idempotency_keys_created_at", "created_at"),)
@@ -307,8 +308,8 @@ class MetricSeries(Base):
 
 
 class Metric(Base):
-    """One value of a metric, by name and step; a later attempt's value replaces an earlier one. ``MetricSeries`` describes which
-    steps are kept."""
+    """One value of a metric, by name and step. A later value of the same attempt or of a later attempt replaces it.
+    ``MetricSeries`` describes which steps are kept."""
 
     __tablename__ = "metrics"
 
@@ -321,7 +322,8 @@ class Metric(Base):
 
 
 class SupersededMetric(Base):
-    """A value that an earlier attempt logged at a step for which a later attempt logged a different one."""
+    """A value that an earlier attempt logged at a step for which a later attempt logged a different one. Only values that were
+    stored as ``Metric`` are kept here, and only a limited number of each series."""
 
     __tablename__ = "superseded_metrics"
 
@@ -334,8 +336,8 @@ class SupersededMetric(Base):
 
 
 class HookSample(Base):
-    """A rank's hook summary at one step; a later attempt's summary of that step replaces it. If a rank has too many, every second
-    one is deleted."""
+    """A rank's hook summary at one step. A later summary of that step, by the same or a later attempt, replaces it. If a rank has
+    too many rows, every second one is deleted."""
 
     __tablename__ = "hook_samples"
 

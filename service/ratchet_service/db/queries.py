@@ -1,4 +1,4 @@
-"""Finds the rows that a caller names, or raises ``NotFound``."""
+"""Queries for jobs, attempts and checkpoints by the ids that a request names, for forks of a job, and the ETags of jobs."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkp
 
 def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
     """Return the ids of the jobs that were forked from this job and may still have to read their source checkpoint: they have not
-    succeeded and have no committed checkpoint of their own. ``checkpoints``: ids of the source checkpoints to consider; None:
-    all."""
+    succeeded and have no committed checkpoint of their own. Failed and cancelled forks are included. ``checkpoints``: ids of the
+    source checkpoints to consider; None: all."""
     query = sa.select(Job.id, Job.forked_from).where(
         Job.forked_from.startswith(f"{job_id}/", autoescape=True),
         Job.phase != JobPhase.SUCCEEDED,
@@ -65,8 +65,8 @@ def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = 
 
 
 def etag(job: Job) -> str:
-    """Return the job's ETag, with its quotes. It changes with phase, desired state, spec, labels, priority and each request for a
-    checkpoint, but not with progress or the reason to wait."""
+    """Return the job's ETag, with its quotes. It is made of ``Job.version``, so it changes with phase, desired state, spec,
+    labels, priority and each request for a checkpoint, but not with progress or the reason to wait."""
     return f'"{job.version}"'
 
 

@@ -20,8 +20,8 @@ _CUT: Final = " ... (cut)"
 
 
 def sanitize_text(text: str) -> str:
-    """Return the text with NUL characters (which PostgreSQL refuses) and lone surrogates (which UTF-8 refuses) replaced, and cut
-    to ``MAX_TEXT`` characters."""
+    """Return the text with NUL characters (which PostgreSQL refuses) and lone surrogates (which UTF-8 refuses) replaced. A text
+    longer than ``MAX_TEXT`` characters is cut to that length, and then ends with a mark of the cut."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - len(_CUT)] + _CUT
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -74,13 +74,13 @@ def apply(
     values: dict[str, Any] | None = None,
 ) -> Job:
     """Apply ``event`` to the job and return the job. Its phase, desired state and ``values`` (other columns) are written in one
-    guarded UPDATE, ``version`` grows by one, and an event row with ``data`` is added. The row is locked until the transaction
-    ends.
+    guarded UPDATE, ``version`` grows by one, and an event row is added. ``data``: further entries of the event row's data. The
+    job's row is locked until the transaction ends.
 
-    ``cause`` is the cause that a stop will have; None: that of a request through the API. ``reason`` and ``message`` replace the
-    job's (None clears them), except for ``CHECKPOINT``. Raises ``NotFound``. Raises ``Conflict`` if the table refuses the event,
-    if ``expected_attempt`` is not the job's attempt (code ``stale-attempt``), or if another transaction changed the job in
-    between (code ``changed-meanwhile``).
+    ``cause`` is the cause that a stop will have; None: that of a request through the API. It is used only if ``event`` changes
+    the desired state to another than ``RUN``. ``reason`` and ``message`` replace the job's (None clears them), except for
+    ``CHECKPOINT``. Raises ``NotFound``. Raises ``Conflict`` if the table refuses the event, if ``expected_attempt`` is not the
+    job's attempt (code ``stale-attempt``), or if another transaction changed the job in between (code ``changed-meanwhile``).
     """
     job = lock_job(session, job_id)
     before = job.phase
@@ -109,8 +109,9 @@ def apply(
 def transition_values(
     job: Job, event: Event, now: datetime, *, expected_attempt: int | None = None, cause: Cause | None = None
 ) -> dict[str, Any]:
-    """Return the columns that ``apply`` writes for ``event``: phase, desired state and what depends on them. Pure. Raises
-    ``Conflict`` if the table refuses the event or ``expected_attempt`` is not the job's attempt."""
+    """Return the columns that follow from ``event``: phase, desired state and what depends on them. ``apply`` also writes the
+    version, reason, message and its caller's ``values``. Pure. Raises ``Conflict`` if the table refuses the event or
+    ``expected_attempt`` is not the job's attempt."""
     if expected_attempt is not None and job.attempt != expected_attempt:
         raise Conflict(f"attempt {expected_attempt} is not the newest one ({job.attempt})", code="stale-attempt")
     step = check_transition(job, event)
@@ -119,8 +120,9 @@ def transition_values(
 
 
 def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
-    """Return the columns that change when the job moves to ``phase`` by ``step``, a cell of the transition table: desired state,
-    times of pause and end, and the counters of the budgets if the cell resets them."""
+    """Return the columns to write when the job moves to ``phase`` by ``step``, a cell of the transition table: the phase, and
+    others such as the desired state, the times of pause and end, and the counters of the budgets if the cell resets them.
+    ``cause`` is as in ``apply``."""
     out: dict[str, Any] = {"phase": phase, "updated_at": now}
     if step.desired is not None and step.desired is not job.desired:
         out["desired"] = step.desired

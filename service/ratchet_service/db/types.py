@@ -13,7 +13,7 @@ from sqlalchemy.types import TypeDecorator
 
 class UtcDateTime(TypeDecorator[datetime]):
     """Column type of an instant. Accepts only datetimes with a time zone and returns them in UTC, with microseconds, on both
-    databases. Raises ``ValueError`` for one without a time zone."""
+    databases. A statement with a datetime without a time zone fails with SQLAlchemy's ``StatementError``."""
 
     impl = sa.DateTime
     cache_ok = True

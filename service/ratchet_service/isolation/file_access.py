@@ -65,7 +65,7 @@ def as_user(user: User | None) -> Iterator[None]:
 @contextmanager
 def as_service() -> Iterator[None]:
     """During the block, make file accesses with the service's own rights again. For use within ``as_owner``, and in a thread that
-    was started there and inherited its rights."""
+    was started there and inherited its rights. If the service is root, raises ``RuntimeError`` as ``as_owner`` does."""
     if os.geteuid() != 0:
         yield
         return
@@ -114,7 +114,8 @@ def _current_fs_user() -> tuple[int, int]:
 
 
 def raise_if_impersonating() -> None:
-    """Raise ``RuntimeError`` if this thread makes its file accesses as another user than the service's (within ``as_owner``)."""
+    """Raise ``RuntimeError`` if the service is root and this thread makes its file accesses as another user (such as within
+    ``as_owner``)."""
     if os.geteuid() == 0 and (uid := _current_fs_user()[0]) != 0:
         raise RuntimeError(
             f"this thread opens files as user {uid}: run the service's own operations outside ``as_owner``"
@@ -146,8 +147,9 @@ def owner_of(path: Path) -> tuple[int, int] | None:
 
 def open_read(path: Path) -> BinaryIO:
     """Open a job's file for reading, with the rights of the job's owner. Raises ``OSError``. Raises ``PermissionError`` for
-    anything but a regular file: reading a FIFO might never begin, reading ``/dev/zero`` never end. It is also raised for a link
-    if the job's code has a user of its own: a link through ``/proc/self`` leads to files that the service itself has open."""
+    anything but a regular file: reading a FIFO might never begin, reading ``/dev/zero`` never end. It is also raised if
+    ``is_foreign(path)`` and ``path`` itself is a link: a link in ``/proc/self/fd`` leads to files that the service itself has
+    open. Links in directories above are followed."""
     link = os.O_NOFOLLOW if is_foreign(path) else 0
     try:
         with as_owner(path):
@@ -175,8 +177,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
-    """Return at most ``limit`` names in the directory, in no order; empty if it does not exist or cannot be listed. Called within
-    ``as_owner``. User code may have made millions of files where a handful is expected: names beyond ``limit`` are ignored."""
+    """Return at most ``limit`` names in the directory, in no order; empty if it does not exist, is no directory or may not be
+    read. Raises ``OSError`` for other errors. Called within ``as_owner``. User code may have made millions of files where a
+    handful is expected: names beyond ``limit`` are ignored."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in islice(found, max(0, limit))]

@@ -57,8 +57,8 @@ def processes_with_variable(name: str) -> list[tuple[int, str]]:
 
 
 def wait_until_visible(pid: int) -> None:
-    """Block until the environment of a process just spawned can be read, or the process has ended; at most
-    ``_EXEC_TIMEOUT_SECONDS``."""
+    """Block while a process just spawned is still in ``execve``, so that its environment can be read afterwards; at most
+    ``_EXEC_TIMEOUT_SECONDS``. Return at once if it has ended or belongs to another user."""
     _read_environ(pid)
 
 
@@ -66,7 +66,8 @@ def _read_environ(pid: int) -> bytes:
     """Return the environment that the process was started with; empty if the process has ended or belongs to another user.
 
     During ``execve``, until the kernel has laid out the new program, ``/proc/<pid>/environ`` is empty, and a search for a
-    variable would miss the process. So this waits for the end of ``execve``. (``posix_spawn`` returns before that.)
+    variable would miss the process. So this waits for the end of ``execve``, at most ``_EXEC_TIMEOUT_SECONDS``. (``posix_spawn``
+    returns before that.)
     """
     deadline = time.monotonic() + _EXEC_TIMEOUT_SECONDS
     settled = False
@@ -96,13 +97,14 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Send SIGKILL to the processes that ``find_pids`` finds, and to those that they start meanwhile. Return the sorted pids of
-    all processes found, empty if there are none; does not wait for their end.
+    """Send SIGKILL to the processes that ``find_pids`` finds, and to those that repeated calls of it find meanwhile, such as
+    their children. Return the sorted pids of all processes found, empty if there are none; does not wait for their end.
 
     A process that forks faster than processes are listed could escape every list, above all where the parent ends and the child
     continues. So processes that the second and later passes find are first stopped, with their whole process group, which the
     kernel does in one step. A stopped process forks no more, and still counts towards its user's limit. Once a pass finds no
-    other process, or after ``_FREEZE_SECONDS``, the stopped ones are killed.
+    further process, or after ``_FREEZE_SECONDS``, the processes found are killed. Stopped members of their groups that
+    ``find_pids`` does not find are not killed.
     """
     found = find_pids()
     for pid in found:

@@ -154,9 +154,10 @@ def recorded_user(paths: HomePaths) -> str | None:
 
 
 def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
-    """Let other users pass through the run directory and its directories of jobs and code, and close to them the run directory's
-    other files and the database's. Other directories in the run directory (copies of the database, perhaps) are also closed to
-    other users if until now only the run directory's mode kept these out."""
+    """Create the run directory and its directories of jobs and code where they are missing, and let other users pass through
+    them. Close to other users the run directory's other files and the database's, if they belong to the service's user. Other
+    directories in the run directory (copies of the database, perhaps) are also closed if until now only the run directory's mode
+    kept other users out."""
     opened = (paths.home, paths.jobs, paths.code)
     closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
     for folder in opened:
@@ -200,8 +201,9 @@ def first_closed_directory(user: User, path: Path) -> Path | None:
 
 def _check_user(paths: HomePaths, user: User) -> None:
     """Start a process as the user, and raise ``StartError`` if one of three checks fails: the user can run the agent and reach
-    the jobs; the kernel counts the user's processes; its processes can be seen in /proc, by which an attempt is proved dead. The
-    user's limits do not apply to this process: an earlier job that has used them up must not keep the service from starting."""
+    the jobs; the kernel counts the user's processes; its processes can be seen in /proc, by which an attempt is proved dead. Also
+    raises it if the process does not answer within ``_CHECK_SECONDS``. The user's limits do not apply to this process: an earlier
+    job that has used them up must not keep the service from starting."""
     with (
         Sandbox(user).command(
             [sys.executable, "-P", "-c", _CHECK_SCRIPT, str(paths.jobs)], minimal_environ(os.environ)
@@ -308,9 +310,9 @@ def with_defaults(limits: Limits, user: User | None) -> Limits:
 
 
 def max_processes(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """Return the most processes that all processes here may come to together. It is the smallest of the kernel's limits, the
-    limits of this process's control group and the groups above it, and its own RLIMIT_NPROC. Raises ``StartError`` if none of
-    these is known."""
+    """Return how many processes there can be at the same time in this machine or container. It is the smallest of the kernel's
+    limits, the limits of this process's control group and the groups above it, and this process's RLIMIT_NPROC. Raises
+    ``StartError`` if none of these is known."""
     found = list(_machine_limits())
     found += _cgroup_limits(cgroup, cgroups)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)

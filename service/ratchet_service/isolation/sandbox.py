@@ -101,12 +101,14 @@ class Sandbox:
     def command(
         self, argv: Sequence[str], environ: Mapping[str, str], limits: Limits | None = None, cwd: str | None = None
     ) -> Iterator[Command]:
-        """Yield the command that starts ``argv`` in this sandbox; the caller starts it within the block. ``environ``: the
-        environment of ``argv``; ``limits``: its own limits, which cannot exceed ``max_limits``; ``cwd``: its directory, None for
-        that of its parent. If the sandbox has no user and ``limits`` is None, the command is ``argv`` itself, and ``cwd`` and
-        ``max_limits`` have no effect. The process keeps its pid and its descriptors. From its start it can be found by its marker
-        variables (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``). Raises ``OSError`` for a program that not even the service can
-        run."""
+        """Yield the command that starts ``argv`` in this sandbox; the caller starts it within the block. ``argv[0]`` is a path.
+        ``environ``: the environment of ``argv``; ``limits``: its own limits, which cannot exceed ``max_limits``; ``cwd``: its
+        directory, None for that of its parent. The process keeps its pid and its descriptors. From its start it can be found by
+        those of the marker variables (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``) that ``environ`` has. Raises ``OSError`` for a
+        program that not even the service can run.
+
+        If the sandbox has no user and ``limits`` is None, the command is ``argv`` itself: ``cwd`` and ``max_limits`` have no
+        effect, and nothing is checked."""
         within = (limits or NO_LIMITS).min_with(self.max_limits)
         if self.user is None and limits is None:
             yield Command(list(argv), dict(environ))

@@ -1,8 +1,8 @@
 """``python -I -S sandbox_exec.py FD COMMAND...``: execute COMMAND as another user and within limits (see ``sandbox``).
 
-FD holds JSON: ``user`` (``[uid, gid, groups]``, or null to keep the user), ``limits`` (null: no limit), ``cwd`` (null: unchanged)
-and ``environ``, COMMAND's environment. It uses the standard library alone, since it runs before every agent. It is a program of
-its own rather than code between fork and exec, since the service has many threads.
+FD holds JSON: ``user`` (``[uid, gid, groups]``, or null to keep the user), ``limits`` (by name; null: that limit is not changed),
+``cwd`` (null: unchanged) and ``environ``, COMMAND's environment. It uses the standard library alone, since it runs before every
+agent. It is a program of its own rather than code between fork and exec, since the service has many threads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _set_limits(limits: dict[str, int | None]) -> None:
 def _change_user(user: tuple[int, int, list[int]] | None) -> None:
     """Disable setuid programs for this process, and change its user and groups to ``user`` (None: keep them). The capability
     bounding set is dropped before the user changes, while that is still allowed; the kernel clears the other capability sets when
-    the last of the user ids stops being 0. Raises ``OSError`` if the user cannot be changed."""
+    the last of the user ids stops being 0. With ``user`` None no capability is dropped. Raises ``OSError`` if setuid programs
+    cannot be disabled or the user cannot be changed."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "setuid programs cannot be disabled (PR_SET_NO_NEW_PRIVS)")

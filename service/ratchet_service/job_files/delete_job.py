@@ -1,5 +1,5 @@
-"""Deletes a job that has ended: its rows at once, its files right after. If a crash comes between the two, the next start deletes
-the files.
+"""Deletes a job that has ended: its rows at once, its files right after. If a crash comes between the two, a reconciler deletes
+the files after its next start (``sweep_deleted``).
 
 Files that the job made in its working directory stay unless their removal is requested (``kept_outputs``).
 """
@@ -65,11 +65,11 @@ def delete(
     the disk and in the object store. ``outputs``: True: also delete the files that the job made in its working directory; None:
     only if the job's ``ttl_outputs`` says so. Unchanged files of the code are deleted there in any case. For a job that was
     deleted before without its outputs, ``outputs`` True deletes these now; that needs a ``caller``, who must be its owner or an
-    admin. ``if_match``: the request's If-Match header.
+    admin. For a job that has a row, ``caller`` is not checked here. ``if_match``: the request's If-Match header.
 
     Raises ``NotFound``; ``Conflict`` while the job has not ended, or, without ``keep_checkpoints``, while a fork that has no
     checkpoint of its own yet needs the job's (``checkpoint-in-use``); ``Refused`` (``not-allowed``, ``precondition-failed``).
-    Raises ``OSError`` if files cannot be deleted: if the row is gone by then, the next start of the service deletes the rest.
+    Raises ``OSError`` if files cannot be deleted: if the row is gone by then, a reconciler deletes the rest after its next start.
 
     A deletion frees space on a full disk, but needs some itself: then the space that is reserved for it is released, and reserved
     again later.
@@ -169,7 +169,7 @@ def _write_marker(paths: JobPaths, mark: _Mark) -> None:
 def _remove_files(homes: HomePaths, job_id: str) -> str | None:
     """Delete the job's files, and its copies in an object store, as far as its marker file says. Return None if all were deleted
     or there is no marker file. If copies in the object store could not be deleted, return a sentence that says so; the marker
-    file then stays, so that the next start of the service retries."""
+    file then stays, so that ``sweep_deleted`` retries."""
     paths = homes.job(job_id)
     with as_owner(paths.root):
         left, empty = _remove_unkept_files(paths, homes)

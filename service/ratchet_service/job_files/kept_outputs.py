@@ -24,9 +24,10 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
     """Delete from the working directory the files that are unchanged files of the job's code. If anything else is left, such as
     an empty directory that the job made, the working directory stays, a marker file with the job's owner is written, and True is
-    returned. Otherwise the working directory is deleted, and False is returned; also if there is none. ``code``: directory of the
-    code snapshot; None: no file counts as unchanged. The caller holds ``as_owner``, and calls it before the rest of the job's
-    directory is deleted, and again if a crash interrupted that."""
+    returned. Otherwise the working directory is deleted, and False is returned. False is also returned if there is none, or a
+    link in its place, which this does not delete. ``code``: directory of the code snapshot; None: no file counts as unchanged.
+    The caller holds ``as_owner``, and calls it before the rest of the job's directory is deleted, and again if a crash
+    interrupted that."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)

@@ -25,10 +25,10 @@ _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class LogFilter:
-    """What a reader of logs requests; None in any field: no restriction. ``first`` to ``last``: the attempts. ``rank``: one rank.
-    ``grep``: only lines that contain this text, which is no pattern. ``tail``: the last N lines of each rank's log. ``since``:
-    lines written since then, and up to six seconds before (``ratchet_contract.protocol.log_index``); lines without a time count
-    by the time of the last write to their file."""
+    """What a reader of logs requests; None in a field: no restriction. ``first`` to ``last``: the attempts, both included.
+    ``rank``: one rank. ``grep``: only lines that contain this text, which is no pattern. ``tail``: the last N lines of each
+    rank's log. ``since``: lines written since then, and up to six seconds before (``ratchet_contract.protocol.log_index``); lines
+    without a time count by the time of the last write to their file."""
 
     first: int = 1
     last: int | None = None
@@ -40,8 +40,9 @@ class LogFilter:
 
 def log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
     """Return ``(attempt, rank, file)`` of the logs that the filter selects, by attempt and rank. Only ``first``, ``last``,
-    ``rank`` and ``since`` are applied. At most the newest ``_MAX_ATTEMPTS`` of the requested attempts are searched, and without
-    ``rank`` at most the ``MAX_RANKS`` lowest ranks of each."""
+    ``rank`` and ``since`` are applied; with ``since``, files whose last write is older are left out. At most the newest
+    ``_MAX_ATTEMPTS`` of the requested attempts are searched, and without ``rank`` at most the ``MAX_RANKS`` lowest ranks of each.
+    At most ``MAX_NAMES`` names are read from the disk in all: attempts beyond that are left out."""
     with as_owner(job.root):
         return _log_files(job, log_filter)
 

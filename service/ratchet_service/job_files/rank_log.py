@@ -21,7 +21,8 @@ _SEARCH_BLOCK: Final = 1 << 20  # bytes that are searched for a text at a time
 
 
 class Piece(NamedTuple):
-    """A part of a log, from byte ``begin`` to before byte ``end``: one line, or, if ``raw`` is None, bytes that were left out."""
+    """A part of a log, from byte ``begin`` to before byte ``end``. ``raw``: its bytes, which are one line or a part of a long
+    one; None: a gap, or lines that a search has skipped."""
 
     begin: int
     end: int
@@ -31,8 +32,8 @@ class Piece(NamedTuple):
 def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
     """Yield the lines of the log ``path`` from byte ``start``, each with its id and time; a gap is one line, and a line longer
     than ``MAX_LINE`` bytes is several. Yields nothing if the file does not exist or may not be read. ``partial``: also yield a
-    last line without a line end; otherwise a later call yields it once it is complete. With ``grep``, only lines that contain
-    this text, and those that stand for a gap, are yielded."""
+    last line without a line end. With ``grep``, only lines that contain this text, and those that stand for a gap, are
+    yielded."""
     try:
         with open_read(path) as handle:
             times: LogTimes | None = None

@@ -35,12 +35,12 @@ class Shortened(NamedTuple):
 
 def shorten(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
     """If the job's logs up to attempt ``attempt`` take more than ``bounds.job_log_bytes`` on the disk, delete the middle of logs
-    until they take no more, oldest attempt first; return what was done. The first and the last ``bounds.log_attempts`` attempts
-    keep their whole logs, even if the limit is then exceeded. On a file system that cannot free the middle of a file, whole logs
-    are deleted.
+    until they take no more, oldest attempt first; return what was done. Of the attempts that have logs, the first and the last
+    ``bounds.log_attempts`` keep theirs whole, even if the limit is then exceeded. On a file system that cannot free the middle of
+    a file, whole logs are deleted.
 
     Return None if nothing was freed. A log that the system refuses to shorten stays as it is, and is tried again at the next
-    attempt's end. Precondition: no process of these attempts is alive.
+    attempt's end. Raises ``OSError`` if a log's size cannot be read. Precondition: no process of these attempts is alive.
     """
     with as_owner(paths.root):
         return _shorten_all(paths, attempt, bounds)
@@ -105,7 +105,7 @@ def record_event(session: Session, job: Job, attempt: int, shortened: Shortened 
 
 
 def _allocated_bytes(path: Path) -> int:
-    """Return the bytes that the file takes on the disk; 0 if it does not exist."""
+    """Return the bytes that the file takes on the disk; 0 if it does not exist. Raises ``OSError`` if it cannot be accessed."""
     try:
         return path.stat().st_blocks * 512
     except FileNotFoundError:

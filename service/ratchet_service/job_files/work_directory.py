@@ -35,7 +35,8 @@ _VANISHED_ERRNOS: Final = frozenset(
 class DirEntry:
     """One directory entry. ``path``: relative to the working directory, undecodable bytes as surrogates; ``folder_fd``:
     descriptor of the directory that contains it, open while the walk is there; ``stat``: without following a link. ``refused``:
-    why its content is not read (the code of a problem); None: it can be read."""
+    why its content is not read (the code of a problem). None: no reason was found; only ``walk`` with ``recursive`` has tried to
+    open directories."""
 
     path: str
     folder_fd: int
@@ -60,8 +61,9 @@ class DirEntry:
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Split a path relative to the working directory into names; an empty tuple for the directory itself. Raises ``Refused``
-    (``unsafe-path`` for an absolute path or one with an empty name, ``.`` or ``..``; ``too-deep``)."""
+    """Split a path relative to the working directory into names; an empty tuple for the directory itself (an empty text). Slashes
+    at the end are ignored. Raises ``Refused``: ``unsafe-path`` for an absolute path or one with an empty name, ``.`` or ``..``;
+    ``too-deep`` for more than ``MAX_LEVELS`` names or a path of more than ``_MAX_PATH_BYTES`` bytes."""
     parts = tuple(path.rstrip("/").split("/")) if path.rstrip("/") else ()
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise Refused(
@@ -143,8 +145,9 @@ def refusal(mode: int) -> str | None:
 
 
 def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> Exception:
-    """Return (not raise) the error for a name that cannot be opened: ``Refused`` for a link or missing permission, ``NotFound``
-    for a missing name, each with a message for users; ``error`` itself for any other cause."""
+    """Return (not raise) the error for a name that cannot be opened, from the ``error`` of the try: ``Refused`` for a link or
+    missing permission, ``NotFound`` for a name that is missing, too long or not the directory that was expected, each with a
+    message for users; ``error`` itself for any other cause."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return Refused(_REFUSAL_TEXTS["file-unreadable"].format(path=path), code="file-unreadable")
     if error.errno not in _VANISHED_ERRNOS and error.errno != errno.ENAMETOOLONG:

@@ -1,4 +1,4 @@
-"""The files of an attempt, as every launcher uses them: it writes ``launch.json``, and reads the files that the agents write.
+"""The files of an attempt, for all launchers: writes ``launch.json``, and reads the files that the agents write.
 
 The agents' files are read with size limits: the user that an attempt runs as may write anything there, of any size.
 
@@ -45,8 +45,9 @@ def read_bounded(path: Path) -> bytes | None:
 
 def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
     """Return the result that a node's agent has written. None if the file does not exist or cannot be read, or if it is not a
-    result of this job, attempt and node. For a file that is too large, or that another protocol version wrote and this one cannot
-    read, return a result of unknown cause. Long texts are cut."""
+    result of this job, attempt and node. Of a result in another protocol version only the common fields are returned. For a file
+    that is too large, or a result in another protocol version in which these fields are missing or invalid, return a result of
+    unknown cause. Long texts are cut."""
     try:
         data = read_bounded(path)
     except OSError:
@@ -63,8 +64,9 @@ def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResu
 
 
 def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """Return the common fields of a result that an agent with another protocol version has written. If its ranks or fields cannot
-    be read, return a result of unknown cause. None: ``data`` is not a result of another protocol for this node."""
+    """Return a result with the common fields of the one that an agent with another protocol version has written. If its ranks or
+    fields cannot be read, return a result of unknown cause. None: ``data`` is not a result in another protocol version for this
+    job, attempt and node."""
     try:
         data_fields = json.loads(data)
         protocol = data_fields["protocol"]
@@ -133,11 +135,13 @@ def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
 
 
 def fence(paths: AttemptPaths) -> None:
-    """Create the marker file that keeps agents of the attempt from starting, even if another process submits the attempt later.
-    Agents that have started already keep running: the caller finds and ends them after this call. Raises ``OSError`` if the file
-    cannot be created. Exception: the directory belongs to the user that users' code runs as, who may have made it impossible.
-    Then its mode is changed to 0700 and the file is created again; a second failure is ignored. No agent can start from such a
-    directory, and running agents must still be ended."""
+    """Create the marker file that declares the attempt over. No agent of it starts after that, even if another process submits
+    the attempt later; its ranks begin no further commit of a checkpoint; agents that run end once they see the file. The caller
+    kills those agents after this call.
+
+    Raises ``OSError`` if the file cannot be created. Exception: the directory belongs to the user that users' code runs as, who
+    may have made it impossible. Then its mode is changed to 0700 and the file is created again; a second failure is ignored. No
+    agent can start from such a directory, and running agents must still be ended."""
     with as_owner(paths.root):
         try:
             _fence(paths)
@@ -198,8 +202,8 @@ def tail(path: Path, limit: int) -> str:
 
 
 def read_message(path: Path, model: type[M]) -> M | None:
-    """Return the message in ``path``; None if the file does not exist, is too large or cannot be parsed. Agents write such files
-    by rename, so a file that cannot be parsed was not written by an agent."""
+    """Return the message in ``path``; None if the file does not exist, cannot be read, is too large or is not a valid message.
+    Agents write such files by rename, so none is half written."""
     try:
         data = read_bounded(path)
         return None if data is None or len(data) > MOST_BYTES else model.model_validate_json(data)

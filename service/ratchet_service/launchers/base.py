@@ -47,8 +47,8 @@ class EngineFull(RatchetError):
 
 
 class EngineBusy(EngineUnreachable):
-    """The engine was called a moment ago and has not answered yet. This is not reported to users: a later call returns the
-    answer."""
+    """The engine was called a moment ago and has not answered yet, or the call was dropped before it began (``engine_thread``).
+    This is not reported to users: the caller repeats the call."""
 
 
 def attempt_name(job_id: str, attempt: int) -> str:

@@ -1,9 +1,10 @@
 """A launcher whose engine is called on a separate thread: an engine that hangs delays its own jobs, and no others.
 
 Calls run one at a time, in the order in which they were made. The caller waits only briefly (``WAIT_SECONDS``), in which a
-healthy engine answers. A later answer is kept for a repeated call. Until that answer is there, calls raise ``EngineBusy``, and
-after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``; the caller concludes nothing meanwhile. An action on an attempt
-(submit, stop, kill) discards the attempt's earlier calls and their answers.
+healthy engine answers. A later answer is kept for a while, for a repeated call. Until that answer is there, calls raise
+``EngineBusy``, and after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``; the caller concludes nothing meanwhile. A call that
+has not begun is dropped if it is not repeated (except ``stop``). An action on an attempt (submit, stop, kill) also drops the
+attempt's earlier calls that have not begun, and the answers of the others.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ class CallQueue:
         is_final: Callable[[T], bool] = lambda _: False,
     ) -> T:
         """Run ``run`` on the engine's thread, and return its result or raise its error. If a call with the same key is queued,
-        running, or answered and not stale, that call's answer is used, and ``run`` is not run. Blocks for at most
+        running, or was answered late and is not stale, that call's answer is used, and ``run`` is not run. Blocks for at most
         ``WAIT_SECONDS``. Without an answer by then, raises ``EngineBusy``, or ``EngineUnreachable`` once the call is older than
-        ``UNREACHABLE_AFTER_SECONDS``. The caller repeats the call to get the late answer.
+        ``UNREACHABLE_AFTER_SECONDS``. The caller repeats the call to get the late answer. A call that has not begun and is not
+        repeated within ``ABANDON_AFTER_SECONDS`` is dropped.
 
         ``must_run``: the call is made even if it is not repeated, unless a later action on the attempt discards it or the queue
         is closed. ``keep_seconds``: how long a late answer is kept, in place of ``KEEP_ANSWER_SECONDS``. ``is_final``: returns
@@ -206,16 +208,16 @@ class CallQueue:
                     call.answer.set_exception(error)
 
     def _abandon(self, call: _Call) -> None:
-        """Drop a queued call that its caller has not repeated for ``ABANDON_AFTER_SECONDS``; its answer is ``EngineBusy``."""
+        """Drop a call that has not begun, and make ``EngineBusy`` its answer. Called with the lock held."""
         if self._calls.get(call.key) is call:
             del self._calls[call.key]
         call.answer.set_exception(EngineBusy(f"the launcher {self._name} was not called: the deadline had passed"))
 
 
 class ThreadedLauncher:
-    """A launcher that makes the calls of ``launcher`` on its engine through a ``CallQueue``. Such a call may raise ``EngineBusy``
-    or ``EngineUnreachable`` although it will still run. ``plan`` and ``check``, which do not call the engine, run in the caller's
-    thread."""
+    """A launcher that makes the calls of ``launcher`` on its engine through a ``CallQueue``. A call that raises ``EngineBusy`` or
+    ``EngineUnreachable`` may still run later, and is dropped if it has not begun and is not repeated (except ``stop``). ``plan``
+    and ``check``, which do not call the engine, run in the caller's thread."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher

@@ -14,9 +14,9 @@ from ratchet_service.launchers.base import LaunchError, LaunchPlan
 
 
 def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
-    """Return the commands that the agents will run for their ranks, for display: in rank order over all nodes, each with
-    environment and directory, and with secrets masked. ``agent``: the agents' interpreter, which also runs the ranks if the spec
-    names none."""
+    """Return the commands that the agents will run for their ranks, for display: in rank order over all nodes, each with its
+    directory and the main variables of its environment. The values of variables in the spec's ``secret_env`` are masked, and its
+    ``secrets`` are left out. ``agent``: the agents' interpreter, which also runs the ranks if the spec names none."""
     python = agent if launch.spec.python is None else launch.resolved.python
     world = launch.spec.world
     return tuple(
@@ -27,7 +27,8 @@ def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
 
 
 def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str, Any]:
-    """Return command, environment and directory of one rank, for display. ``launch``: the launch file for the rank's node."""
+    """Return command, main variables and directory of one rank, for display. ``launch``: the launch file for the rank's node;
+    ``local_rank``: its index among the node's ranks."""
     env = {
         names.RANK: str(launch.ranks[local_rank]),
         names.LOCAL_RANK: str(local_rank),

@@ -116,9 +116,10 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
 
 
 def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
-    """Return ``cause`` as it counts for the job. It stays as it is if the service did not stop the attempt, or if the attempt did
-    not end as preempted. Otherwise the cause of the stop replaces it: timeout; else that of the request (by a user or the
-    scheduler); else upgrade. ``unknown`` after a stop for an upgrade counts as upgrade."""
+    """Return ``cause`` as it counts for the job. It stays as it is if the service did not stop the attempt (``forced_cause`` is
+    None), or if the attempt did not end as preempted. Otherwise it becomes timeout after a stop for that; else the cause of the
+    request to end, by a user or the scheduler, if there is one; else upgrade after a stop for that; else it stays. ``unknown``
+    after a stop for an upgrade counts as upgrade, and so as preempted."""
     if (
         evidence.forced_cause is Cause.UPGRADE and cause is Cause.UNKNOWN
     ):  # another version's result, with a cause unknown here
@@ -174,8 +175,8 @@ def verdict(
 
 def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime) -> datetime:
     """Return when the attempt ended: the latest end time in the agents' results, or ``now`` if there is no result. A time after
-    ``now`` or before the attempt's beginning is replaced by that. The time during which the service was down thus does not count
-    as running time."""
+    ``now`` is replaced by ``now``, one before the attempt's beginning (or, if no agent began, its creation) by that. Where there
+    is a result, the time after the agents' end, during which the service was down, thus does not count as running time."""
     reported_end = max((parse_time(result.ended_at, now) for result in results), default=now)
     return max(attempt.begun_at or attempt.created_at, min(reported_end, now))
 

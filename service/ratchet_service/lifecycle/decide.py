@@ -96,7 +96,7 @@ def backoff_seconds(job_id: str, attempt: int, nth: int, first_delay: float) -> 
 
 def _decide_queued(view: JobView, now: datetime) -> Decision:
     """Decide for a queued job: end it if its attempts have used up ``policy.timeout``, let it wait for the end of its back-off,
-    or launch it."""
+    or launch it. A back-off that ends too late (``MAX_BACKOFF_AHEAD``) is ignored."""
     if view.limits.timeout is not None and view.running_seconds >= view.limits.timeout:
         return Decision(
             Action.END,
@@ -113,10 +113,10 @@ def _decide_queued(view: JobView, now: datetime) -> Decision:
 def _decide_alive(view: JobView, attempt: Alive) -> Decision:
     """Decide for a job whose attempt has not ended: stop it (SIGTERM), kill it, or do nothing.
 
-    It is stopped if the ranks have not followed a stop request in time, at ``policy.timeout``, or if its agent has another
-    protocol (a script without a Session only if a stop is requested). It is killed if it has not ended in time after the SIGTERM,
-    or if no agent began within the launch deadline. If no agent has begun, it is also killed instead of stopped for another
-    protocol, and if a stop is requested while it is in its engine's queue.
+    It is stopped if the ranks have not followed a stop request in time, at ``policy.timeout`` if no stop is requested, or if its
+    agent has another protocol (a script without a Session only if a stop is requested). It is killed if it has not ended in time
+    after the SIGTERM, or if no agent began within the launch deadline. If no agent has begun, it is also killed instead of
+    stopped for another protocol, and if a stop is requested while it is in its engine's queue.
     """
     if attempt.signalled_seconds is not None:
         if attempt.signalled_seconds >= attempt.killable_after:
@@ -192,8 +192,9 @@ def update_counters(counters: Counters, treated: Treatment, end: AttemptEnd, *, 
 
     An attempt that committed a new step first resets the failures and the attempts without progress, but not the preemptions. Any
     other attempt counts as one without progress, with the exceptions in the module's text. ``retries`` counts ends in a row that
-    need spacing; any other end resets it. Then the end is counted against its budget. ``displaced``: this service stopped the
-    attempt for another job.
+    need spacing. It begins again at 1 with an attempt that committed a new step or ran for ``MAX_BACKOFF`` seconds; an end that
+    needs no spacing sets it to 0. Then the end is counted against its budget; a fatal one counts as a failure. ``displaced``:
+    this service stopped the attempt for another job.
     """
     displaced = displaced or treated.cause is Cause.UPGRADE
     left_queue = (

@@ -31,8 +31,9 @@ class Action(StrEnum):
 
 @dataclass(frozen=True)
 class Counters:
-    """How much of the budgets is used up. ``attempts_without_progress`` and ``retries`` count attempts in a row; ``retries`` are
-    those that ended by a rule ``retry`` or were refused by an interpreter that was not upgraded."""
+    """How much of the budgets is used up, as ``update_counters`` counts. ``failures`` are those since the last progress.
+    ``attempts_without_progress`` and ``retries`` count attempts in a row; ``retries`` are those that ended by a rule ``retry`` or
+    were refused by an interpreter that was not upgraded."""
 
     preemptions: int = 0
     failures: int = 0
@@ -43,9 +44,9 @@ class Counters:
 @dataclass(frozen=True)
 class Limits:
     """What the spec allows; times in seconds. ``max_preemptions`` and ``timeout`` None: no limit. ``timeout`` limits the time of
-    all attempts together. ``exit_rules``: what exit codes of the job's own code mean. ``can_change_code``: the job can be resumed
-    with other code. ``is_script``: the job is a script, so that code may follow its last step; a stop after the last step leaves
-    that code to the next attempt."""
+    all attempts together. ``backoff``: the delay before the first retry that waits. ``exit_rules``: what exit codes of the job's
+    own code mean. ``can_change_code``: the job can be resumed with other code. ``is_script``: the job is a script, so that code
+    may follow its last step; a stop after the last step leaves that code to the next attempt."""
 
     max_preemptions: int | None = None
     max_failures: int = 3
@@ -62,11 +63,12 @@ class AttemptEnd:
     """How the newest attempt ended, once no process of it is alive.
 
     ``exit_code``: of the rank that the cause comes from. ``base_step``: the step of the checkpoint that the attempt started from
-    (0: from scratch; None: it did not get that far). ``committed_step``: the newest step that it committed; None: none.
+    (0: from scratch; None: it did not get that far). ``committed_step``: the step of the lineage's newest checkpoint, if this
+    attempt committed it; otherwise None.
     ``last_step``: the last step that it did. ``begun``: an agent began. ``finished``: the newest committed checkpoint is the
-    job's final one. ``unmanaged``: it was a script without a Session. ``seconds``: how long it ran. ``repeated_error``: None
-    unless the same exception, at the same line and step, had ended the previous attempt, too; then the last step that the rank
-    which raised it had finished.
+    job's final one. ``unmanaged``: it was a script without a Session. ``seconds``: how long it ran. ``repeated_error``: the last
+    step that the rank which raised the exception had finished, if the same exception, at the same line and step, had ended the
+    previous attempt, too; otherwise, and for errors that may pass, None (``repeated_error_step``).
     """
 
     cause: Cause
@@ -96,9 +98,10 @@ class AttemptEnd:
 class Alive:
     """What is known of an attempt that has not ended. Times in seconds.
 
-    ``age``: time since the attempt left its engine's queue, or was created if it has none; 0 once an agent has begun. ``seen``:
-    an agent has begun. ``waiting``: the attempt is still in that queue, where no stop request reaches it. ``running_seconds``:
-    time since its first agent began. ``stop_requested_seconds``: time since its end was requested; 0: it was not.
+    ``age``: time for which the launch deadline has run: since the attempt was last seen in its engine's queue, or else was
+    created or submitted again; 0 once an agent has begun. ``seen``: an agent has begun. ``waiting``: the attempt is still in that
+    queue, where no stop request reaches it. ``running_seconds``: time since its first agent began; 0: none did.
+    ``stop_requested_seconds``: time since a poll first saw the request to end it; 0: none did.
     ``signalled_seconds``: time since SIGTERM was sent to its agents; None: it was not. ``signal_cause``: the cause for which it
     was sent. ``killable_after``: how long after SIGTERM the agents are killed. ``launch_deadline``: how long the first agent may
     take to begin. ``other_protocol``: its agents use another protocol version and cannot report to this service. ``unmanaged``:
@@ -141,9 +144,9 @@ class Decision:
 
     ``cause``: the attempt's cause, for STOP, KILL and END. ``outcome`` and ``rule``: the attempt's, for END; ``rule`` is a
     sentence that says which rule of ``policy.exit_codes`` applied (None: none). For the END of a queued job, which has no
-    attempt, ``cause`` and ``outcome`` are None. ``not_before``: when a back-off ends, for WAIT
-    and END; None: there is no back-off. ``event``, ``counters``, ``reason`` and ``message``: for END, the event to apply to the
-    job, and its new counters, reason and message.
+    attempt, ``cause`` and ``outcome`` are None. ``not_before``: when a back-off ends, for WAIT and END; None: there is no
+    back-off. ``event``, ``counters``, ``reason`` and ``message``: for END, the event to apply to the job, and its new counters,
+    reason and message. For other actions ``counters`` are those of the view.
     """
 
     action: Action

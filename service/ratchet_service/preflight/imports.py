@@ -34,7 +34,8 @@ _OWN_PATHS: Final = (b"sys.path", b"sys.modules", b"meta_path", b"path_hooks", b
 class Imported:
     """The top-level modules that a job's code imports and that are not part of the code, each with the place of an import.
     ``certain``: the import runs in any case; ``conditional``: it is within another statement (a function, a condition, ``with``),
-    or in a module that is imported there, or the code changes ``sys.path`` or the like. Imports within ``try`` are left out."""
+    or in a module that is imported there, or the code changes ``sys.path`` or the like. Imports that may fail without harm, such
+    as those within ``try``, are left out."""
 
     certain: dict[str, str] = field(default_factory=dict)
     conditional: dict[str, str] = field(default_factory=dict)

@@ -3,9 +3,9 @@
 They are written when the attempt is created, when it is submitted again, when it enters or leaves its engine's queue, when its
 first agent has begun, and once the engine has accepted a SIGTERM. They are also written once a deadline that no other write
 stores is ``_WRITE_AFTER_SECONDS`` old, and with each renewal of the lease for as long as one runs. For an attempt with a
-``policy.timeout``, they are also written every ``KEEP_SECONDS``, with its run time. The next reconciler continues the counts
-(``monotonic_deadlines.carried_seconds``); a request that was withdrawn and made again is another one. Unreadable rows, and those
-of the previous version, count as none.
+``policy.timeout``, they are also written every ``monotonic_deadlines.KEEP_SECONDS``, with its run time. The next reconciler
+continues the counts (``monotonic_deadlines.carried_seconds``); a request that was withdrawn and made again is another one.
+Unreadable rows, and those of the previous version, count as none.
 """
 
 from __future__ import annotations

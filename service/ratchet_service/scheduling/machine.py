@@ -29,8 +29,8 @@ class Machine:
     """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots``: the CPU slots to lend; None: as many as ``cpus``.
 
     ``is_this_machine`` False: it is the machine or container of another process, or a node of an engine; its interpreters,
-    secrets and files cannot be inspected from here. ``torch_cuda`` is then what the other process found, or for an engine,
-    whether the job needs CUDA. ``runs_jobs`` False: jobs run elsewhere, so their code is not run here for inspection either.
+    secrets and files cannot be inspected from here. ``torch_cuda``: what the other process found, or for an engine, whether the
+    job needs CUDA. ``runs_jobs`` False: jobs run elsewhere, so their code is not run here for inspection either.
     """
 
     gpus: tuple[int, ...] = ()

@@ -43,9 +43,10 @@ class Standing:
 
 
 def find_position(session: Session, now: datetime, job: Job, max_depth: int) -> Standing:
-    """Return the position of a job. It is computed if no other owner has jobs of the same priority, if the job is among the first
-    ``max_depth``, or if it is the only one whose attempt could not be created. Otherwise only a lower bound of the jobs ahead is
-    returned (``Standing.ahead``). A job that is in a back-off or not queued has neither."""
+    """Return the position of a job. It is computed if the job is among the first ``max_depth``, or if no other owner has jobs of
+    the same priority. A job whose attempt could not be created comes last: instead of the latter, it must be the only such job.
+    Otherwise only a lower bound of the jobs ahead is returned (``Standing.ahead``). A job that is in a back-off or not queued has
+    neither."""
     if session.scalar(sa.select(Job.id).where(Job.id == job.id, queue_queries.is_due(now))) is None:
         return Standing()
     if job.reason == CREATION_FAILED:

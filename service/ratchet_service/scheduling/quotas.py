@@ -54,8 +54,8 @@ def admit(
     Writes nothing. If ``is_new`` and the owner has a limit ``queued``, a lock on the owner is held until the transaction ends.
     ``pointer``: JSON pointer of the spec in the request body.
 
-    Raises ``SpecError`` if the job could never start because it alone takes more than the quota; with ``is_new``, ``Conflict``
-    (``quota-exceeded``) if the owner already has as many jobs that have not ended as its quota allows.
+    Raises ``SpecError`` if the job could never start because it alone takes more than the quota. With ``is_new``, raises
+    ``Conflict`` (``quota-exceeded``) if the owner already has as many jobs that have not ended as its quota allows.
     """
     limit = limits(session)(owner)
     takes = job_share({"nodes": spec.world.nodes, "ranks_per_node": spec.world.ranks_per_node}, resolved.device)

@@ -34,7 +34,7 @@ class SubmissionPorts(Protocol):
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         """Return the warnings and the problems of ``spec``, which is a stored job's spec with another hook. ``resolved``: what
         was decided for the job; it stays. A hook of the user's own without other problems is imported from the job's snapshot of
-        the code, in a separate process; if the job trains on another machine, a warning says that the hook is not checked. Raises
+        the code, in a separate process. If the job trains on another machine, it is not imported, and a warning says so. Raises
         ``Refused`` (``busy``)."""
 
     def trains_here(self, kind: str) -> bool:
@@ -48,7 +48,7 @@ class SubmissionPorts(Protocol):
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
         """Return the Git commit of the directory ``path``, and how its snapshot ``digest`` differs from this commit; if that
         cannot be determined, only the reason. None: the directory is in no repository. Blocks while git runs, at most ten
-        seconds."""
+        seconds, and while the snapshot's files are read."""
 
     def keep_uploaded(self, digest: str) -> str:
         """Keep the uploaded code ``digest`` for another ten minutes, and return the digest. A job that names it can be stored

@@ -51,10 +51,10 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
     """Return the metric series ``names`` in this order; a name without points gives an empty series. If ``names`` is empty,
     return all series with points, sorted by name. Points of abandoned branches are left out.
 
-    A series with more than ``max_points`` points (at least 2) is reduced to that number of its own points, evenly spaced, first
-    and last included; values are never averaged or interpolated. If steps were done again with another value, a series also has
-    the earlier points of these steps that are stored (``superseded``), unless ``max_points`` is 2. Raises ``NotFound`` for an
-    unknown job.
+    A series with more than ``max_points`` points is reduced to that number of its own points, evenly spaced, first and last
+    included; values are never averaged or interpolated. ``max_points`` is at least 2. If steps were done again with another
+    value, a series also has the earlier points of these steps that are stored (``superseded``), unless ``max_points`` is 2.
+    Raises ``NotFound`` for an unknown job.
     """
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
@@ -173,8 +173,8 @@ def _checkpoint_summaries(
     session: Session, job: Job, homes: HomePaths, hook: HookSpec
 ) -> tuple[list[HookSummary], datetime] | None:
     """Return the summaries, by rank, and the time of the checkpoint that the next attempt starts from. None if there is no such
-    checkpoint, if it has no summaries or cannot be read now, or if another hook than ``hook`` wrote it, or the same hook with
-    parameters that give other bits (``hook_change``)."""
+    checkpoint, if it has no summaries or cannot be read now, or if it was written by another hook than ``hook``. The same hook
+    with parameters that give other bits counts as another (``hook_change``)."""
     start = next_start(session, job, job.resume_from, homes)
     if start is None:
         return None

@@ -44,9 +44,9 @@ def page(session: Session, limit: int, cursor: str | None) -> QueueView:
 
 
 def job_entry(session: Session, job_id: str) -> QueueView:
-    """Return the queue with one job as its only item, with what it waits for and its position, or, for a job after
-    ``MAX_POSITION``, perhaps only a lower bound of it. A job in a back-off has no position. Without an item if the job is not
-    queued. Raises ``NotFound``."""
+    """Return the queue with one job as its only item, with what it waits for and its position; without an item if the job is not
+    queued. For a job after ``MAX_POSITION`` there may be only a lower bound of the position, for a job in a back-off there is
+    none. Raises ``NotFound``."""
     job, now = find_job(session, job_id), now_in(session)
     waiting = queue_position.queue_length(session, now)
     if job.phase is not JobPhase.QUEUED:

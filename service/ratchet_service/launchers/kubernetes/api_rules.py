@@ -1,4 +1,5 @@
-"""Rules for a Job that only an API server enforces: neither the published schemas nor the client's models contain them.
+"""Some of the rules for a Job that only an API server enforces: neither the published schemas nor the client's models contain
+them.
 
 They are checked on the finished manifest, after a job's own patch is applied, so that a fault is reported when the job is
 submitted to Ratchet and not when it is launched.
@@ -64,7 +65,7 @@ def is_dns_label(text: str) -> bool:
 
 
 def _check_job(job: dict[str, Any]) -> Iterator[Fault]:
-    """Yield the faults of the Job itself, without its pod template."""
+    """Yield the faults of the Job itself, and of the pod template's restart policy if there is a pod failure policy."""
     spec, name = job["spec"], job["metadata"]["name"]
     indexed = spec.get("completionMode") == "Indexed"
     last = f"{name}-{max(spec.get('completions', 1) - 1, 0)}"

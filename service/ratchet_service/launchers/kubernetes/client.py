@@ -1,4 +1,5 @@
-"""Requests to the API server over HTTP with plain JSON. The official client is used only to find a cluster and to authenticate.
+"""Requests to the API server over HTTP with plain JSON. Only the address, the credentials and the connections are from the
+official client.
 
 Its typed calls are not used: they would convert every object into models and back, and refuse unknown fields.
 """
@@ -30,8 +31,9 @@ _ADDRESS: Final = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>: ")
 
 
 class Refusal(Exception):
-    """The server refused the request. ``code``: the HTTP status; ``reason``, ``message``: from the answer's Status. Failures that
-    count as unreachable (see ``Api``) are not of this class."""
+    """The server refused the request. ``code``: the HTTP status; ``reason``, ``message``: from the answer's Status. Without one,
+    ``reason`` is empty and ``message`` is the start of the answer's text. Failures that count as unreachable (see ``Api``) are
+    not of this class."""
 
     def __init__(self, code: int, body: bytes) -> None:
         try:
@@ -45,9 +47,9 @@ class Refusal(Exception):
 
 
 class Api:
-    """Requests to one cluster; the first one connects. Thread-safe. All methods raise ``EngineUnreachable`` if no server answers,
-    if the server is overloaded or fails, or if it does not authenticate this service. They raise ``Refusal`` for any other
-    failure."""
+    """Requests to one cluster; the first one loads its configuration. Thread-safe. The methods raise ``EngineUnreachable`` if no
+    cluster is configured, no server answers, or the status is 401 (this service is not authenticated), 408, 429 or from 500 on.
+    They raise ``Refusal`` for other statuses from 300 on."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -72,8 +74,8 @@ class Api:
         return self._json("PATCH", path, {}, body)
 
     def delete(self, path: str, **query: str | int) -> bool:
-        """Request the deletion of an object; it may exist for some time after that. Return True if it exists, False if it does
-        not."""
+        """Request the deletion of an object; it may exist for some time after that. Return True if the request was accepted,
+        False if the object does not exist (404)."""
         try:
             self._call("DELETE", path, query)
         except Refusal as refusal:
@@ -84,8 +86,8 @@ class Api:
 
     @contextlib.contextmanager
     def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
-        """Yield a response whose body is read as it arrives. The connection is closed at the block's end. ``seconds``: how long
-        the server is expected to send nothing; reading fails ``_READ_TIMEOUT`` seconds after that."""
+        """Yield the response to a GET request, whose body is read as it arrives. The connection is closed at the block's end.
+        ``seconds``: how long the server may send nothing; reading fails after ``_READ_TIMEOUT`` seconds more."""
         response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
         try:
             if response.status >= 300:
@@ -137,7 +139,7 @@ class Api:
             raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {reason}") from None
 
     def _get_client(self) -> Any:
-        """Return the official client, connected at the first call."""
+        """Return the official client. It is made at the first call, or, after an error, at the next one."""
         with self._lock:
             if self._client is None:
                 self._client = _connect(self._settings)

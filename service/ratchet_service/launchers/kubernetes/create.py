@@ -1,6 +1,6 @@
 """Creates an attempt's objects in the cluster. The order is safe if a crash interrupts it anywhere: first the Secret and the
-Service, which do nothing by themselves, then the Job, which then owns both. All have the attempt's name, by which existing
-objects are found and deleted."""
+Service, which do nothing by themselves, then the Job, which is then made the owner of both; if that fails, nothing is reported.
+All three have the attempt's name."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ def refusal_message(refusal: Refusal) -> str:
 
 def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> Json:
     """Create the attempt's Secret, Service and Job, and return the Job as the server has it. Objects that exist already are kept,
-    except for the Secret, which is created again. ``values``: secret's name -> value, for the Secret; without values there is
-    none. Raises ``LaunchError``, ``EngineUnreachable``, and ``EngineFull`` while a quota of the namespace is used up."""
+    except for the Secret, which is deleted and created again. ``values``: secret's name -> value, for the Secret; without values
+    there is no Secret, and for one node no Service. Raises ``EngineFull`` while a quota of the namespace is used up,
+    ``LaunchError`` for any other refusal and for a Job of this name that is not this attempt's, and ``EngineUnreachable``. After
+    an error, the objects that were created before it remain."""
     secret, service = manifests.secret_manifest(site, launch, values), manifests.service_manifest(site, launch)
     try:
         if secret is not None and _create_if_absent(api, SECRETS, secret) is None:
@@ -61,8 +63,8 @@ def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, s
 
 
 def delete_secret_and_service(api: Api, site: Site, name: str) -> None:
-    """Delete the Secret and the Service of the attempt with this name, in all namespaces, if they exist. Raises
-    ``EngineUnreachable``."""
+    """Request the deletion of the Secret and the Service of the attempt with this name, in all namespaces that jobs may use, if
+    they exist. Raises ``EngineUnreachable``, also for a refusal."""
     for namespace in site.namespaces:
         for kind in (SECRETS, SERVICES):
             delete_object(api, f"{kind.format(namespace)}/{name}")
@@ -70,8 +72,8 @@ def delete_secret_and_service(api: Api, site: Site, name: str) -> None:
 
 def delete_object(api: Api, path: str, **query: str | int) -> bool:
     """Request the deletion of an object. Return True if the object exists; it may exist for some time after the call. Return
-    False if it does not exist. A refusal, such as for a missing right, raises ``EngineUnreachable``: the state of the object is
-    then unknown."""
+    False if it does not exist. A conflict (409) also returns True, although nothing was deleted. Any other refusal, such as for a
+    missing right, raises ``EngineUnreachable``."""
     try:
         return api.delete(path, **query)
     except Refusal as refusal:
@@ -112,7 +114,7 @@ def _create_if_absent(api: Api, kind: str, manifest: Json) -> Json | None:
 
 def _create_job(api: Api, site: Site, launch: LaunchFile) -> Json:
     """Create the attempt's Job and return it, or the one that exists already. Raises ``LaunchError`` if a Job of that name does
-    not belong to this service, and ``Refusal``."""
+    not have the labels of this service and attempt, and ``Refusal``."""
     manifest = manifests.job_manifest(site, launch)
     created = _create_if_absent(api, JOBS, manifest)
     if created is not None:

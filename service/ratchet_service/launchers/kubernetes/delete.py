@@ -1,10 +1,10 @@
 """Kills an attempt, and proves that it is dead.
 
-A Job that has ended by itself, with all its pods, is kept until its time to live is over, for inspection. For any other Job the
-proof is the server's own answer, not the watches': first that the Job does not exist, so that nothing creates pods, then that no
-pod runs. A pod is removed when its machine's kubelet reports that its containers have ended. Force (grace 0) removes the object
-without that report, so it is used only for machines that have not answered for ``lost_after``: a pod that may still run there is
-fenced, since its attempt is over.
+A Job that has ended by itself, with all its pods, is not deleted here: it stays until its time to live is over, for inspection.
+For any other Job the proof is the server's own answer, not the watches' state: first that the Job does not exist, so that nothing
+creates pods, then that no pod runs. A pod is removed when its machine's kubelet reports that its containers have ended. Force
+(grace 0) removes the object without that report. It is used only if the setting ``lost_after`` has a value, for machines that
+have not answered for that long. A pod that may still run there counts as fenced.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _CONCLUDE_SECONDS: Final = 5.0
 
 
 def delete_job(api: Api, site: Site, name: str) -> bool:
-    """Request the deletion of the Job in the foreground, in all namespaces: it exists until its pods are gone, each after its own
-    grace. Return False if it does not exist. Raises ``EngineUnreachable``."""
+    """Request the deletion of the Job ``name`` in the foreground, in all namespaces that jobs may use: it exists until its pods
+    are gone, each after its own grace. Return True if it exists in one of them. Raises ``EngineUnreachable``."""
     found = [
         delete_object(api, f"{JOBS.format(namespace)}/{name}", propagationPolicy="Foreground")
         for namespace in site.namespaces
@@ -44,13 +44,13 @@ def delete_job(api: Api, site: Site, name: str) -> bool:
 
 def mark_deleted(ref: AttemptRef) -> None:
     """Create a marker file in the attempt's directory. It records, for all processes of this service, that the service itself
-    deleted the Job and nobody else. Errors are ignored."""
+    deletes the Job. The caller deletes it afterwards. Errors of the file are ignored."""
     with suppress(OSError):  # on a full disk the message will blame somebody else
         (ref.paths.root / _MARKER_FILE).touch()
 
 
 def is_marked_deleted(ref: AttemptRef) -> bool:
-    """True if this service has deleted the attempt's Job (``mark_deleted``)."""
+    """True if the marker file of ``mark_deleted`` exists: this service deletes the attempt's Job, or has deleted it."""
     return (ref.paths.root / _MARKER_FILE).exists()
 
 
@@ -65,10 +65,14 @@ class AttemptKiller:
         self._overdue_since: dict[str, float] = {}  # pod of a machine that does not answer -> since when, monotonic
 
     def kill(self, ref: AttemptRef, observed: ObservedState) -> list[str]:
-        """Do the next step of killing the attempt. Return names of what may still be alive, for display; empty once the attempt
-        is proved dead. ``observed``: the attempt's state according to the watches. While the watches show something of an attempt
-        that is being killed already, the server is not queried again. If all pods have ended by themselves, the Job controller
-        gets 5 s to mark the Job as ended; a Job that it has marked is kept. Raises ``EngineUnreachable``."""
+        """Do the next step of killing the attempt. Return texts, for display, about what may still be alive; empty once the
+        attempt is proved dead. ``observed``: the attempt's state according to the watches. Raises ``EngineUnreachable``.
+
+        If all pods have ended and nothing was deleted yet, the Job controller gets 5 s to mark the Job as ended. A Job that it
+        has marked is kept, and the result is empty. Otherwise, or after the 5 s, the next step creates the marker file
+        (``mark_deleted``) and deletes the Job and its pods. While the watches then still show something, a step only deletes new
+        pods and pods whose machine does not answer. After that, each step deletes and lists again, until the server shows
+        nothing."""
         if ref.name not in self._deleted_pods and will_conclude(observed, ref.nodes):
             if is_finished(observed):
                 self._concluding_since.pop(ref.name, None)
@@ -113,9 +117,9 @@ class AttemptKiller:
                 self._deleted_pods[ref.name].add(pod.uid)
 
     def _handle_unreachable(self, pods: Collection[Pod]) -> list[str]:
-        """Return a message for each pod whose machine does not answer. A pod that has been overdue for the setting ``lost_after``
-        (seconds) is deleted by force, without a message. If ``lost_after`` is None, the message tells an administrator how to
-        delete the pod."""
+        """Return a message for each pod that has not ended and whose machine does not answer (``Pod.is_overdue``). The setting
+        ``lost_after`` (seconds) is measured from the first call that finds this. After that time the pod is deleted by force,
+        without a message. If ``lost_after`` is None, the message tells an administrator how to delete the pod."""
         lost_after, now, out = self._site.settings.lost_after, time.monotonic(), []
         for pod in pods:
             if pod.has_ended or not pod.is_overdue(now):

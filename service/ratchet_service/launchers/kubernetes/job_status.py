@@ -1,9 +1,10 @@
-"""Derives an attempt's state from its Job, its pods and their events. Pure, on plain JSON.
+"""Derives an attempt's state from its Job, its pods and their events, on plain JSON. Whether agents have started or left a result
+is found out by callbacks; all else is pure.
 
 Kubernetes reports the same fact in several places and removes some of them early: a pod disappears with its node, a Job's
-conditions stay. So each pod is judged by the first of these that exists: the disruption that a controller announced, the reason
-in the pod's status, how the container ended. The last known state of deleted pods and Jobs counts like that of others
-(``ObservedState``).
+conditions stay. So each pod is judged by the first of these that exists: the disruption that a controller announced, a deletion
+by hand, the reason in the pod's status, the agent's own result, how the container ended. The last known state of deleted pods and
+Jobs counts like that of others (``ObservedState``).
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{QUOTA_EXCEEDED})|denied the 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """What the watches have received of an attempt. ``job``: the Job's JSON, None if it was never seen. ``deleted``: the Job
-    existed and does not any more; ``deleted_by_service``: this service deleted it. ``warnings``: name of the Job or of a pod ->
-    the last warning event about it. ``forbidden_since``: monotonic time when the cluster was first seen to forbid the Job's pods;
-    None if the last event does not say so. ``events_unavailable``: why warning events are not watched, None if they are."""
+    """What is known of an attempt, mostly from the watches. ``job``: the Job's JSON, None if it is not known. ``deleted``: the
+    Job existed and does not any more; ``deleted_by_service``: this service deleted it, or is deleting it (set by the launcher).
+    ``pods``: deleted ones are included for some time. ``warnings``: name of the Job or of a pod -> the last warning event about
+    it. ``forbidden_since``: monotonic time when the cluster was first seen to forbid the Job's pods; None if the last warning
+    about the Job does not say so. ``events_unavailable``: why warning events are not watched, None if they are."""
 
     job: Json | None = None
     deleted: bool = False
@@ -58,16 +60,16 @@ class ObservedState:
 
     @property
     def is_deleting(self) -> bool:
-        """True if the Job was deleted or is being deleted. False if it was never seen."""
+        """True if the Job was deleted or is being deleted. False if it is not known."""
         return self.job is not None and (self.deleted or "deletionTimestamp" in self.job["metadata"])
 
 
 @dataclass(frozen=True)
 class View:
     """What is concluded of an attempt. ``alive``, ``waiting``, ``ends``: as in ``AttemptState``. ``gone_nodes``: indices of nodes
-    whose pod is known not to run any more, or whose machine is lost. ``notes``: node -> text. ``revoked``: the Job was suspended
-    after it had started, and must not be resumed. ``pod_deleted_by_hand``: as far as is known, somebody deleted a pod, but not
-    the Job."""
+    on which nothing runs and nothing will start, or whose machine is lost. ``notes``: node -> text about its pod. ``revoked``:
+    the Job was suspended after it had started, and must not be resumed. ``pod_deleted_by_hand``: ``_is_deleted_by_hand`` is true
+    for one of the pods."""
 
     alive: bool
     waiting: str | None = None
@@ -109,8 +111,8 @@ def evaluate(
 
 
 def will_conclude(observed: ObservedState, nodes: int) -> bool:
-    """True if all pods have ended by themselves, so that the Job controller will mark the Job as ended, and create no more pods.
-    False if the Job is being deleted or was never seen."""
+    """True if each node has a pod whose phase is Succeeded or Failed, and no pod still runs: the Job controller will mark the Job
+    as ended, or has done so, and creates no more pods. False if the Job is not known, is being deleted or was deleted."""
     ended = {pod.node for pod in observed.pods if pod.phase in ("Succeeded", "Failed")}
     return (
         observed.job is not None
@@ -127,8 +129,9 @@ def is_finished(observed: ObservedState) -> bool:
 
 
 def _may_start(observed: ObservedState, nodes: int) -> bool:
-    """True if the Job controller may still create pods. It creates none once a pod has failed (``backoffLimit: 0``), and none for
-    nodes whose pod has succeeded. False if the Job is not known or is being deleted."""
+    """False if the Job controller will create no more pods: the Job is marked as ending or ended, one of its pods has failed
+    (``backoffLimit: 0``), or each node has a pod that succeeded. Also False if the Job is not known, is being deleted or was
+    deleted. True otherwise, also while all pods run, or the Job is suspended."""
     if observed.job is None or observed.is_deleting:
         return False
     if any(_condition(observed.job, kind) for kind in ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")):
@@ -139,7 +142,8 @@ def _may_start(observed: ObservedState, nodes: int) -> bool:
 
 
 def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> bool:
-    """True if the Job was started and is suspended now: if it were resumed, it would run again as the same attempt."""
+    """True if the Job is suspended now although it has pods or an agent has started: if it were resumed, it would run again as
+    the same attempt."""
     if observed.job is None or not observed.job["spec"].get("suspend"):
         return False
     return bool(observed.pods) or has_started()
@@ -148,9 +152,10 @@ def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> boo
 def _engine_ends(
     observed: ObservedState, has_result: Callable[[int], bool], now: float, patience: Patience, revoked: bool
 ) -> tuple[EngineEnd, ...]:
-    """Return the ends of the attempt's pods, in the order in which they happened; a cause comes before its consequences. If
-    somebody else suspended or deleted the Job, that comes first. If there is no end at all, return the one that the Job's
-    condition shows, or else the last warnings about pods that never started."""
+    """Return the ends of the attempt's pods, in the order in which they happened; a cause comes before its consequences. A pod
+    has one if somebody deleted it (``_is_deleted_by_hand``), or as ``_pod_end`` finds; a pod whose end its agent's result
+    explains has none. If somebody else suspended or deleted the Job (``_interference``), that comes first. If there is no end at
+    all, return the one that the Job's condition shows, or else the last warnings about pods that never started."""
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in observed.pods:
         by_hand = (
@@ -172,9 +177,9 @@ def _engine_ends(
 
 
 def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
-    """Return cause and message of the pod's end, from the first source that has them: the announced disruption, the pod's status,
-    the container's end. A pod that can never start, or whose machine does not answer, counts as ended. None: the pod has not
-    ended, or its agent's result says why."""
+    """Return cause and message of the pod's end, from the first source that has them: the announced disruption (even while the
+    pod still runs), the pod's status, the container's end. A pod that can never start, or whose machine does not answer, counts
+    as ended. None: the pod has not ended, its agent's result says why, or none of these sources shows an end."""
     announced = disruption(pod)
     if announced is not None:
         return announced
@@ -186,7 +191,8 @@ def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: 
 
 
 def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
-    """Return the end that somebody else caused by suspending or deleting the Job itself; otherwise None."""
+    """Return the end that somebody else, such as Kueue, caused by suspending the Job after its start, or by deleting it before it
+    had ended; otherwise None."""
     job = observed.job
     if job is None:
         return None
@@ -208,16 +214,20 @@ def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
 
 
 def _ended_before_deletion(job: Json) -> bool:
-    """True if the Job had ended before it was deleted: then it was deleted because its time to live was over, not by a person."""
+    """True if the Job had ended before it was deleted. Such a deletion stops nothing; mostly the Job's time to live was over. The
+    caller has checked that the Job was deleted or is being deleted."""
     ended = _condition(job, "Complete") or _condition(job, "Failed")
     deleted = job["metadata"].get("deletionTimestamp")
     return ended is not None and (deleted is None or str(ended.get("lastTransitionTime", "")) <= str(deleted))
 
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
-    """True if somebody deleted the pod itself while it ran, as far as is known. False if the Job controller deleted it, which
-    happens after the Job is deleted, is suspended or has failed. A deletion counts as the controller's if it was requested after
-    the Job's failure, unless that very pod made the Job fail."""
+    """True if, as far as is known, the deletion of the pod itself ended it or will end it, and not the Job controller requested
+    it. An announced disruption, such as an eviction, also deletes a pod: callers check ``disruption``.
+
+    The controller deletes pods after the Job is deleted or suspended, or has failed. A deletion requested after the Job's failure
+    counts as the controller's, unless the Job's condition names this pod. In the same second, it does so if the Job has several
+    pods. False also if the Job is not known."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (
         job is None
@@ -246,7 +256,7 @@ def is_permanent_refusal(warning: str) -> bool:
 
 def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Patience) -> EngineEnd | None:
     """Return the end of an attempt whose pods the cluster has forbidden for more than ``patience.fault`` seconds; None if it has
-    not."""
+    not, or if no pod is missing (``_missing_pods_text``)."""
     missing = _missing_pods_text(observed, nodes)
     if observed.job is None or missing is None or observed.forbidden_since is None:
         return None
@@ -260,8 +270,8 @@ def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Pa
 
 
 def _last_warnings(observed: ObservedState) -> list[EngineEnd]:
-    """Return an end for each pod that was deleted before its container had started, with the last warning about it. Used if
-    nothing else is known of these pods, as after a restart of the service."""
+    """Return an end for each pod that was deleted before its container had started, as far as is known, and about which there is
+    a warning; the message contains the last one. Used if nothing else shows an end, as after a restart of the service."""
     text = "it was deleted before its container had started: {}"
     pods = [pod for pod in observed.pods if pod.never_started and pod.name in observed.warnings]
     return [
@@ -333,8 +343,8 @@ def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) ->
 
 
 def _missing_pods_text(observed: ObservedState, nodes: int) -> str | None:
-    """Return, as text, how many pods the Job controller still has to create. None if it has created all, or will create none now
-    or later."""
+    """Return, as text, how many pods the Job controller still has to create. None if each node has a pod, if the Job is suspended
+    or not known, or if no more pods will be created (``_may_start``)."""
     made = {pod.node for pod in observed.pods}
     if (
         observed.job is None

@@ -1,7 +1,7 @@
 """Attempts as Jobs of a Kubernetes cluster: one Job per attempt, one pod per node.
 
-A poll reads the state that watches have received. Requests are made only for changes, for logs, to confirm that somebody else
-suspended or deleted something, and to prove an attempt dead.
+A poll reads the state that watches have received, and the files that the agents write. Apart from the watches, requests are made
+only for changes, for logs, to confirm that somebody else suspended or deleted something, and to prove an attempt dead.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _LOG_LINES: Final = 200
 
 
 def make(home: HomePaths, settings: Mapping[str, Any]) -> KubernetesLauncher:
-    """Return the Kubernetes launcher. This is the factory that ``registry`` calls. Contacts no cluster. Raises ``ValueError`` for
-    invalid settings."""
+    """Return the Kubernetes launcher. This is the factory that ``registry`` calls. Contacts no cluster. Raises ``ValueError`` as
+    ``parse_settings`` does."""
     return KubernetesLauncher(parse_settings(home, settings))
 
 
 class KubernetesLauncher:
     """Runs attempts as Jobs of a Kubernetes cluster; see the module. ``environ``: the environment from which secrets' values are
-    read (None: this process's)."""
+    read, copied when the launcher is made (None: this process's)."""
 
     kind = "kubernetes"
     slots = False
@@ -97,9 +97,10 @@ class KubernetesLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json`` and create the attempt's objects in the cluster. Existing ones are kept, except for the Secret,
-        which is created again. Raises ``LaunchError`` (if the server refused an object, the Secret and the Service are deleted
-        again), ``EngineFull``, ``EngineUnreachable``."""
+        """Write ``launch.json``, give the job's files to the pods' user (``chown_job_files``), and create the attempt's objects
+        in the cluster (``create_objects``). Raises ``LaunchError`` for a secret that is not available, for a directory that
+        cannot be prepared, and if the server refuses an object (the Secret and the Service are then deleted again);
+        ``EngineFull``, ``EngineUnreachable``."""
         values = planning.secret_values(self._environ, plan.secrets)
         try:
             attempt_files.write_launch(plan.ref.paths, plan.launch)
@@ -155,7 +156,8 @@ class KubernetesLauncher:
         return left
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        """Return the ends of the logs of the first ``_LOG_NODES`` pods, at most ``limit`` characters altogether."""
+        """Return the ends of the logs of the first ``_LOG_NODES`` pods, at most ``limit`` characters altogether; empty if there
+        is none. Raises ``EngineUnreachable``."""
         pods = sorted(self._observe(ref).pods, key=lambda pod: pod.node)[:_LOG_NODES]
         parts = []
         for pod in pods:
@@ -165,8 +167,9 @@ class KubernetesLauncher:
         return "\n".join(parts)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Delete the Jobs, pods, Secrets and Services of the attempts that ``known`` does not return, and return the names of
-        these attempts. Does not wait for the end of their pods. Raises ``EngineUnreachable``."""
+        """Pass the names of the attempts that are live in the cluster (``Cache.live_attempts``) to ``known``. Delete the Jobs,
+        pods, Secrets and Services of those that it does not return, and return their names. Does not wait for the end of their
+        pods, which have their own grace. Raises ``EngineUnreachable``."""
         cache = self._started_cache()
         cache.wait_ready()
         found = cache.live_attempts()
@@ -189,7 +192,8 @@ class KubernetesLauncher:
             return self._watch_cache
 
     def _observe(self, ref: AttemptRef) -> ObservedState:
-        """Return what the watches have received of the attempt. Waits until they are ready. Raises ``EngineUnreachable``."""
+        """Return what the watches have received of the attempt, and whether the service itself deletes its Job (the marker file).
+        Waits until the watches are ready. Raises ``EngineUnreachable``, also if that takes too long."""
         cache = self._started_cache()
         cache.wait_ready()
         observed = cache.observe(ref.name)
@@ -197,7 +201,7 @@ class KubernetesLauncher:
 
     def _refresh_job(self, ref: AttemptRef, observed: ObservedState) -> ObservedState:
         """Return the attempt's observed state with the Job as the server has it now; a Job that does not exist counts as deleted.
-        Raises ``EngineUnreachable``."""
+        ``observed`` must contain the Job. Raises ``EngineUnreachable``."""
         assert observed.job is not None
         job = find_job(self._api, observed.job["metadata"]["namespace"], ref.name)
         if job is not None:
@@ -216,8 +220,8 @@ class KubernetesLauncher:
         )
 
     def _pod_log(self, pod: Pod) -> str:
-        """Return the end of the log of the agent's container; if the log is gone, the part of it that the pod's status contains.
-        Empty if there is none."""
+        """Return the end of the log of the agent's container; if the server has no log or refuses it, the part of it that the
+        pod's status contains. Empty if there is none. Raises ``EngineUnreachable``."""
         if not pod.deleted and pod.status.get("state", {}).keys() & {"running", "terminated"}:
             with suppress(Refusal):
                 return self._api.get_text(f"{pod.path}/log", container=AGENT, tailLines=_LOG_LINES)

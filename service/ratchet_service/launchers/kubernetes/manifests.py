@@ -141,7 +141,7 @@ def secret_manifest(site: Site, launch: LaunchFile, values: dict[str, str]) -> M
 
 
 def pod_template(site: Site, launch: LaunchFile) -> Manifest:
-    """Return the pod template before the job's own patch is applied."""
+    """Return the pod template without the job's own patch and without the disk limit."""
     spec, launcher = launch.spec, site.effective_launcher(launch.spec)
     mounted_volumes = pod_volumes(site, launch, launcher)
     pod: dict[str, Any] = {
@@ -195,7 +195,9 @@ def _container(
 
 
 def _env(launch: LaunchFile) -> list[dict[str, Any]]:
-    """Return the container's environment. HOME and USER are set because the image has no passwd entry for this user."""
+    """Return the variables of the agent's container: the node's address, HOME and USER, since the image has no passwd entry for
+    the pods' user, and the job's secrets. For a job on CPUs there is also one that hides the GPUs. The spec's ``env`` is not
+    included: the agent sets it for the ranks."""
     out: list[dict[str, Any]] = [
         {"name": names.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "HOME", "value": TMP},
@@ -232,8 +234,8 @@ def _resources(launch: LaunchFile) -> dict[str, Any]:
 
 def _with_disk_limit(template: Manifest) -> Manifest:
     """Limit the pod's disk usage, in ``template`` itself, and return the template. The limit is the sum of the size limits of the
-    pod's directories (also those of the job's own patch) and 1 GiB for logs. Without it one job could fill its machine's disk. If
-    a directory has no size limit, no limit is set."""
+    pod's directories on disk (also those of the job's own patch) and 1 GiB for logs. Without it one job could fill its machine's
+    disk. If such a directory has no size limit, no limit is set."""
     disk = max_disk_bytes(template["spec"]["volumes"])
     if disk is not None:
         (agent,) = [one for one in template["spec"]["containers"] if one["name"] == pod_patch.AGENT]
@@ -243,8 +245,8 @@ def _with_disk_limit(template: Manifest) -> Manifest:
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:
-    """Return the pod's security context: never root, with the user of the job's spec or else the site's, and the site's
-    groups."""
+    """Return the pod's security context: never root, with the user that the job's spec or the site's defaults name, or else the
+    site's user, and the site's groups."""
     return {
         "runAsNonRoot": True,
         "runAsUser": launcher.run_as_user or site.user,
@@ -256,8 +258,8 @@ def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any
 
 
 def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return the rules by which pods are spread over machines: those of ``launcher.topology_spread``, otherwise one for an even
-    spread where possible. Empty for one node without own rules."""
+    """Return the rules by which pods are spread over machines: those of ``launcher.topology_spread``, with a selector of the
+    attempt's pods if they have none. Without any, one for an even spread where possible; for one node, none."""
     labels = labels_of(site, launch)
     selector_fields = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, ATTEMPT, INSTANCE)}}}
     if launcher.topology_spread is not None:
@@ -268,8 +270,8 @@ def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLaunche
 
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return the job's tolerations, and those that Ratchet adds: for the taint of GPU machines, and short ones for machines that
-    do not answer. The job's own take precedence."""
+    """Return the job's tolerations, and those that Ratchet adds: for the taints of GPU machines if the job requests GPUs, and
+    short ones for machines that do not answer. None is added for a key of which the job has a toleration."""
     given = {toleration.get("key") for toleration in launcher.tolerations}
     gpu = launch.spec.resources.gpu
     # Machines with GPU slices (nvidia.com/mig-1g.5gb) have the taint of the whole GPU.

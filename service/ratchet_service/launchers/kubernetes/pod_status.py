@@ -131,8 +131,9 @@ class Pod:
         return self.deleted or self.phase in ("Succeeded", "Failed")
 
     def is_overdue(self, now: float) -> bool:
-        """True if the pod is being deleted and was not reported as ended within its grace plus ``OVERDUE`` seconds; its machine
-        then counts as not answering. ``now``: monotonic."""
+        """True if this process first saw more than the pod's grace plus ``OVERDUE`` seconds ago that the pod is being deleted.
+        The machine of a pod that has not ended by then counts as not answering; callers check ``has_ended``. ``now``: monotonic.
+        """
         metadata = self.object["metadata"]
         since = self.state_since.get(_deletion_state(self.object) or "")
         return since is not None and now > since + float(metadata.get("deletionGracePeriodSeconds", _GRACE)) + OVERDUE
@@ -149,15 +150,16 @@ class Pod:
 
     @property
     def never_started(self) -> bool:
-        """True if the pod was deleted and has ended, and no container of it is known to have run. A kubelet reports
-        ``ContainerStatusUnknown`` also for a container that it never started."""
+        """True if the pod's deletion was requested and it has ended or is gone, and its agent's container is not known to have
+        run. A kubelet reports ``ContainerStatusUnknown`` for a container that it never started, but also for a lost one."""
         unknown = self.terminated is None or self.terminated.get("reason") == _UNKNOWN
         return self.has_ended and unknown and self.deletion_requested_at is not None
 
     @property
     def stopped_by_deletion(self) -> bool:
-        """True if the pod ended, or will end, because it was deleted. False if it is not being deleted, or had ended by itself
-        before."""
+        """True if the pod ended, or will end, because it was deleted. False if its deletion was not requested. False also if the
+        end of its agent's container is known and does not fit: earlier than the request, out of memory, or with an exit code
+        other than those after SIGKILL and SIGTERM."""
         requested_at, ended = self.deletion_requested_at, self.terminated
         if requested_at is None or ended is None or ended.get("reason") == _UNKNOWN:
             return requested_at is not None
@@ -201,7 +203,8 @@ class Pod:
         return str(next((time for time in times if time), "9999"))
 
     def describe(self) -> str:
-        """Return the pod's name, machine and phase as text, for display."""
+        """Return the pod's name, machine and phase as text, for display; ``deleted`` in place of the phase if the pod is gone and
+        its agent's container was not reported as ended."""
         where = f" on {self.machine}" if self.machine else ""
         return f"pod {self.name}{where}: {'deleted' if self.deleted and not self.terminated else self.phase}"
 
@@ -257,7 +260,7 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
 
 def _size_key(volume: str) -> str:
     """Return the key of the spec that sets the size of this directory of the pod, by its volume's name
-    (``volumes.pod_volumes``)."""
+    (``volumes.pod_volumes``). For any other volume, return words that name ``launcher.pod_patch``."""
     if volume.startswith("volume-"):
         return f"volumes[{volume.removeprefix('volume-')}].empty_dir"
     return {"tmp": "launcher.tmp_size", "shm": "launcher.shm_size"}.get(
@@ -267,8 +270,8 @@ def _size_key(volume: str) -> str:
 
 def container_end(pod: Pod) -> tuple[Cause, str] | None:
     """Return cause and message of the end of the agent's container, for an agent that left no result. A pod that is gone although
-    its container was not reported as ended has an unknown cause. None: the container of an existing pod has not ended, or no
-    container ever started."""
+    its container was not reported as ended has an unknown cause, even if it never started. None: the container of an existing pod
+    has not ended, or it is reported as ``ContainerStatusUnknown`` after a deletion (``Pod.never_started``)."""
     ended = pod.terminated
     if ended is None:
         return (Cause.UNKNOWN, "the pod was deleted by force; its result is unknown") if pod.deleted else None
@@ -308,7 +311,8 @@ def container_end(pod: Pod) -> tuple[Cause, str] | None:
 
 def unstartable_reason(pod: Pod, now: float, patience: Patience) -> tuple[Cause, str] | None:
     """Return cause and message if the pod has not started and never will, or not within the time limits of ``patience``; None
-    while it may. ``now``: monotonic."""
+    while it may, and once its agent's container has started or the pod has ended. A pod that waits for a machine has no time
+    limit, unless the claim of a volume does not exist. ``now``: monotonic."""
     claimless = pod.state_since.get(_CLAIMLESS)
     if claimless is not None and not pod.has_ended and now - claimless > patience.fault:
         text = (
@@ -339,8 +343,8 @@ def unstartable_reason(pod: Pod, now: float, patience: Patience) -> tuple[Cause,
 
 
 def waiting_reason(pod: Pod, warning: str | None) -> str | None:
-    """Return why the pod has not started, as a message; None if it has. ``warning``: the last warning event about the pod; None:
-    there is none."""
+    """Return why the pod is still in the phase Pending, as a message; None if it is not. ``warning``: the last warning event
+    about the pod; None: there is none."""
     if pod.phase != "Pending":
         return None
     if _condition(pod.object, "PodScheduled") is None:
@@ -362,7 +366,8 @@ def _unschedulable_message(object_: Json) -> str:
 
 def _waiting_container(pod: Pod) -> tuple[str, str]:
     """Return the reason of the pod's first waiting container, init containers first, and its message as a suffix
-    (``_message_suffix``); two empty texts if none waits."""
+    (``_message_suffix``). Containers that wait for init containers (``PodInitializing``) are left out; two empty texts if no
+    other waits."""
     status = pod.object.get("status", {})
     statuses = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for found in statuses:

@@ -82,8 +82,8 @@ class Settings(SpecModel):
 
 @dataclass(frozen=True)
 class Site:
-    """The settings together with the run directory ``home`` and the owner of its files: ``user`` and ``group`` are also those of
-    the pods."""
+    """The settings together with the run directory ``home`` and the ids of the pods' user and group. A service that runs as root
+    makes this user the owner of the jobs' directories."""
 
     settings: Settings
     home: HomePaths
@@ -118,8 +118,9 @@ class Site:
 
 
 def parse_settings(home: HomePaths, raw_settings: Mapping[str, Any]) -> Site:
-    """Check the settings from the launchers file, and return them with the run directory and its owner. Raises ``ValueError`` for
-    invalid settings, if the package ``kubernetes`` is missing, and if pods would run as root."""
+    """Check the settings from the launchers file, and return them with the run directory and the pods' user and group: those of
+    the settings, or else of this process. Raises ``ValueError`` for invalid settings, if the package ``kubernetes`` is missing,
+    and if pods would run as root."""
     if find_spec("kubernetes") is None:
         raise ValueError("the launcher kubernetes needs a package: pip install 'ratchet-train[kubernetes]'")
     try:

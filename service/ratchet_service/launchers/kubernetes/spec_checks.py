@@ -1,4 +1,5 @@
-"""Checks a job's spec for parts that Kubernetes cannot honour, before the job is accepted. Each problem has a JSON pointer."""
+"""Checks a job's spec for parts that Kubernetes cannot honour or that the site does not allow, before the job is accepted. Each
+problem has a JSON pointer. An API server may still refuse the job for other reasons."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ _NO_JOB: Final = "job-000000000000"
 
 
 def check(site: Site, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return two lists: warnings about ``spec``, and problems for parts that this site cannot run. Contacts no cluster."""
+    """Return two lists: warnings about ``spec``, and problems for parts that this site cannot run or does not allow. Contacts no
+    cluster. Without an image, the Job's manifest is not checked."""
     launcher = site.effective_launcher(spec)
     found = [*_check_spec(site, spec, launcher), *_check_launcher(site, launcher), *_check_volumes(site, spec)]
     found += _check_withheld_names(site, spec, launcher)
@@ -85,7 +87,8 @@ def _check_spec(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> 
 
 
 def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of faults in the keys under ``launcher``, except for ``pod_patch``."""
+    """Yield (pointer, message) of faults in some keys under ``launcher``: ``namespace``, ``labels``, ``node_selector``,
+    ``annotations``, ``image_pull_secrets`` and those for Kueue. The others, such as ``pod_patch``, are not checked here."""
     if launcher.namespace is not None and launcher.namespace not in site.namespaces:
         text = (
             f"this service runs jobs in {', '.join(site.namespaces)}; its launchers file (namespaces) may name others"
@@ -124,7 +127,8 @@ def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tu
 
 
 def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of faults in the job's volumes."""
+    """Yield (pointer, message) of faults in the job's volumes. Withheld names, and a path that two volumes use, are not checked
+    here."""
     own = (TMP, SHM, CODE, str(site.home.home))
     for i, volume in enumerate(spec.volumes):
         here, at = f"/volumes/{i}", volume.mount_path.rstrip("/") or "/"
@@ -150,9 +154,10 @@ def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each fault of the Job as it would be sent. If parts of the patch are refused, only these are
-    reported. ``has_other_faults``: faults of other keys are reported already. These may cause the faults that the Job has even
-    without its patch. Such faults are then reported only if a key under ``launcher`` sets the faulty part."""
+    """Yield (pointer, message) for each fault of the Job as it would be sent, and for privileges and files that the patch may not
+    have. If parts of the patch are refused, only these are reported. ``has_other_faults``: faults of other keys are reported
+    already. These may cause the faults that the Job has even without its patch. Such faults are then reported only for the parts
+    in ``_POD_SPEC_KEYS``."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch
@@ -183,8 +188,9 @@ def _unpatched(job: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_privileges(added: list[dict[str, Any]], patch: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of settings in the patch that would let a job reach beyond its pod. ``added``: the volumes that
-    the patch adds."""
+    """Yield (pointer, message) for each setting in the patch that requires the site's ``allow_host_access``: a true value of a
+    key in ``_PRIVILEGES``, running as root, no confinement of system calls (``Unconfined``), and added capabilities. Also for
+    each of the volumes ``added`` by the patch that is a directory of the node or holds a token of the service account."""
     may = "it requires allow_host_access in the service's launchers file"
     for path, key, value in _walk(patch.get("spec"), ()):
         where = json_pointer("launcher", "pod_patch", "spec", *path, key)

@@ -1,9 +1,9 @@
 """A cache of the cluster's state, kept current by watches: polling any number of attempts costs no request.
 
 Each kind of object in each namespace is listed once and then watched; an interrupted watch resumes where it stopped. Bookmarks
-keep the resume version recent. If the server has forgotten that version (410 Gone), the kind is listed again, and objects missing
-from the list count as deleted. The last state of a deleted object is kept for 15 minutes: it may be the only evidence of why an
-attempt ended.
+keep the resume version recent. If the server has forgotten that version (410 Gone), or after an unexpected error, the kind is
+listed again, and Jobs and pods missing from the list count as deleted. The last state of a deleted Job or pod is kept for at
+least 15 minutes: it may be the only evidence of why an attempt ended.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ class Cache:
         )
 
     def live_attempts(self) -> list[str]:
-        """Return the sorted names of attempts with a Job or pods that exist and are not being deleted. Left out are Jobs that
-        have ended with all their pods: they are kept until their time to live is over, for inspection."""
+        """Return the sorted names of attempts with a Job or a pod that exists and is not being deleted. Left out are attempts
+        whose Job is being deleted, since that deletes its pods, too. Left out are also those whose Job has ended with all its
+        pods: it is kept until its time to live is over, for inspection."""
         with self._lock:
             kept = {
                 name
@@ -115,8 +116,8 @@ class Cache:
         return sorted((jobs | pods) - dying)
 
     def add_job(self, job: Json, namespace: str) -> None:
-        """Add a Job that this service has just created, before the watch receives it. Does nothing if the cache has this very Job
-        already (the same uid)."""
+        """Add a Job that this service has just created, before the watch receives it; it replaces another one of the same name.
+        Does nothing if the cache has this very Job already (the same uid)."""
         name = str(job["metadata"]["name"])
         with self._lock:
             known = self._jobs.get(name)
@@ -124,15 +125,16 @@ class Cache:
                 self._jobs[name] = _Entry(job, namespace)
 
     def refresh(self, job: Json, namespace: str) -> None:
-        """Replace a Job with the answer to a request, unless the watch has received a newer version."""
+        """Store a Job that a request returned, unless the cache has a newer version of it."""
         with self._lock:
             known = self._jobs.get(str(job["metadata"]["name"]))
             if known is None or not _is_newer(known.object, str(job["metadata"].get("resourceVersion", ""))):
                 self._jobs[str(job["metadata"]["name"])] = _Entry(job, namespace)
 
     def apply(self, kind: str, object_: Json, namespace: str, *, deleted: bool = False) -> None:
-        """Store one object of a watch, or one item of a list; its ``managedFields`` are removed from it. ``deleted``: the object
-        is gone, and this is its last state."""
+        """Process one object of a watch, or one item of a list; its ``managedFields`` are removed from it. ``deleted``: the
+        object is gone, and this is its last state. Not stored are Jobs older than those in the cache (``_store_job``), pods
+        without an attempt's labels, and events that were deleted or are not about an attempt's objects."""
         object_["metadata"].pop("managedFields", None)  # long and not used
         now = time.monotonic()
         entry = _Entry(object_, namespace, now if deleted else None)
@@ -151,8 +153,9 @@ class Cache:
             self._prune()
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
-        """Store a complete list, as of the resource version ``version``. Objects of this kind and namespace that are not in the
-        list count as deleted, except those that were written after ``version``. Events never count as deleted."""
+        """Store a complete list, as of the resource version ``version``, item by item as ``apply`` does. Objects of this kind
+        and namespace that are not in the list count as deleted from now on, except those that were written after ``version``.
+        Events never count as deleted."""
         for item in items:
             self.apply(kind, item, namespace)
         present = {item["metadata"]["uid"] for item in items}
@@ -164,8 +167,9 @@ class Cache:
                     entry.deleted_at = time.monotonic()
 
     def _store_job(self, entry: _Entry) -> None:
-        """Store a Job from the watch, unless the cache has a newer version of it from the answer to a request: otherwise every
-        poll would query the server again."""
+        """Store a Job from the watch or a list, unless the cache has a newer version of the same Job from the answer to a
+        request: otherwise every poll would query the server again. A deleted Job is stored in any case. Called with the lock
+        held."""
         metadata = entry.object["metadata"]
         known = self._jobs.get(str(metadata["name"]))
         later = known is not None and _is_newer(known.object, str(metadata.get("resourceVersion", "")))
@@ -179,9 +183,9 @@ class Cache:
         self._jobs[str(metadata["name"])] = entry
 
     def _store_warning(self, event: Json, now: float) -> None:
-        """Store a warning event about an object of an attempt; it replaces the earlier one about that object. Beyond
-        ``_MAX_WARNINGS`` the oldest are dropped. Also record since when the cluster forbids the object's pods, or that it no
-        longer does."""
+        """Store a warning event about an object of an attempt; it replaces the earlier one about that object. Events about
+        objects whose name does not begin with ``job-`` are ignored. Beyond ``_MAX_WARNINGS`` the oldest are dropped. Also record
+        since when the cluster forbids the object's pods, or, after any other warning about it, that it does not."""
         about = str((event.get("involvedObject") or {}).get("name", ""))
         if about.startswith("job-"):
             self._warnings.pop(about, None)  # so that it is re-inserted at the end

@@ -49,7 +49,7 @@ class WatchHandler(Protocol):
 
 class Watcher:
     """Keeps the objects of one kind in one namespace current in ``cache``, on a thread of its own. ``selector``: label selector
-    of the objects. A kind that cannot be selected by labels (events) is watched for all its warnings."""
+    of the objects. Of a kind that is not selected by labels (events), all warnings in the namespace are watched."""
 
     def __init__(self, api: Api, kind: Kind, namespace: str, selector: str, cache: WatchHandler) -> None:
         self._api, self._kind, self._namespace, self._cache = api, kind, namespace, cache
@@ -92,7 +92,8 @@ class Watcher:
                 raise EngineUnreachable(f"Kubernetes has not listed its {self._kind.name} yet")
 
     def _run(self) -> None:
-        """List and watch until ``close``; after an error, do so again after a delay."""
+        """List and watch until ``close``. After an error, resume after a delay: from the last known version, or with a new list
+        if there is none, if the server has forgotten it (410), or if the error was unexpected."""
         version, delay = "", 0.0
         while not self._closing.is_set():
             began = time.monotonic()
@@ -152,8 +153,9 @@ class Watcher:
         return version
 
     def _watch(self, version: str) -> str:
-        """Watch from ``version`` until the server ends the watch, and return the version to resume from. Raises
-        ``_WatchInterrupted`` if the connection broke, ``Refusal`` (410) if the server has forgotten the version."""
+        """Watch from ``version`` until the server ends the watch or ``close`` is called, and return the version to resume from.
+        Raises ``_WatchInterrupted`` if the connection broke, ``EngineUnreachable`` if there was none, and ``Refusal``: with code
+        410 if the server has forgotten the version."""
         query: dict[str, str | int] = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
         with self._api.stream(
             self._path, _WATCH_SECONDS, timeoutSeconds=_WATCH_SECONDS, **self._query, **query
@@ -172,8 +174,8 @@ class Watcher:
         return version
 
     def _apply_event(self, event: Json) -> str | None:
-        """Pass one event to the handler, and return the version to resume from (None: the event has none). Raises ``Refusal`` for
-        an error that the server sends as an event."""
+        """Pass the object of one event to the handler, and return the version to resume from (None: the event has none). A
+        bookmark has only the version. Raises ``Refusal`` for an error that the server sends as an event."""
         object_ = event["object"]
         if event["type"] == "ERROR":
             raise Refusal(int(object_.get("code", 500)), json.dumps(object_).encode())

@@ -52,8 +52,8 @@ class Question(BaseModel):
 
 class Answer(BaseModel):
     """The agent host's answer. ``away``: why nothing was done now, empty if it was done; a retry may succeed. ``refused``: why
-    nothing was done, and a retry would not help. ``alive``: the attempt has a process. ``own``: this same host process started
-    its agents. ``names``: attempts, or processes that were killed."""
+    nothing was done, and a retry would not help. For ``look``: ``alive``: a part of the attempt is alive; ``own``: this same host
+    process started its agents. ``names``: attempts (``running``, ``sweep``), or processes that were killed (``kill``)."""
 
     model_config = ConfigDict(extra="ignore")
     away: str = ""
@@ -84,8 +84,9 @@ def send_line(connection: socket.socket, message: BaseModel) -> None:
 
 
 def send_request(home: Path, request: Question) -> Answer:
-    """Send ``request`` to the agent host of this run directory and return its answer; blocks for at most ``_TIMEOUT_SECONDS``.
-    Raises ``EngineUnreachable`` if no host answers or nothing was done now, and ``LaunchError`` if it refuses."""
+    """Send ``request`` to the agent host of this run directory and return its answer; each step (connect, send, receive) blocks
+    for at most ``_TIMEOUT_SECONDS``. Raises ``EngineUnreachable`` if no host answers, the answer is not valid, or nothing was
+    done now, and ``LaunchError`` if the host refuses."""
     directory_fd = -1
     try:
         directory_fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -126,8 +127,8 @@ class HostedLauncher(LocalLauncher):
 
     def poll(self, ref: AttemptRef) -> AttemptState:
         """Return the attempt's state, from the agents' files and locks. The host is queried only if no agent holds its lock. If
-        the host was restarted, and the attempt has no process and lacks a result, its agents count as ended with the host
-        (``node-lost``)."""
+        the host's process did not start the agents, as after its restart, and the attempt is not alive and lacks a result, its
+        agents count as ended with the host (``node-lost``). Raises ``EngineUnreachable``."""
         nodes = attempt_files.node_states(
             ref, gone=lambda node: not attempt_files.lock_is_held(ref.paths.node(node).lock_file)
         )
@@ -147,8 +148,8 @@ class HostedLauncher(LocalLauncher):
         return self._request("kill", ref).names
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Request the host to kill the processes of all attempts that ``known`` does not return, and return the names of these
-        attempts."""
+        """Request from the host the attempts that have processes, and the killing of those that ``known`` does not return. Return
+        the names of the attempts that the host then found."""
         found = send_request(self._home.home, Question(what="running")).names
         orphans = sorted(set(found) - set(known(found))) if found else []
         return send_request(self._home.home, Question(what="sweep", names=orphans)).names if orphans else []

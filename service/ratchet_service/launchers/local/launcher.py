@@ -102,7 +102,8 @@ class LocalLauncher:
         self._children: dict[str, set[int]] = {}  # attempt's name -> pids
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return warnings, and problems for parts of the spec that need another engine or that this machine cannot enforce."""
+        """Return warnings, and problems for parts of the spec that need another engine, for limits that this machine cannot
+        enforce, and for too little memory. The number of nodes is not checked here."""
         given = {
             "/resources/gpu": spec.resources.gpu,
             "/image": spec.image,
@@ -123,7 +124,8 @@ class LocalLauncher:
         return warnings(spec), problems
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """Return the agent's command and environment, and the ranks' commands."""
+        """Return the plan: the agent's command, the variable RATCHET_ATTEMPT_DIR that is added to its environment, where secrets
+        are read from, and the ranks' commands for display."""
         paths = AttemptPaths(Path(launch.attempt_dir))
         nodes = launch.spec.world.nodes
         return LaunchPlan(
@@ -167,7 +169,8 @@ class LocalLauncher:
             raise LaunchError(f"the agent could not be started: {error}") from error
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from the agents' files and locks. Reaps agents of this process that have ended."""
+        """Return the attempt's state, from the agents' files and locks. While an agent has not begun, processes of the attempt
+        also count as alive. Reaps agents that this process started and that have ended."""
         self._reap(ref.name)
         nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
         locked = any(node.seen and not node.gone for node in nodes)

@@ -42,7 +42,7 @@ def job_comment(home: HomePaths) -> str:
 
 def render_script(launch: LaunchFile, settings: Settings, home: HomePaths) -> str:
     """Return the text of the batch script, which is passed to sbatch as standard input. Raises ``ValueError`` if the value of an
-    option has a line break."""
+    option has a line break or a NUL character."""
     spec = launch.spec
     launcher = settings.effective_launcher(spec)
     paths = AttemptPaths(Path(launch.attempt_dir))

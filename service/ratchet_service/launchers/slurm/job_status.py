@@ -84,8 +84,10 @@ def decode_wait_status(status: int) -> tuple[int, int]:
 
 
 def duplicate_jobs(jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """Return those of the attempt's jobs that do not run the attempt. There are several jobs of the same name if the attempt was
-    submitted again after Slurm's answer was lost. Its agents are those of the job that started first."""
+    """Return those of the attempt's jobs that certainly do not run the attempt. There are several jobs of the same name if the
+    attempt was submitted again after Slurm's answer was lost. ``jobs``: sorted by id. The first one that has begun, or else the
+    first one, runs it. Of the others, those are returned that have not begun, or that ended because another agent ran the attempt
+    (``EXIT_LEASE_LOST``)."""
     began = [job for job in jobs if job.nodes and not job.is_queued]
     first = next(iter(began or jobs), None)
     return [
@@ -120,8 +122,9 @@ def unstartable_reason(job: JobRecord) -> str | None:
 
 
 def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd | None:
-    """Return why the job ended or cannot run, according to Slurm. None if it may still run, or if Slurm adds nothing to the
-    agents' own results. ``started``: at least one agent was seen; ``has_results``: all agents have left a result."""
+    """Return why the job ended or cannot run, according to Slurm. A job that was requeued counts as ended by SIGTERM, even if it
+    still runs. None if the job may still run, or if Slurm adds nothing to the agents' own results. ``started``: at least one
+    agent was seen; ``has_results``: all agents have left a result."""
     where = f" (nodes {job.nodes})" if job.nodes else ""
     if job.restarts:
         return EngineEnd(
@@ -171,8 +174,9 @@ def _end_of_unstartable(job: JobRecord) -> EngineEnd | None:
 
 
 def _end_by_exit_code(job: JobRecord, started: bool) -> EngineEnd | None:
-    """Return the end that the script's exit code implies; None if the job did not fail. The exit code is srun's: the highest of
-    all agents; a code above 128 stands for a signal."""
+    """Return the end that the script's exit code or signal implies; None if the job's state is not FAILED. The exit code is
+    srun's, the highest of all agents, if the script got that far; a code above 128 stands for a signal. ``started``: an agent was
+    seen; only then does the code count as an agent's."""
     if job.state != "FAILED":
         return None
     if job.signal:

@@ -89,7 +89,8 @@ def _record_from_text(line: str) -> JobRecord:
 
 
 def _record_from_json(job: Mapping[str, Any]) -> JobRecord:
-    """Convert one job of the JSON. Raises ``KeyError`` or ``TypeError`` if it does not have the expected form."""
+    """Convert one job of the JSON. Raises an error, such as ``KeyError`` or ``TypeError``, if it does not have the expected
+    form."""
     state = job.get("state")
     states = state["current"] if isinstance(state, Mapping) else job["job_state"]
     reason = state.get("reason") if isinstance(state, Mapping) else job.get("state_reason")
@@ -153,7 +154,8 @@ class Queue:
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
         """Return job name -> jobs of this user, sorted by id, including ended ones until Slurm forgets them. An answer is reused
         for ``period`` seconds, but not if it was requested at or before ``since`` (a time of ``clock``). Raises
-        ``EngineUnreachable``. For at least 10 s after a failed query the same error is raised without another query."""
+        ``EngineUnreachable``. For at least 10 s after a failed query the same error is raised without another query, unless an
+        earlier answer can be reused."""
         now = self._clock()
         if (
             self._fetched_at is not None
@@ -195,7 +197,8 @@ class Queue:
         return []
 
     def _fetch(self) -> dict[str, list[JobRecord]]:
-        """Query squeue and return name -> jobs. Raises ``EngineUnreachable``, also for an answer that cannot be parsed."""
+        """Query squeue and return name -> jobs. Raises ``EngineUnreachable``, also if squeue fails or its answer cannot be
+        parsed."""
         try:
             if self._version is None:
                 self._version = parse_version(self._commands.run("sinfo", "--version"))
