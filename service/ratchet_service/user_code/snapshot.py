@@ -68,8 +68,9 @@ def snapshot(
 
     The copy is safe against crashes (temporary directory, fsync, rename) and concurrent calls, which wait for a lock. The digest
     is computed from the copied bytes, so it is right even if files change while they are copied. Raises ``SpecError`` as
-    ``inspect`` does, and for a file that is missing by now, has no read permission or is no longer allowed; ``Refused``
-    (``disk-full``) if there is not enough free space; ``OSError`` for other failures. No partial copy remains.
+    ``inspect`` does, and for a file that is missing by now, cannot be opened, is no regular file any more or is no longer
+    allowed. Raises ``Refused`` (``disk-full``) if there is not enough free space, ``OSError`` for other failures. No partial copy
+    remains.
     """
     found = inspect(path, include, limits, allowed).entries
     try:
@@ -242,17 +243,20 @@ def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
     inner = hashlib.sha256()
     try:
         fd = os.open(entry.source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb") as file, place.open("xb") as out:
-            _check_opened(allowed, fd, entry)
-            if not stat.S_ISREG(os.fstat(fd).st_mode):  # no longer a regular file
-                raise _code_error("unreadable", f"cannot read {str(entry.source)!r}: it is not a regular file")
+    except OSError as error:
+        raise _code_error("unreadable", f"cannot read {str(entry.source)!r}: {error.strerror}") from None
+    try:
+        _check_opened(allowed, fd, entry)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # no longer a regular file
+            raise _code_error("unreadable", f"cannot read {str(entry.source)!r}: it is not a regular file")
+        with os.fdopen(fd, "rb", closefd=False) as file, place.open("xb") as out:
             while chunk := file.read(_CHUNK):
                 inner.update(chunk)
                 out.write(chunk)
             out.flush()
             os.fsync(out.fileno())
-    except (PermissionError, FileNotFoundError) as error:
-        raise _code_error("unreadable", f"cannot read {str(entry.source)!r}: {error.strerror}") from None
+    finally:
+        os.close(fd)
     place.chmod(entry.mode)
     return inner.digest()
 

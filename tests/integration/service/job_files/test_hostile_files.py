@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,18 @@ def test_delete_replaces_a_fifo_in_place_of_its_mark(tmp_path: Path) -> None:
     assert delete_job._remove_files(homes, JOB) is None and not job.root.exists()
 
 
-def test_snapshot_refuses_a_file_replaced_by_a_fifo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("replace", "why"),
+    [
+        (os.mkfifo, "not a regular file"),
+        (os.mkdir, "not a regular file"),
+        (lambda path: path.symlink_to(path.name), "symbolic links"),
+    ],
+    ids=["fifo", "directory", "link loop"],
+)
+def test_snapshot_refuses_a_file_replaced_by_another_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replace: Callable[[Path], None], why: str
+) -> None:
     code, choose = tmp_path / "code", snapshot.choose
     code.mkdir()
     (code / "main.py").write_text("x")
@@ -144,12 +156,15 @@ def test_snapshot_refuses_a_file_replaced_by_a_fifo(tmp_path: Path, monkeypatch:
     def swapped(*given: Any, **more: Any) -> Any:
         found = choose(*given, **more)
         (code / "main.py").unlink()
-        os.mkfifo(code / "main.py")
+        replace(code / "main.py")
         return found
 
     monkeypatch.setattr(snapshot, "choose", swapped)
-    with pytest.raises(SpecError, match="not a regular file"):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(SpecError, match=why) as refused:
         snapshot.snapshot(code, tmp_path / "kept")
+    assert [(p.pointer, p.code) for p in refused.value.errors] == [("/code/path", "unreadable")]
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def deep(folder: Path, levels: int) -> None:
