@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import builtins
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, SpikeDetection, WeightAveraging
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
@@ -245,8 +247,8 @@ def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
 class Additions:
     """The changes that hooks make to a checkpoint: the keys they added, replaced or removed, without the original content.
 
-    ``checkpoint`` is shared with the hooks, which change it in place. Within ``state_dict`` and ``callbacks`` changes are
-    tracked per entry; a change within another value, which stays the same object, is not noticed.
+    ``checkpoint`` is shared with the hooks, which change it in place. Changes within its dicts are tracked per entry, and what is
+    nested in an entry by its content (``_flat``).
     """
 
     TRACKED_PARTS: Final = ("state_dict", "callbacks")
@@ -254,25 +256,28 @@ class Additions:
     def __init__(self, checkpoint: State) -> None:
         self._checkpoint = checkpoint
         self._before = dict(checkpoint)
-        self._parts = {key: dict(checkpoint[key]) for key in self.TRACKED_PARTS}
+        self._parts = {key: dict(value) for key, value in checkpoint.items() if isinstance(value, dict)}
+        self._flat = {key: _flat(value) for key, value in checkpoint.items() if key not in self._parts}
+        self._flat_parts = {key: {n: _flat(v) for n, v in part.items()} for key, part in self._parts.items()}
 
     def changes(self) -> State:
         """Return the changes since construction; call it after the hooks have run."""
         now = self._checkpoint
-        return {
-            "put": {
-                k: self._without_weights(v) for k, v in now.items() if k not in self._before or v is not self._before[k]
-            },
-            "gone": [key for key in self._before if key not in now],
-            "parts": {
-                key: [
-                    {n: v for n, v in now[key].items() if n not in part or v is not part[n]},
-                    [n for n in part if n not in now[key]],
-                ]
-                for key, part in self._parts.items()
-                if now.get(key) is self._before[key]
-            },
+        put = {
+            k: self._without_weights(v)
+            for k, v in now.items()
+            if k not in self._before or v is not self._before[k] or (k in self._flat and _differs(self._flat[k], v))
         }
+        parts = {
+            key: [
+                {n: v for n, v in now[key].items() if n not in part or _differs(self._flat_parts[key][n], v)},
+                [n for n in part if n not in now[key]],
+            ]
+            for key, part in self._parts.items()
+            if now.get(key) is self._before[key]
+        }
+        gone = [key for key in self._before if key not in now]
+        return {"put": put, "gone": gone, "parts": {key: part for key, part in parts.items() if any(part)}}
 
     def _without_weights(self, value: Any) -> State:
         """Return ``value`` for storage, with references in place of tensors that are the module's own under their own names, so
@@ -292,9 +297,10 @@ class Additions:
         ``on_save_checkpoint`` left it, for ``on_load_checkpoint``."""
         weights, before = dict(checkpoint["state_dict"]), dict(checkpoint)
         for key, (changed, gone) in found["parts"].items():
-            checkpoint[key].update(changed)
+            part = checkpoint.setdefault(key, {})
+            part.update(changed)
             for name in gone:
-                checkpoint[key].pop(name, None)
+                part.pop(name, None)
         for key in found["gone"]:
             checkpoint.pop(key, None)
         for key, one in found["put"].items():
@@ -305,6 +311,36 @@ class Additions:
             else:
                 checkpoint[key] = one["value"]
         return checkpoint
+
+
+def _flat(value: Any, seen: set[int] | None = None) -> list[Any]:
+    """Return the nested content of ``value`` as a list for ``_differs``: types, keys, numbers, strings, the bytes of arrays, and
+    other objects themselves. A nested tensor is followed by the number of its changes in place. If ``value`` itself is a tensor,
+    it stands alone: a checkpoint has the module's own memory anyway. ``seen``: ids of the containers that are in the list already."""
+    if isinstance(value, torch.Tensor):
+        return [value] if seen is None or value.is_inference() else [value, value._version]
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, repr(value.shape), value.tobytes()]
+    if isinstance(value, set | frozenset):
+        return [type(value), frozenset(value)]
+    if not isinstance(value, dict | list | tuple | deque):
+        return [repr(value) if isinstance(value, float | complex) else value]
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return [value]
+    seen.add(id(value))
+    keys = [*value] if isinstance(value, dict) else []
+    items = value.values() if isinstance(value, dict) else value
+    return [type(value), len(value), *keys, *(part for item in items for part in _flat(item, seen))]
+
+
+def _differs(before: list[Any], value: Any) -> bool:
+    """True if ``value`` has other content than when ``_flat`` returned ``before``."""
+    now = _flat(value)
+    return len(now) != len(before) or not all(
+        a is b or (type(a) is type(b) and isinstance(a, int | str | bytes | tuple | frozenset) and a == b)
+        for a, b in zip(before, now, strict=True)
+    )
 
 
 def _share_memory(a: Any, b: Any) -> bool:

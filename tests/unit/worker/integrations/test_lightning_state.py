@@ -1,12 +1,15 @@
-"""Attributes of callbacks as state: which changes are saved, and restored."""
+"""Attributes of callbacks and what hooks add to a checkpoint, as state: which changes are saved, and restored."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from ratchet_hooks.state.encode import decode, encode
 from tests.support.optional_packages import skip_if_missing
 
 pytestmark = skip_if_missing("lightning")
@@ -31,3 +34,64 @@ def test_attribute_of_equal_value_and_other_bits_dtype_or_shape_is_saved(now: to
     callback.best = torch.ones(1)
     attributes.restore(state)
     assert callback.best is now
+
+
+def _checkpoint(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        "epoch": 1,
+        "state_dict": {"weight": torch.zeros(2), "_extra_state": {"version": [1]}},
+        "callbacks": {"mine": {"best": 0.5}},
+        "loops": {"fit_loop": {"done": [1.0, float("nan")]}},
+        "optimizer_states": [optimizer.state_dict()],
+        "hyper_parameters": {"lr": 0.1, "sizes": {"hidden": [8, 8]}, "table": np.zeros(2), "backbone": object()},
+    }
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "an entry": lambda c: c["hyper_parameters"].update(x=1),
+    "a removed entry": lambda c: c["hyper_parameters"].pop("lr"),
+    "a nested entry": lambda c: c["hyper_parameters"]["sizes"]["hidden"].append(4),
+    "an equal number of another type": lambda c: c["hyper_parameters"]["sizes"].update(hidden=[8.0, 8]),
+    "an array": lambda c: c["hyper_parameters"]["table"].fill(1),
+    "a loop": lambda c: c["loops"]["fit_loop"]["done"].pop(),
+    "extra state": lambda c: c["state_dict"]["_extra_state"]["version"].append(2),
+    "a setting of an optimizer": lambda c: c["optimizer_states"][0]["param_groups"][0].update(scale=2),
+    "a tensor of an optimizer": lambda c: c["optimizer_states"][0]["state"][0]["momentum_buffer"].mul_(2),
+    "a new dict": lambda c: c.update(hyper_parameters={"lr": 0.1}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_in_place_of_on_save_checkpoint_is_saved_and_restored(change: str) -> None:
+    from ratchet_worker.integrations.lightning_state import Additions
+
+    def saved() -> dict[str, Any]:
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+        weight.sum().backward()
+        optimizer.step()
+        return _checkpoint(optimizer)
+
+    checkpoint = saved()
+    additions = Additions(checkpoint)
+    before = additions.changes()
+    assert not before["put"] and not before["gone"] and not any(map(any, before["parts"].values()))
+    CHANGES[change](checkpoint)
+    found = decode(*encode(additions.changes(), root=""))  # and nothing of what cannot be stored
+    restored = Additions.apply(saved(), found)
+    for one in (checkpoint, restored):
+        one["hyper_parameters"].pop("backbone", None)
+    assert encode(restored, root="")[1] == encode(checkpoint, root="")[1]
+    tensors, wanted = (encode(one, root="")[0] for one in (restored, checkpoint))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
+
+
+def test_content_that_contains_itself_is_compared() -> None:
+    from ratchet_worker.integrations.lightning_state import Additions
+
+    cycle: list[Any] = [1]
+    cycle.append(cycle)
+    additions = Additions(checkpoint := {"state_dict": {}, "callbacks": {}, "cycle": cycle})
+    assert additions.changes()["put"] == {}
+    checkpoint["cycle"][0] = 2
+    assert [*additions.changes()["put"]] == ["cycle"]
