@@ -316,7 +316,7 @@ class Additions:
 def _flat(value: Any, seen: set[int] | None = None) -> list[Any]:
     """Return the nested content of ``value`` as a list for ``_differs``: types, keys, numbers, strings, the bytes of arrays, and
     other objects themselves. A nested tensor is followed by the number of its changes in place. If ``value`` itself is a tensor,
-    it stands alone: a checkpoint has the module's own memory anyway. ``seen``: ids of the containers that are in the list already."""
+    it stands alone: a checkpoint has the module's own memory anyway. ``seen``: ids of the containers in the list so far."""
     if isinstance(value, torch.Tensor):
         return [value] if seen is None or value.is_inference() else [value, value._version]
     if isinstance(value, np.ndarray):
