@@ -17,6 +17,7 @@ from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.launcher import KubernetesLauncherSpec
+from ratchet_service.json_merge_patch import merge
 from ratchet_service.launchers.base import attempt_name, stop_seconds
 from ratchet_service.launchers.kubernetes import pod_patch
 from ratchet_service.launchers.kubernetes.settings import Site
@@ -99,6 +100,8 @@ def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
     if launcher.queue_priority is not None:
         labels[QUEUE_PRIORITY] = launcher.queue_priority
     template = _with_disk_limit(pod_patch.apply(pod_template(site, launch), launcher.pod_patch))
+    if not site.settings.allow_host_access:
+        _restrict_added_containers(template["spec"])
     metadata = _metadata(site, launch, labels) | {"annotations": _annotations(launch, launcher)}
     return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": body | {"template": template}}
 
@@ -186,11 +189,7 @@ def _container(
         "resources": _resources(launch),
         "volumeMounts": mounted_volumes.mounts,
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the end of its output outlives the pod's log
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
+        "securityContext": _container_security() | {"readOnlyRootFilesystem": True},
     }
 
 
@@ -242,6 +241,18 @@ def _with_disk_limit(template: Manifest) -> Manifest:
         most = {"ephemeral-storage": f"{math.ceil((disk + _LOGS) / 2**20)}Mi"}
         agent["resources"]["limits"] = most | agent["resources"]["limits"]
     return template
+
+
+def _container_security() -> dict[str, Any]:
+    """Return the security context of every container, unless the site allows jobs another one; the pod's applies, too."""
+    return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def _restrict_added_containers(pod: dict[str, Any]) -> None:
+    """Give each container that the job's patch has added to the pod's spec ``pod``, in ``pod`` itself, those settings of
+    ``_container_security`` that the patch does not set for it."""
+    for container in pod.get("initContainers", ()):
+        container["securityContext"] = merge(_container_security(), container.get("securityContext", {}))
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:

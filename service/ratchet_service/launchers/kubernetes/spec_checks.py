@@ -38,6 +38,14 @@ _PRIVILEGES: Final = (
     "allowPrivilegeEscalation",
     "hostPort",
 )
+_RESTRICTIONS: Final = {
+    "runAsNonRoot": "pods do not run as root",
+    "runAsGroup": "pods do not have the group root",
+    "fsGroup": "pods do not have the group root",
+    "supplementalGroups": "pods do not have the group root",
+    "seccompProfile": "system calls are confined",
+}
+"""Keys of the pod's security context, which containers may override -> what their values ensure."""
 _LAUNCHER_KEYS: Final = {manifests.QUEUE: "queue", manifests.QUEUE_PRIORITY: "queue_priority"} | dict.fromkeys(
     manifests.QUEUE_TOPOLOGY.values(), "queue_topology"
 )
@@ -178,7 +186,7 @@ def _check_manifest(
     pod = job["spec"]["template"]["spec"]
     added = [volume for volume in pod.get("volumes", []) if volume["name"] not in own_names]
     if not site.settings.allow_host_access:
-        yield from _check_privileges(added, patch)
+        yield from _check_privileges(pod, added, patch)
     yield from _check_foreign_files(pod, added, site)
 
 
@@ -187,26 +195,78 @@ def _unpatched(job: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
     return job | {"spec": job["spec"] | {"template": template}}
 
 
-def _check_privileges(added: list[dict[str, Any]], patch: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_privileges(
+    pod: dict[str, Any], added: list[dict[str, Any]], patch: dict[str, Any]
+) -> Iterator[tuple[str, str]]:
     """Yield (pointer, message) for each setting in the patch that requires the site's ``allow_host_access``: a true value of a
     key in ``_PRIVILEGES``, running as root, no confinement of system calls (``Unconfined``), and added capabilities. Also for
-    each of the volumes ``added`` by the patch that is a directory of the node or holds a token of the service account."""
+    each of the volumes ``added`` by the patch that is a directory of the node or holds a token of the service account. If the
+    patch has no such setting, for each of Ratchet's restrictions that the patched ``pod`` lacks (``_missing_restrictions``)."""
     may = "it requires allow_host_access in the service's launchers file"
+    found = []
     for path, key, value in _walk(patch.get("spec"), ()):
         where = json_pointer("launcher", "pod_patch", "spec", *path, key)
         if key in _PRIVILEGES and value:
-            yield where, f"{key} reaches beyond the pod: {may}"
+            found.append((where, f"{key} reaches beyond the pod: {may}"))
         elif (key == "runAsNonRoot" and value is False) or (key == "runAsUser" and value == 0):
-            yield where, f"pods do not run as root: {may}"
+            found.append((where, f"pods do not run as root: {may}"))
         elif key == "type" and value == "Unconfined":
-            yield where, f"system calls are confined: {may}"
+            found.append((where, f"system calls are confined: {may}"))
         elif key == "capabilities" and isinstance(value, dict) and value.get("add"):
-            yield where, f"capabilities reach beyond the pod: {may}"
+            found.append((where, f"capabilities reach beyond the pod: {may}"))
+    if not found:
+        found += [(_patch_pointer(patch, path), f"{text}: {may}") for path, text in _missing_restrictions(pod)]
+    yield from found
     for volume in added:
         if "hostPath" in volume:
             yield "/launcher/pod_patch/spec/volumes", f"{volume['name']} is a directory of the node: {may}"
         elif any("serviceAccountToken" in source for source in (volume.get("projected") or {}).get("sources", ())):
             yield "/launcher/pod_patch/spec/volumes", f"{volume['name']} holds a token of the service account: {may}"
+
+
+def _missing_restrictions(pod: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (path in the Job, message) for each restriction that ``manifests`` sets and that the pod's spec ``pod``, to which the
+    patch is applied, lacks. A container's fault is at its list."""
+    here, context = ("spec", "template", "spec"), pod["securityContext"]
+    if pod.get("automountServiceAccountToken") is not False:
+        yield (*here, "automountServiceAccountToken"), "pods get no token of the service account"
+    lacking = _lacking_keys(context)
+    for key in lacking:
+        yield (*here, "securityContext", key), _RESTRICTIONS[key]
+    for kind in ("containers", "initContainers"):
+        for container in pod.get(kind, ()):
+            own, name = container.get("securityContext"), container["name"]
+            own = own if isinstance(own, dict) else {}
+            for key in _lacking_keys(context | own):
+                if key not in lacking:
+                    yield (*here, kind), f"{name}, {key}: {_RESTRICTIONS[key]}"
+            capabilities = own.get("capabilities")
+            dropped = capabilities.get("drop") if isinstance(capabilities, dict) else None
+            if (
+                own.get("allowPrivilegeEscalation") is not False
+                or not isinstance(dropped, list)
+                or "ALL" not in dropped
+            ):
+                text = "its securityContext lacks allowPrivilegeEscalation: false or capabilities: {drop: [ALL]}"
+                yield (*here, kind), f"{name}: {text}"
+
+
+def _lacking_keys(context: dict[str, Any]) -> list[str]:
+    """Return the keys of ``_RESTRICTIONS`` whose values in a security context do not restrict the pod."""
+    groups, profile = context.get("supplementalGroups", []), context.get("seccompProfile")
+    is_restricted = {
+        "runAsNonRoot": context.get("runAsNonRoot") is True,
+        "runAsGroup": _is_other_group(context.get("runAsGroup")),
+        "fsGroup": "fsGroup" not in context or _is_other_group(context["fsGroup"]),
+        "supplementalGroups": isinstance(groups, list) and all(_is_other_group(group) for group in groups),
+        "seccompProfile": isinstance(profile, dict) and profile.get("type") in ("RuntimeDefault", "Localhost"),
+    }
+    return [key for key in _RESTRICTIONS if not is_restricted[key]]
+
+
+def _is_other_group(value: Any) -> bool:
+    """True if the value is the id of a group other than root's."""
+    return isinstance(value, int) and value > 0
 
 
 def _check_foreign_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:

@@ -444,6 +444,73 @@ def test_unsupported_spec_is_refused_with_pointer_and_advice(case: str) -> None:
     assert words in problems[0].detail and problems[0].code == "launcher-cannot"
 
 
+WEAKENED: dict[str, tuple[dict[str, Any], str, str]] = {
+    "token": ({"automountServiceAccountToken": None}, "/automountServiceAccountToken", "no token"),
+    "system calls": ({"securityContext": {"seccompProfile": None}}, "/securityContext/seccompProfile", "confined"),
+    "root": ({"securityContext": {"runAsNonRoot": None}}, "/securityContext/runAsNonRoot", "as root"),
+    "no group": ({"securityContext": {"runAsGroup": None}}, "/securityContext/runAsGroup", "group root"),
+    "group root": ({"securityContext": {"runAsGroup": 0}}, "/securityContext/runAsGroup", "group root"),
+    "volumes' group root": ({"securityContext": {"fsGroup": 0}}, "/securityContext/fsGroup", "group root"),
+    "further group root": (
+        {"securityContext": {"supplementalGroups": [7, 0]}}, "/securityContext/supplementalGroups", "group root",
+    ),
+    "null among further groups": (
+        {"securityContext": {"supplementalGroups": [None]}}, "/securityContext/supplementalGroups", "group root",
+    ),
+    "context": ({"containers": [{"name": "agent", "securityContext": None}]}, "/containers", "agent: its securityContext"),
+    "escalation": (
+        {"containers": [{"name": "agent", "securityContext": {"allowPrivilegeEscalation": None}}]},
+        "/containers", "allowPrivilegeEscalation",
+    ),
+    "capabilities": (
+        {"containers": [{"name": "agent", "securityContext": {"capabilities": None}}]}, "/containers", "drop: [ALL]",
+    ),
+    "kept capabilities": (
+        {"containers": [{"name": "agent", "securityContext": {"capabilities": {"drop": ["NET_RAW"]}}}]},
+        "/containers", "drop: [ALL]",
+    ),
+    "group of one container": (
+        {"containers": [{"name": "agent", "securityContext": {"runAsGroup": 0}}]}, "/containers", "agent, runAsGroup",
+    ),
+    "added container": (
+        {"initContainers": [{"name": "log", "image": "l", "securityContext": {"capabilities": {"drop": []}}}]},
+        "/initContainers", "log: its securityContext",
+    ),
+    "system calls of an added container": (
+        {"initContainers": [{"name": "log", "image": "l", "securityContext": {"seccompProfile": {}}}]},
+        "/initContainers", "log, seccompProfile",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WEAKENED)
+def test_patch_that_removes_a_restriction_of_pods_is_refused_unless_the_site_allows_it(case: str) -> None:
+    patch, pointer, words = WEAKENED[case]
+    spec = spec_of(SMALL, launcher={"pod_patch": {"spec": patch}})
+    _, problems = launcher().check(spec)
+    assert [problem.pointer for problem in problems] == [f"/launcher/pod_patch/spec{pointer}"]
+    assert words in problems[0].detail and "allow_host_access" in problems[0].detail
+    assert launcher(allow_host_access=True).check(spec)[1] == []
+
+
+def test_added_container_gets_the_restrictions_of_the_agents_unless_the_site_allows_others() -> None:
+    given = [
+        {"name": "plain", "image": "p"},
+        {"name": "null", "image": "n", "securityContext": None},
+        {"name": "own", "image": "o", "securityContext": {"runAsUser": 7, "capabilities": {"drop": ["ALL", "KILL"]}}},
+    ]
+    spec = spec_of(SMALL, launcher={"pod_patch": {"spec": {"initContainers": given}}})
+    assert launcher().check(spec)[1] == []
+
+    def contexts(**settings: Any) -> list[Any]:
+        made = launcher(**settings).plan(launch_of(spec)).request["manifests"][0]["spec"]["template"]["spec"]
+        return [container.get("securityContext") for container in made["initContainers"]]
+
+    own = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert contexts() == [own, own, own | {"runAsUser": 7, "capabilities": {"drop": ["ALL", "KILL"]}}]
+    assert contexts(allow_host_access=True) == [None, None, {"runAsUser": 7, "capabilities": {"drop": ["ALL", "KILL"]}}]
+
+
 def test_withheld_names_in_the_sites_own_defaults_are_not_refused() -> None:
     defaults = {"image_pull_secrets": ["registry"], "service_account": "pods"}
     assert launcher(withheld=["registry", "pods"], defaults=defaults).check(spec_of(SMALL))[1] == []
