@@ -25,11 +25,9 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from fastapi import FastAPI
 from safetensors.torch import load_model
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.phases import Cause
@@ -289,6 +287,9 @@ def test_torch_export_of_value_that_torch_does_not_have_is_refused_by_its_path(
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_dcp_export_is_loadable_by_torch_dcp_load(jobs: dict[str, Job], tmp_path: Path, name: str) -> None:
     """Every key that ``get_state_dict`` asks for is there, the extra state and the tied parameter too, with the same bits."""
+    import torch.distributed.checkpoint as dcp  # takes a second, which every worker would spend that only collects
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
     data, notes = _export(jobs[name], "dcp")
     assert any("pickle" in note for note in notes)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
