@@ -48,8 +48,8 @@ class Refusal(Exception):
 
 class Api:
     """Requests to one cluster; the first one loads its configuration. Thread-safe. The methods raise ``EngineUnreachable`` if no
-    cluster is configured, no server answers, or the status is 401 (this service is not authenticated), 408, 429 or from 500 on.
-    They raise ``Refusal`` for other statuses from 300 on."""
+    cluster is configured, no server answers, the answer is cut short, or the status is 401 (this service is not authenticated),
+    408, 429 or from 500 on. They raise ``Refusal`` for other statuses from 300 on."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -91,7 +91,7 @@ class Api:
         response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
         try:
             if response.status >= 300:
-                raise _error_for(response.status, response.data)
+                raise _error_for(response.status, _read_body(response))
             yield Stream(response)
         finally:
             response.close()
@@ -104,10 +104,7 @@ class Api:
     def _call(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> bytes:
         """Send a request and return the answer's body. Raises as the class says."""
         response = self._request(method, path, query, body, read_timeout=_READ_TIMEOUT)
-        try:
-            data: bytes = response.data
-        except OSError as error:
-            raise EngineUnreachable(f"Kubernetes cut its response short: {error}") from None
+        data = _read_body(response)
         if response.status >= 300:
             raise _error_for(response.status, data)
         return data
@@ -172,6 +169,18 @@ class Stream:
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
+
+
+def _read_body(response: Any) -> bytes:
+    """Return the whole body of a response. Raises ``EngineUnreachable`` if the connection breaks before its end, or nothing
+    arrives for too long."""
+    import urllib3
+
+    try:
+        data: bytes = response.data
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise EngineUnreachable(f"Kubernetes cut its response short: {_ADDRESS.sub('', str(error))}") from None
+    return data
 
 
 def _error_for(code: int, body: bytes) -> Exception:

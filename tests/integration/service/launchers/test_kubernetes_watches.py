@@ -244,6 +244,21 @@ def test_submit_with_exhausted_quota_raises_engine_full_and_can_be_retried(site:
     gone(site, plan.ref)
 
 
+@pytest.mark.parametrize("kind", ["secrets", "services", "jobs"])
+def test_submit_whose_answer_is_cut_raises_engine_unreachable_and_can_be_retried(site: Site, kind: str) -> None:
+    site.launcher = site.launcher_of({"KEY": "hidden"})
+    cut = [True]
+    site.cluster.api.cut = lambda verb, on: bool(cut) and (verb, on.resource.plural) == ("create", kind)
+    plan = site.plan(secrets={"API_KEY": {"from_env": "KEY"}}, world={"nodes": 2}, **HELD)
+    with pytest.raises(EngineUnreachable, match="cut its response short"):
+        site.launcher.submit(plan)
+    cut.clear()
+    site.launcher.submit(plan)
+    assert site.launcher.poll(plan.ref).alive
+    assert [len(site.cluster.store.select(each)) for each in (SECRETS, SERVICES, JOBS)] == [1, 1, 1]
+    gone(site, plan.ref)
+
+
 def test_kill_without_the_right_to_delete_raises_engine_unreachable(site: Site) -> None:
     plan = site.plan(**HELD)
     site.launcher.submit(plan)

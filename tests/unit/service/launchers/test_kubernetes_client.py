@@ -1,0 +1,78 @@
+"""What the client makes of answers that an API server, or a proxy before it, cuts short or that are not what was asked for."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ratchet_service.launchers.base import EngineUnreachable
+from ratchet_service.launchers.kubernetes import client
+from ratchet_service.launchers.kubernetes.client import Api
+from tests.support.kube_jobs import site
+from tests.support.scripted_server import Reply, Script, serving
+
+PATH = "/api/v1/namespaces/default/secrets"
+CALLS: dict[str, Callable[[Api], object]] = {
+    "get": lambda api: api.get(PATH),
+    "log": lambda api: api.get_text(PATH),
+    "create": lambda api: api.create(PATH, {}),
+    "patch": lambda api: api.patch(PATH, {}),
+    "delete": lambda api: api.delete(PATH),
+    "stream": lambda api: api.stream(PATH, 0.0).__enter__(),
+}
+
+
+@contextmanager
+def connected(script: Script, folder: Path, **user: str) -> Iterator[Api]:
+    """The client of a server that answers by the script; ``user``: of the kubeconfig."""
+    with serving(script) as server:
+        content = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "c",
+            "clusters": [{"name": "c", "cluster": {"server": server.url}}],
+            "contexts": [{"name": "c", "context": {"cluster": "c", "user": "u"}}],
+            "users": [{"name": "u", "user": user or {"token": "t"}}],
+        }  # fmt: skip
+        file = folder / "kubeconfig"
+        file.write_text(yaml.safe_dump(content))
+        yield Api(site(kubeconfig=str(file)).settings)
+
+
+def cut(status: int, then: Callable[[], object] = lambda: None) -> Script:
+    """Headers and a part of the body; ``then``: what happens before the connection is closed."""
+
+    def answer(handler: BaseHTTPRequestHandler, number: int) -> Reply:
+        handler.send_response(status)
+        handler.send_header("Content-Length", "100")
+        handler.end_headers()
+        handler.wfile.write(b'{"kind": ')
+        handler.wfile.flush()
+        then()
+        return 0, "", b""
+
+    return answer
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_answer_cut_after_its_headers_raises_engine_unreachable(call: str, tmp_path: Path) -> None:
+    with connected(cut(403 if call == "stream" else 200), tmp_path) as api:
+        with pytest.raises(EngineUnreachable, match="cut its response short"):
+            CALLS[call](api)
+
+
+@pytest.mark.parametrize("call", ["create", "stream"])
+def test_answer_that_stops_after_its_headers_raises_engine_unreachable(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "_READ_TIMEOUT", 0.3)
+    over = threading.Event()
+    with connected(cut(403 if call == "stream" else 200, lambda: over.wait(30)), tmp_path) as api:
+        with pytest.raises(EngineUnreachable, match="cut its response short"):
+            CALLS[call](api)
+        over.set()
