@@ -39,6 +39,8 @@ class Refusal(Exception):
         try:
             status = json.loads(body)
         except ValueError:
+            status = None
+        if not isinstance(status, dict):  # of a proxy, which answers in the server's place
             status = {}
         self.code = code
         self.reason = str(status.get("reason", ""))
@@ -48,8 +50,8 @@ class Refusal(Exception):
 
 class Api:
     """Requests to one cluster; the first one loads its configuration. Thread-safe. The methods raise ``EngineUnreachable`` if no
-    cluster is configured, no server answers, the answer is cut short, or the status is 401 (this service is not authenticated),
-    408, 429 or from 500 on. They raise ``Refusal`` for other statuses from 300 on."""
+    cluster is configured, no server answers, the answer is cut short or is not JSON although it should be, or the status is 401
+    (this service is not authenticated), 408, 429 or from 500 on. They raise ``Refusal`` for other statuses from 300 on."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -97,8 +99,13 @@ class Api:
             response.close()
 
     def _json(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> Json:
-        """Send a request and return the answer's JSON."""
-        answer: Json = json.loads(self._call(method, path, query, body))
+        """Send a request and return the answer's JSON object. Raises as the class says."""
+        try:
+            answer = json.loads(self._call(method, path, query, body))
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):  # its text is not shown: a part of a Secret may be in it
+            raise EngineUnreachable(f"Kubernetes answers {method} {path} with text that is not a JSON object")
         return answer
 
     def _call(self, method: str, path: str, query: Mapping[str, str | int], body: Json | None = None) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ import yaml
 
 from ratchet_service.launchers.base import EngineUnreachable
 from ratchet_service.launchers.kubernetes import client
-from ratchet_service.launchers.kubernetes.client import Api
+from ratchet_service.launchers.kubernetes.client import Api, Refusal
 from tests.support.kube_jobs import site
 from tests.support.scripted_server import Reply, Script, serving
 
@@ -44,6 +43,10 @@ def connected(script: Script, folder: Path, **user: str) -> Iterator[Api]:
         yield Api(site(kubeconfig=str(file)).settings)
 
 
+def answering(status: int, body: bytes) -> Script:
+    return lambda handler, number: (status, "application/json", body)
+
+
 def cut(status: int, then: Callable[[], object] = lambda: None) -> Script:
     """Headers and a part of the body; ``then``: what happens before the connection is closed."""
 
@@ -61,9 +64,9 @@ def cut(status: int, then: Callable[[], object] = lambda: None) -> Script:
 
 @pytest.mark.parametrize("call", CALLS)
 def test_answer_cut_after_its_headers_raises_engine_unreachable(call: str, tmp_path: Path) -> None:
-    with connected(cut(403 if call == "stream" else 200), tmp_path) as api:
-        with pytest.raises(EngineUnreachable, match="cut its response short"):
-            CALLS[call](api)
+    script = cut(403 if call == "stream" else 200)
+    with connected(script, tmp_path) as api, pytest.raises(EngineUnreachable, match="cut its response short"):
+        CALLS[call](api)
 
 
 @pytest.mark.parametrize("call", ["create", "stream"])
@@ -76,3 +79,18 @@ def test_answer_that_stops_after_its_headers_raises_engine_unreachable(
         with pytest.raises(EngineUnreachable, match="cut its response short"):
             CALLS[call](api)
         over.set()
+
+
+@pytest.mark.parametrize("body", [b'"x"', b"[]", b"null", b"7", b"<html>denied</html>", b"\xff", b'{"message": ["a"]}'])
+def test_error_answer_that_is_no_status_object_is_a_refusal_with_its_text(body: bytes, tmp_path: Path) -> None:
+    with connected(answering(403, body), tmp_path) as api, pytest.raises(Refusal) as refused:
+        api.create(PATH, {})
+    assert (refused.value.code, refused.value.reason) == (403, "")
+    assert refused.value.message in (body.decode(errors="replace"), "['a']")
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>log in</html>", b"\xff", b'"x"', b"[]", b"null"])
+@pytest.mark.parametrize("call", ["get", "create", "patch"])
+def test_success_answer_that_is_no_object_raises_engine_unreachable(call: str, body: bytes, tmp_path: Path) -> None:
+    with connected(answering(200, body), tmp_path) as api, pytest.raises(EngineUnreachable, match="not a JSON object"):
+        CALLS[call](api)
