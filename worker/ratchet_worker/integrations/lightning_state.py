@@ -29,6 +29,7 @@ from ratchet_contract.errors import UserError
 from ratchet_hooks.algorithms.state_version import same_bits
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.state.encode import Tensors, decode, encode
+from ratchet_hooks.torch_compat import version_of
 
 State = dict[str, Any]
 
@@ -318,7 +319,7 @@ def _flat(value: Any, seen: set[int] | None = None) -> list[Any]:
     other objects themselves. A nested tensor is followed by the number of its changes in place. If ``value`` itself is a tensor,
     it stands alone: a checkpoint has the module's own memory anyway. ``seen``: ids of the containers in the list so far."""
     if isinstance(value, torch.Tensor):
-        return [value] if seen is None or value.is_inference() else [value, value._version]
+        return [value] if seen is None else [value, version_of(value)]
     if isinstance(value, np.ndarray):
         return [value.dtype.str, repr(value.shape), value.tobytes()]
     if isinstance(value, set | frozenset):
