@@ -50,8 +50,9 @@ class Refusal(Exception):
 
 class Api:
     """Requests to one cluster; the first one loads its configuration. Thread-safe. The methods raise ``EngineUnreachable`` if no
-    cluster is configured, no server answers, the answer is cut short or is not JSON although it should be, or the status is 401
-    (this service is not authenticated), 408, 429 or from 500 on. They raise ``Refusal`` for other statuses from 300 on."""
+    cluster is configured, the credentials cannot be read, no server answers, the answer is cut short or is not JSON although it
+    should be, or the status is 401 (this service is not authenticated), 408, 429 or from 500 on. They raise ``Refusal`` for other
+    statuses from 300 on."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -120,12 +121,17 @@ class Api:
         self, method: str, path: str, query: Mapping[str, str | int], body: Json | None, read_timeout: float
     ) -> Any:
         """Send a request and return the response; its body is not read yet, and its status is not checked. Raises
-        ``EngineUnreachable`` if no server answers."""
+        ``EngineUnreachable`` if no server answers, or the credentials cannot be read."""
         import urllib3
 
         client = self._get_client()
         headers = {"Accept": "application/json, */*", "User-Agent": "ratchet"}
-        for auth in client.configuration.auth_settings().values():  # refreshes an expiring token
+        try:
+            credentials = client.configuration.auth_settings()  # refreshes an expiring token
+        except Exception as error:  # of a file that is being replaced, or of any of the client's ways to get a token
+            text = f"the credentials for Kubernetes cannot be read: {type(error).__name__}: {error}"
+            raise EngineUnreachable(text) from None
+        for auth in credentials.values():
             if auth["in"] == "header" and auth["value"]:
                 headers[auth["key"]] = auth["value"]
         data = None

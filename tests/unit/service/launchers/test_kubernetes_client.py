@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from kubernetes.config import incluster_config
 
 from ratchet_service.launchers.base import EngineUnreachable
 from ratchet_service.launchers.kubernetes import client
@@ -94,3 +97,36 @@ def test_error_answer_that_is_no_status_object_is_a_refusal_with_its_text(body: 
 def test_success_answer_that_is_no_object_raises_engine_unreachable(call: str, body: bytes, tmp_path: Path) -> None:
     with connected(answering(200, body), tmp_path) as api, pytest.raises(EngineUnreachable, match="not a JSON object"):
         CALLS[call](api)
+
+
+@pytest.mark.parametrize("fault", ["empty", "missing"])
+def test_token_file_that_cannot_be_read_raises_engine_unreachable_until_it_can(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As while a node replaces the service account's token, which is read again every minute."""
+    token, authority = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text("t")
+    authority.write_text("not used over HTTP")
+    monkeypatch.setattr(incluster_config, "SERVICE_TOKEN_FILENAME", str(token))
+    monkeypatch.setattr(incluster_config, "SERVICE_CERT_FILENAME", str(authority))
+    load = incluster_config.InClusterConfigLoader._read_token_file
+
+    def load_for_one_request(loader: Any) -> None:
+        load(loader)
+        loader.token_expires_at = datetime.min
+
+    monkeypatch.setattr(incluster_config.InClusterConfigLoader, "_read_token_file", load_for_one_request)
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "127.0.0.1")
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", "9")
+    api = Api(site().settings)
+
+    def said() -> str:
+        with pytest.raises(EngineUnreachable) as error:
+            api.get(PATH)
+        return error.value.detail
+
+    assert "does not answer at https://127.0.0.1:9" in said()
+    token.unlink() if fault == "missing" else token.write_text("")
+    assert "credentials" in said() and ("empty" if fault == "empty" else str(token)) in said()
+    token.write_text("t")
+    assert "does not answer at https://127.0.0.1:9" in said()
