@@ -45,7 +45,7 @@ def parse_squeue_json(output: str) -> list[JobRecord]:
     data = json.loads(output)
     try:
         return [_record_from_json(job) for job in data["jobs"]]
-    except (KeyError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{type(error).__name__}: {error}") from None
 
 

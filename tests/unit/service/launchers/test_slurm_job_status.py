@@ -99,7 +99,13 @@ def test_accounting_output_in_json_and_text_is_parsed() -> None:
     ]
 
 
-@pytest.mark.parametrize("answer", ["", "{}", '{"jobs": [{"name": "x"}]}', '{"jobs": null}', "Slurm is down"])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "", "{}", '{"jobs": [{"name": "x"}]}', '{"jobs": null}', "Slurm is down",
+        json.dumps({"jobs": [job_2311(job_state=[])]}), json.dumps({"jobs": [job_2311(state={"current": []})]}),
+    ],
+)  # fmt: skip
 def test_malformed_squeue_json_raises(answer: str) -> None:
     with pytest.raises(ValueError):
         parse_squeue_json(answer)
