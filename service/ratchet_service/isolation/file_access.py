@@ -177,13 +177,13 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
-    """Return at most ``limit`` names in the directory, in no order; empty if it does not exist, is no directory or may not be
-    read. Raises ``OSError`` for other errors. Called within ``as_owner``. User code may have made millions of files where a
-    handful is expected: names beyond ``limit`` are ignored."""
+    """Return at most ``limit`` names in the directory, in no order; empty if it does not exist, is no directory or cannot be
+    read. Called within ``as_owner``. User code may have made millions of files where a handful is expected: names beyond
+    ``limit`` are ignored."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in islice(found, max(0, limit))]
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
+    except OSError:
         return []
 
 

@@ -3,7 +3,6 @@ is stored exactly once."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
@@ -14,6 +13,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
+from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import AGENT_RANK, Note, RankBatch, RankMessage, node_of_agent_rank, node_rank
 from ratchet_service.agent_reports.checkpoint_effects import hook_iterations
 from ratchet_service.agent_reports.fast_rows import read_shape
@@ -23,7 +23,7 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.leases import Lease, lock_leased_job
 from ratchet_service.db.models import Attempt, AttemptNode
 from ratchet_service.db.transitions import add_event
-from ratchet_service.isolation.file_access import as_owner, is_foreign, open_read
+from ratchet_service.isolation.file_access import open_read
 
 BATCH: Final = 500
 _MAX_LINE_BYTES: Final = 16 << 20  # bytes of a line: as much as a report may have
@@ -40,8 +40,9 @@ def ingest_leftover(
 ) -> int:
     """Store in the database the complete lines of the attempt's spools that the agents' reports have not delivered (``batches``
     names the exceptions), and return how many messages were stored. The spool files stay. Each batch has a transaction of its
-    own; so after an error the messages of earlier batches stay stored. If a batch is refused, which user code may have written,
-    the rest of its spool is left out, and an event says so. Raises ``LeaseLost`` if this process no longer holds the job.
+    own; so after an error the messages of earlier batches stay stored. If a batch is refused or a spool cannot be read, which
+    user code may have caused, the rest of that spool is left out, and an event says so; one event names the first of the spools
+    that cannot be read. Raises ``LeaseLost`` if this process no longer holds the job.
 
     Precondition: the ranks are dead. A line that is still being written has no end yet and would be lost. ``nodes`` and
     ``ranks_per_node``: those of the attempt; ``bounds``: how much of a job's metrics and events is kept.
@@ -54,8 +55,9 @@ def ingest_leftover(
     spools = {rank: paths.spool(rank) for rank in range(nodes * ranks_per_node)}
     spools[AGENT_RANK] = paths.agent_spool  # after them: it refers to what rank 0 has reported
     spools |= {node_rank(node): paths.node_spool(node) for node in range(nodes)}
+    unread = list[str]()
     for rank, spool in spools.items():
-        for batch in batches(spool, rank, acked.get(rank, 0)):
+        for batch in _readable_batches(spool, rank, acked.get(rank, 0), unread):
             iterations = hook_iterations([batch], job_paths)
             with database.write() as session:
                 job = lock_leased_job(session, lease)
@@ -70,18 +72,33 @@ def ingest_leftover(
                     text = f"{spool.name} is not read: {error}"
                     add_event(session, job.id, "message-dropped", text, attempt=lease.attempt)
                     break
+    if unread:
+        others = f" (and {pluralize(len(unread) - 1, 'other file')})" if len(unread) > 1 else ""
+        with database.write() as session:
+            job = lock_leased_job(session, lease)
+            add_event(session, job.id, "message-dropped", unread[0] + others, attempt=lease.attempt)
     return stored
+
+
+def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> Iterator[RankBatch]:
+    """Like ``batches``, but ends at what cannot be read, and then appends to ``unread`` a text that names the file and the
+    error: user code can make its files unreadable, which is to keep no attempt from ending."""
+    try:
+        yield from batches(spool, rank, acked)
+    except OSError as error:
+        unread.append(f"{spool.name} is not read: {error}")
 
 
 def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
     """Yield the complete lines of a spool file as batches of at most ``BATCH`` messages, without the first ``acked`` lines, which
-    are stored already, and without the lines that follow one of more than 16 MiB. Yields nothing if the file does not exist or
-    its owner, another user, has removed the right to read it. A line that is not a valid message becomes a note that says so.
-    ``rank``: whose spool it is, for the batches."""
-    with as_owner(spool):
-        if not spool.is_file() or (is_foreign(spool) and not os.access(spool, os.R_OK, effective_ids=True)):
-            return
-    with open_read(spool) as handle:
+    are stored already, and without the lines that follow one of more than 16 MiB. Yields nothing if the file does not exist. A
+    line that is not a valid message becomes a note that says so. ``rank``: whose spool it is, for the batches. Raises ``OSError``
+    if the file cannot be read or is no regular file."""
+    try:
+        handle = open_read(spool)
+    except FileNotFoundError:
+        return
+    with handle:
         rest = islice(_lines(handle), acked, None)
         seq = acked + 1
         while chunk := list(islice(rest, BATCH)):

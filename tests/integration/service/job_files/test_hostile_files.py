@@ -57,7 +57,9 @@ def test_fifo_or_endless_device_in_place_of_a_job_file_does_not_block(tmp_path: 
         and finish_attempt._read_base(paths) is None
     )
     assert list(read_lines(job, LogFilter())) == [] and tail_offset(paths.log(0), 5) == 0
-    assert list(batches(paths.spool(0), 0, 0)) == [] and finished_step(paths.counter(0)) == 0
+    with pytest.raises(PermissionError, match="not a regular file"):
+        next(batches(paths.spool(0), 0, 0))
+    assert finished_step(paths.counter(0)) == 0
 
 
 def test_log_listing_reads_a_bounded_number_of_directory_entries(

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from ratchet_contract.paths import JobPaths
+from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.phases import JobPhase
+from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Checkpoint, Job
+from ratchet_service.isolation import file_access
 from ratchet_service.observability import health
 from ratchet_service.observability.health import Health, Unready
-from ratchet_service.reconciler import finish_attempt
+from ratchet_service.reconciler import finish_attempt, supervise
 from tests.support.control_plane import Plane
+from tests.support.run_as import AS_ROOT, UID, open_directory
 from tests.support.server import wait_for
 
 LONG = {"steps": 100_000}
@@ -170,3 +174,80 @@ def test_attempt_ends_although_its_checkpoints_are_unreadable(
     said = [event.message for event in control_plane.events(job_id) if event.type == "checkpoint-not-deleted"]
     assert any("nothing in it is deleted" in message and "checkpoints" in message for message in said), said
     assert told(control_plane, job_id) == []
+
+
+@pytest.mark.parametrize("migrated_database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("place", ["spool", "spool/rank-00000.jsonl", "counters", "results"])
+def test_attempt_ends_although_a_link_to_nowhere_replaced_its_files(
+    control_plane: Plane, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    real = supervise.ingest_leftover
+
+    def ingest(database: Database, paths: JobPaths, *args: Any) -> int:
+        damaged = paths.attempt(1).root / place
+        if not damaged.is_symlink():
+            if damaged.exists():
+                damaged.rename(damaged.with_name("before"))
+            damaged.symlink_to(NOWHERE)
+        return real(database, paths, *args)
+
+    monkeypatch.setattr(supervise, "ingest_leftover", ingest)
+    control_plane.start_reconciler()
+    job_id = control_plane.submit({"steps": 20, "epochs": {"1": {"at": 15, "do": "kill-agent"}}})
+    control_plane.wait(job_id, JobPhase.SUCCEEDED)
+    assert told(control_plane, job_id) == []
+    dropped = [event.message for event in control_plane.events(job_id) if event.type == "message-dropped"]
+    assert bool(dropped) is place.startswith("spool"), dropped
+
+
+@AS_ROOT
+@pytest.mark.parametrize("migrated_database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize(
+    ("place", "mode"), [("attempts/0001/spool", 0), ("attempts/0001", 0o444), ("attempts", 0o444), (".", 0)]
+)
+def test_attempt_of_another_user_that_closed_its_directories_ends_and_names_them(
+    database: Database, monkeypatch: pytest.MonkeyPatch, place: str, mode: int
+) -> None:
+    """As under ``--run-as``: the job's directory is given to that user once the ranks are dead."""
+    _end_with(database, monkeypatch, lambda root: (root / place).chmod(mode), "Permission denied")
+
+
+@AS_ROOT
+@pytest.mark.parametrize("migrated_database", ["sqlite"], indirect=True)
+def test_attempt_of_another_user_that_linked_its_spool_to_a_file_ends_and_names_it(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def link(root: Path) -> None:
+        spool = JobPaths(root).attempt(1).spool(0)
+        spool.rename(spool.with_name("elsewhere"))
+        spool.symlink_to("elsewhere")
+
+    _end_with(database, monkeypatch, link, "is a symbolic link")
+
+
+def _end_with(database: Database, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], object], text: str) -> None:
+    """Run a job whose files belong to another user, and are damaged, when its attempt is ended: it ends all the same."""
+    real, found = supervise.ingest_leftover, list[str]()
+
+    def ingest(database: Database, paths: JobPaths, *args: Any) -> int:
+        if not found:
+            paths.root.parent.chmod(0o711)
+            HomePaths(paths.root.parent.parent).run_as_file.touch()
+            file_access.give_to_user(paths.root, UID, UID)
+            damage(paths.root)
+            found.append("damaged")
+        return real(database, paths, *args)
+
+    monkeypatch.setattr(supervise, "ingest_leftover", ingest)
+    with open_directory() as folder:
+        plane = Plane(folder, database)
+        try:
+            plane.serve_api()
+            plane.start_reconciler()
+            job_id = plane.submit({"steps": 20})
+            plane.wait(job_id, JobPhase.SUCCEEDED)
+            assert told(plane, job_id) == []
+            (dropped,) = [event.message for event in plane.events(job_id) if event.type == "message-dropped"]
+            assert "rank-00000.jsonl" in dropped and text in dropped
+        finally:
+            plane.close()
