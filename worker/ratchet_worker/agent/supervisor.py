@@ -71,7 +71,7 @@ class Supervisor:
         self._stuck_since: float | None = None
         self._evidence = Evidence()
         self._oom = procfs.OomWatch()
-        self._wish: Control | None = None  # the merged desired state that the main thread acts on
+        self._wanted: Control | None = None  # the merged desired state that the main thread acts on
         self._published: Control | None = None  # the one that the control file has
         self._stop_since: float | None = None
         self.stop_at: str | None = None  # the same as a wall-clock time
@@ -139,7 +139,7 @@ class Supervisor:
     def evidence(self) -> Evidence:
         """Return what ``conclude`` needs besides the ranks' ends: what the agent has observed and done so far, the reason for
         fencing, and the desired state, whether or not it could be written for the ranks."""
-        return replace(self._evidence, fenced=self._fenced, stop=self._wish)
+        return replace(self._evidence, fenced=self._fenced, stop=self._wanted)
 
     def install_signal_handlers(self) -> None:
         """Install the agent's signal handlers. A stop signal only sets a flag that the main thread reads; the first signal gives
@@ -155,11 +155,11 @@ class Supervisor:
         or another node has failed. Also writes the desired state to the control file of this node's ranks if it has changed; a
         stop that cannot be written counts as well."""
         self._publish()
-        wish = self._wish
+        wanted = self._wanted
         if self._fenced is not None:
             raise NotStarted(Conclusion(Cause.LEASE_LOST, None, None, self._fenced))
-        if wish is not None and wish.desired is not Desired.RUN:
-            cause = wish.cause or default_cause(wish.desired)
+        if wanted is not None and wanted.desired is not Desired.RUN:
+            cause = wanted.cause or default_cause(wanted.desired)
             raise NotStarted(Conclusion(cause, None, None, f"{cause}: stopped before any rank was started"))
         if self._peer_end is not None:
             raise NotStarted(peer_failure(self._peer_end, time.time()))
@@ -256,18 +256,18 @@ class Supervisor:
         retried at the next call. The first stop request starts ``stop_grace``."""
         if self._signal is not None:
             self._desired.update_from_signal(self._signal)
-        wish = self._wish = self._desired.merged()
-        if wish == self._published:
+        wanted = self._wanted = self._desired.merged()
+        if wanted == self._published:
             return
-        if self._stop_since is None and wish.desired is not Desired.RUN:
+        if self._stop_since is None and wanted.desired is not Desired.RUN:
             self._stop_since, self.stop_at = time.monotonic(), clock()
         try:
-            write_control(self._control_file, wish)
+            write_control(self._control_file, wanted)
         except OSError as error:
             log_message(f"control.json cannot be written: {error}")
             return
-        self._published = wish
-        log_message(f"desired state: {wish.desired} ({wish.cause}), checkpoint request {wish.checkpoint_request}")
+        self._published = wanted
+        log_message(f"desired state: {wanted.desired} ({wanted.cause}), checkpoint request {wanted.checkpoint_request}")
 
     def _housekeeping(self, now: float) -> None:
         """Once a second: reap orphans, poll for out-of-memory kills, and kill ranks that do not exit after their result."""
