@@ -25,7 +25,14 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec
 from ratchet_service.launchers import attempt_files
-from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, LaunchError, LaunchPlan
+from ratchet_service.launchers.base import (
+    AttemptRef,
+    AttemptState,
+    EngineEnd,
+    EngineUnreachable,
+    LaunchError,
+    LaunchPlan,
+)
 from ratchet_service.launchers.plan import agent_environment, rank_commands, secret_sources
 from ratchet_service.launchers.slurm import batch_script, job_status, spec_checks
 from ratchet_service.launchers.slurm.commands import Commands, Refused
@@ -38,6 +45,8 @@ _FAST_POLL_SECONDS: Final = 0.3
 _FAST_POLL_FOR_SECONDS: Final = 10.0
 _CANCEL_INTERVAL_SECONDS: Final = 5.0
 """Seconds between two cancellations of a job that does not end."""
+_ACCOUNTING_PATIENCE_SECONDS: Final = 300.0
+"""Seconds for which an attempt whose job squeue has forgotten waits for an accounting that does not answer."""
 _RETENTION_SECONDS: Final = 3600.0
 """Seconds for which this process remembers its actions and observations."""
 
@@ -182,13 +191,19 @@ class SlurmLauncher:
     def _state_after_end(self, ref: AttemptRef, jobs: Sequence[JobRecord], state: AttemptState) -> AttemptState:
         """Return the state of an attempt that has no live job in Slurm, with Slurm's reasons for the end. If the agents ended by
         themselves, the attempt counts as alive for up to ``file_seconds``, since their results may appear later. A job that
-        squeue has forgotten is looked up in the accounting, once."""
+        squeue has forgotten is looked up in the accounting until this answers. Raises ``EngineUnreachable`` while it does not,
+        for up to ``_ACCOUNTING_PATIENCE_SECONDS``."""
         began = self._ended_seen_at.setdefault(ref.name, time.monotonic())
         if len(state.results) == ref.nodes or not (state.seen or jobs):
             return replace(state, ends=_engine_ends(jobs, state))
         if not jobs:
-            if ref.name not in self._accounting_jobs:
-                self._accounting_jobs[ref.name] = self._queue.accounting_records(ref.name)
+            try:
+                if ref.name not in self._accounting_jobs:
+                    self._accounting_jobs[ref.name] = self._queue.accounting_records(ref.name)
+            except EngineUnreachable as error:
+                if time.monotonic() - began < _ACCOUNTING_PATIENCE_SECONDS:
+                    raise
+                return replace(state, ends=_forgotten_end(ref, f"its accounting does not answer ({error.detail})"))
             jobs = self._accounting_jobs[ref.name]
         exited = [job for job in jobs if job.state in ("COMPLETED", "FAILED") and job.exit_code in CAUSE_OF_EXIT_CODE]
         if exited and state.seen and time.monotonic() - began < self._settings.file_seconds:
@@ -230,9 +245,8 @@ def _engine_ends(jobs: Sequence[JobRecord], state: AttemptState) -> tuple[Engine
     return tuple(end for end in found if end is not None)
 
 
-def _forgotten_end(ref: AttemptRef) -> tuple[EngineEnd, ...]:
-    """Return the end, of unknown cause, of an attempt whose job Slurm has no record of any more."""
-    text = (
-        f"Slurm no longer has the job {ref.name} (MinJobAge), and this cluster has no accounting: its result is unknown"
-    )
+def _forgotten_end(ref: AttemptRef, why: str = "this cluster keeps no record of it") -> tuple[EngineEnd, ...]:
+    """Return the end, of unknown cause, of an attempt whose job squeue does not list any more. ``why``: what is wrong with its
+    record in the accounting."""
+    text = f"Slurm no longer has the job {ref.name} (MinJobAge), and {why}: its result is unknown"
     return (EngineEnd(Cause.UNKNOWN, text),)

@@ -150,6 +150,7 @@ class Queue:
         self._jobs: dict[str, list[JobRecord]] = {}
         self._fetched_at: float | None = None
         self._unreachable_until: tuple[float, EngineUnreachable] | None = None
+        self._accounting_unreachable_until: tuple[float, EngineUnreachable] | None = None
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
         """Return job name -> jobs of this user, sorted by id, including ended ones until Slurm forgets them. An answer is reused
@@ -178,7 +179,11 @@ class Queue:
 
     def accounting_records(self, name: str) -> list[JobRecord]:
         """Return the records of jobs of that name, which squeue has forgotten, from Slurm's accounting or else its completion
-        log, for the last 30 days. Empty if the cluster keeps neither, does not answer, or has no such record."""
+        log, for the last 30 days. Empty if the cluster keeps neither or has no such record. Raises ``EngineUnreachable`` if none
+        was found and one of the two does not answer; for at least 10 s after that, the same error is raised without a query."""
+        if self._accounting_unreachable_until is not None and self._clock() < self._accounting_unreachable_until[0]:
+            raise self._accounting_unreachable_until[1]
+        unreachable: EngineUnreachable | None = None
         arguments = [
             "--noheader",
             "--parsable2",
@@ -189,11 +194,18 @@ class Queue:
         for more in (["--allocations"], ["--completion"]):
             try:
                 listed = parse_sacct_text(self._commands.run("sacct", *arguments, *more))
-            except (Refused, EngineUnreachable):  # no accounting, or it is not reachable now: it is not waited for
+            except Refused:  # the cluster does not keep it
+                continue
+            except EngineUnreachable as error:
+                unreachable = error
                 continue
             found = [job for job in listed if job.name == name]  # the completion log is returned unfiltered
             if found:
                 return found
+        if unreachable is not None:
+            until = self._clock() + max(self._period, _UNREACHABLE_SECONDS)
+            self._accounting_unreachable_until = (until, unreachable)
+            raise unreachable
         return []
 
     def _fetch(self) -> dict[str, list[JobRecord]]:
