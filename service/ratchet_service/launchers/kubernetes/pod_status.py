@@ -19,6 +19,7 @@ from typing import Any, Final
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
 from ratchet_contract.phases import Cause
 from ratchet_service.launchers.kubernetes.pod_patch import AGENT
+from ratchet_service.launchers.kubernetes.volumes import CODE, TMP
 
 Json = dict[str, Any]
 
@@ -244,10 +245,10 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
     reason, message = str(status.get("reason", "")), status.get("message")
     if reason == "Evicted" and _OVER_ITS_LIMIT.search(str(message)):
         volume = _VOLUME.search(str(message))
-        key = _size_key(volume[1]) if volume is not None else "launcher.tmp_size"
+        advice = _disk_advice(volume[1] if volume is not None else "tmp")
         return (
             Cause.RANK_KILLED,
-            f"it wrote more to its directories than the limit: raise {key}, or write less{_message_suffix(message)}",
+            f"it wrote more to its directories than the limit: {advice}{_message_suffix(message)}",
         )
     if reason in _STATUS_REASONS:
         cause = _STATUS_REASONS[reason]
@@ -258,14 +259,17 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
     return None
 
 
-def _size_key(volume: str) -> str:
-    """Return the key of the spec that sets the size of this directory of the pod, by its volume's name
-    (``volumes.pod_volumes``). For any other volume, return words that name ``launcher.pod_patch``."""
-    if volume.startswith("volume-"):
-        return f"volumes[{volume.removeprefix('volume-')}].empty_dir"
-    return {"tmp": "launcher.tmp_size", "shm": "launcher.shm_size"}.get(
+def _disk_advice(volume: str) -> str:
+    """Return what to do if this directory of the pod is full, by its volume's name (``volumes.pod_volumes``): raise its size, by
+    the key of the spec that sets it, or write elsewhere, if the size is fixed."""
+    if volume == "code":  # the snapshot itself always fits, and is read-only
+        return f"write to the working directory or to {TMP}, not below {CODE}"
+    key = {"tmp": "launcher.tmp_size", "shm": "launcher.shm_size"}.get(
         volume, f"the size of {volume} in launcher.pod_patch"
     )
+    if volume.startswith("volume-"):
+        key = f"volumes[{volume.removeprefix('volume-')}].empty_dir"
+    return f"raise {key}, or write less"
 
 
 def container_end(pod: Pod) -> tuple[Cause, str] | None:

@@ -146,7 +146,15 @@ ENDS: dict[str, tuple[Pod, Cause, str]] = {
     ),
     "more of a volume than its limit": (
         pod(0, "Failed", reason="Evicted", message='Usage of EmptyDir volume "volume-1" exceeds the limit "1Gi". '),
-        Cause.RANK_KILLED, "volumes[1].empty_dir",
+        Cause.RANK_KILLED, "raise volumes[1].empty_dir",
+    ),
+    "more of a volume of the patch than its limit": (
+        pod(0, "Failed", reason="Evicted", message='Usage of EmptyDir volume "more" exceeds the limit "1Gi". '),
+        Cause.RANK_KILLED, "raise the size of more in launcher.pod_patch",
+    ),
+    "more beside its code than the limit": (  # a patch of this volume is refused, and the snapshot itself always fits
+        pod(0, "Failed", reason="Evicted", message='Usage of EmptyDir volume "code" exceeds the limit "2Gi". '),
+        Cause.RANK_KILLED, "than the limit: write to the working directory or to /tmp, not below /ratchet/code",
     ),
     "more shared memory than its limit": (
         pod(0, "Failed", reason="Evicted", message='Usage of EmptyDir volume "shm" exceeds the limit "8Gi". '),
