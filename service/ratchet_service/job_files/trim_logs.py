@@ -39,8 +39,8 @@ def shorten(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
     ``bounds.log_attempts`` keep theirs whole, even if the limit is then exceeded. On a file system that cannot free the middle of
     a file, whole logs are deleted.
 
-    Return None if nothing was freed. A log that the system refuses to shorten stays as it is, and is tried again at the next
-    attempt's end. Raises ``OSError`` if a log's size cannot be read. Precondition: no process of these attempts is alive.
+    Return None if nothing was freed. A log that the system refuses to shorten or to delete stays as it is, and is tried again at
+    the next attempt's end; one that cannot be accessed does not count. Precondition: no process of these attempts is alive.
     """
     with as_owner(paths.root):
         return _shorten_all(paths, attempt, bounds)
@@ -62,8 +62,10 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
                 freed += _shorten(path)
             except OSError as error:
                 if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
-                    freed, removed = freed + _allocated_bytes(path), True
-                    path.unlink(missing_ok=True)
+                    nbytes = _allocated_bytes(path)
+                    with suppress(OSError):
+                        path.unlink()
+                        freed, removed = freed + nbytes, True
         if freed > before:
             done.append(number)
     return Shortened(done, removed, freed) if done else None
@@ -105,10 +107,10 @@ def record_event(session: Session, job: Job, attempt: int, shortened: Shortened 
 
 
 def _allocated_bytes(path: Path) -> int:
-    """Return the bytes that the file takes on the disk; 0 if it does not exist. Raises ``OSError`` if it cannot be accessed."""
+    """Return the bytes that the file takes on the disk; 0 if it does not exist or cannot be accessed."""
     try:
         return path.stat().st_blocks * 512
-    except FileNotFoundError:
+    except OSError:
         return 0
 
 

@@ -23,6 +23,7 @@ from ratchet_service.app import create_app
 from ratchet_service.config.output_limits import Bounds
 from ratchet_service.db.engine import Database
 from ratchet_service.db.transitions import add_event, lock_job
+from ratchet_service.isolation import file_access
 from ratchet_service.job_files import rank_log, trim_logs
 from ratchet_service.job_files.log_files import LogFilter
 from ratchet_service.job_files.rank_log import lines_of, tail_offset
@@ -32,6 +33,7 @@ from ratchet_store.filesystem import sparse
 from tests.support.api import Api, FakePorts, Server
 from tests.support.attempts import Attempt as RunningAttempt
 from tests.support.rank_logs import log_keeper, write
+from tests.support.run_as import AS_ROOT, UID, open_home
 from tests.support.server import wait_for
 
 MIB = 1 << 20
@@ -244,6 +246,23 @@ def test_shorten_without_hole_punching_removes_old_logs_and_spools(
     assert [a for a in range(1, 7) if paths.attempt(a).spool(0).exists()] == [5, 6]
     trim_logs.drop_spools(paths, RING_ATTEMPTS + 2, bounds)
     assert [a for a in range(1, 7) if paths.attempt(a).ring(0).exists()] == [3, 4, 5, 6]
+
+
+@AS_ROOT
+def test_shorten_skips_logs_that_another_user_keeps_from_being_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, begin: int, end: int) -> int:
+        raise OSError(errno.EOPNOTSUPP, "not supported", str(path))
+
+    monkeypatch.setattr(trim_logs, "punch_hole", refuse)
+    with open_home() as home:
+        paths, bounds = home.job("job-0123456789ab"), Bounds(job_log_bytes=MIB // 2, log_attempts=1)
+        for attempt in range(1, 5):
+            write(paths.attempt(attempt).log(0), numbered(0, 4000))
+        file_access.give_to_user(paths.root, UID, UID)
+        paths.attempt(2).log(0).parent.chmod(0o555)
+        shortened = shorten(paths, 4, bounds)
+        assert shortened is not None and shortened.attempts == [3] and shortened.nbytes < MIB
+        assert [a for a in range(1, 5) if paths.attempt(a).log(0).exists()] == [1, 2, 4]
 
 
 def stream(api: Api, job: str, last: str | None, stop: int) -> list[tuple[str, str]]:
