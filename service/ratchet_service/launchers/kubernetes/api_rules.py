@@ -29,6 +29,8 @@ _ENUMS: Final[dict[str, tuple[str, ...]]] = {
     "mountPropagation": ("None", "HostToContainer", "Bidirectional"),
     "protocol": ("TCP", "UDP", "SCTP"),
 }
+_FREE_MAPS: Final = ("labels", "annotations", "nodeSelector", "matchLabels", "volumeAttributes", "options")
+"""Their keys are the user's, or those of a volume's driver."""
 _RULE_ENUMS: Final[dict[str, tuple[str, ...]]] = {
     "action": ("FailJob", "FailIndex", "Ignore", "Count"),
     "operator": ("In", "NotIn"),
@@ -180,7 +182,7 @@ def _check_enums(value: Any, path: tuple[str, ...]) -> Iterator[Fault]:
         for key, item in value.items():
             if isinstance(item, str):
                 yield from _check_enum(value, key, path, _ENUMS.get(key, (item,)))
-            elif key not in ("labels", "annotations", "nodeSelector", "matchLabels"):
+            elif key not in _FREE_MAPS:
                 yield from _check_enums(item, (*path, key))
 
 

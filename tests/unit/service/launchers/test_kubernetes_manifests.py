@@ -516,6 +516,19 @@ def test_withheld_names_in_the_sites_own_defaults_are_not_refused() -> None:
     assert launcher(withheld=["registry", "pods"], defaults=defaults).check(spec_of(SMALL))[1] == []
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"csi": {"driver": "nfs.csi.k8s.io", "volumeAttributes": {"protocol": "nfs", "dnsPolicy": "x"}}},
+        {"flexVolume": {"driver": "example.com/nfs", "options": {"protocol": "nfs", "restartPolicy": "x"}}},
+    ],
+    ids=["csi", "flexVolume"],
+)
+def test_free_options_of_a_volumes_driver_are_not_checked_as_enumerations(source: dict[str, Any]) -> None:
+    patch = {"spec": {"volumes": [{"name": "more"} | source]}}
+    assert launcher().check(spec_of(SMALL, launcher={"pod_patch": patch}))[1] == []
+
+
 def test_a_job_without_any_image_is_refused() -> None:
     _, problems = launcher(image=None).check(spec_of())
     assert [problem.pointer for problem in problems] == ["/image"]
