@@ -90,7 +90,7 @@ def _check_spec(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> 
     if gpu is None and spec.world.device == "cuda":
         yield "/resources/gpu", "device is cuda, but no GPU is requested: name the resource, like nvidia.com/gpu"
     if launcher.run_as_user is not None and launcher.run_as_user != site.user:
-        text = f"the run directory's files belong to user {site.user}, and {launcher.run_as_user} cannot read them: remove it"
+        text = f"pods of this service run as user {site.user}, and a job cannot name another one: remove it"
         yield "/launcher/run_as_user", text
 
 

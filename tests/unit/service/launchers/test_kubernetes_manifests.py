@@ -511,6 +511,14 @@ def test_added_container_gets_the_restrictions_of_the_agents_unless_the_site_all
     assert contexts(allow_host_access=True) == [None, None, {"runAsUser": 7, "capabilities": {"drop": ["ALL", "KILL"]}}]
 
 
+def test_refusal_of_another_user_claims_no_owner_of_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that is not root leaves the files to its own user, here 4711, whoever the pods' user is."""
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    _, (problem,) = launcher().check(spec_of(launcher={"run_as_user": 4711}))
+    assert problem.pointer == "/launcher/run_as_user"
+    assert problem.detail.startswith("pods of this service run as user 10001") and "belong" not in problem.detail
+
+
 def test_withheld_names_in_the_sites_own_defaults_are_not_refused() -> None:
     defaults = {"image_pull_secrets": ["registry"], "service_account": "pods"}
     assert launcher(withheld=["registry", "pods"], defaults=defaults).check(spec_of(SMALL))[1] == []
