@@ -9,7 +9,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import re
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError
@@ -33,6 +34,7 @@ from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
 from ratchet_store.retention.delete import delete_all
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MARKER_NAME: Final = "DELETING"
 _MAX_MARKER_BYTES: Final = 64 << 10  # bytes of a marker file
@@ -75,30 +77,46 @@ def delete(
     again later.
     """
     try:
-        result = _delete(database, job_id, keep_checkpoints, outputs, if_match, homes)
+        _with_reserve(
+            database, homes, lambda: _delete_row(database, job_id, keep_checkpoints, outputs, if_match, homes)
+        )
     except NotFound:
         kept = kept_outputs.remove(homes, job_id, caller) if outputs and caller is not None else None
         if kept is None:
             raise
         return kept
+    left = _with_reserve(database, homes, lambda: _remove_files(homes, job_id))
+    disk_space.reserve_space(database)
+    paths = homes.job(job_id)
+    return DeleteResult(
+        id=job_id,
+        checkpoints=str(paths.checkpoints) if keep_checkpoints and paths.checkpoints.is_dir() else None,
+        outputs=None if kept_outputs.read_owner(paths) is None else str(paths.work_dir),
+        remote=left,
+    )
+
+
+def _with_reserve(database: Database, homes: HomePaths, step: Callable[[], T]) -> T:
+    """Return the result of ``step``. If it fails since the disk is full, release the reserved space and call it again; raise its
+    error if there is no reserved space."""
+    try:
+        return step()
     except (DBAPIError, OSError) as error:
         if not disk_space.is_disk_full_error(error, homes.home) or not disk_space.release_space(database):
             raise
-        result = _delete(database, job_id, keep_checkpoints, outputs, if_match, homes)
-    disk_space.reserve_space(database)
-    return result
+        return step()
 
 
-def _delete(
+def _delete_row(
     database: Database,
     job_id: str,
     keep_checkpoints: bool,
     outputs: bool | None,
     if_match: str | None,
     homes: HomePaths,
-) -> DeleteResult:
-    """Like ``delete``, but only for a job that has a row (else ``NotFound``), and without freeing reserved space on a full
-    disk."""
+) -> None:
+    """Delete the job's row, and write the marker file by which ``_remove_files`` deletes its files. The parameters and the errors
+    are those of ``delete``; ``NotFound`` if the job has no row."""
     paths = homes.job(job_id)
     with database.write() as session:
         job = find_job_for_update(session, job_id)
@@ -122,13 +140,6 @@ def _delete(
         )
         _write_marker(paths, mark)  # on the disk before the rows go: see sweep_deleted
         session.delete(job)
-    left = _remove_files(homes, job_id)
-    return DeleteResult(
-        id=job_id,
-        checkpoints=str(paths.checkpoints) if keep_checkpoints and paths.checkpoints.is_dir() else None,
-        outputs=None if kept_outputs.read_owner(paths) is None else str(paths.work_dir),
-        remote=left,
-    )
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ import yaml
 
 from ratchet_contract.phases import Desired, JobPhase
 from ratchet_service.db.models import Base, Job
+from ratchet_service.job_files import kept_outputs
 from ratchet_service.job_files.delete_job import MARKER_NAME, sweep_deleted
+from ratchet_service.observability import disk_space
 from ratchet_service.reconciler.ttl import Expiry
 from tests.support.api import Api, spec
 
@@ -218,6 +221,32 @@ def test_delete_with_keep_checkpoints_leaves_only_the_checkpoints(api: Api) -> N
     }
     assert [p.name for p in paths.root.iterdir()] == ["checkpoints"]
     assert (paths.checkpoints / "step-000000000005.a0001").is_dir()
+
+
+@pytest.mark.parametrize("migrated_database", ["sqlite"], indirect=True)
+def test_delete_on_a_disk_that_fills_after_the_commit_uses_the_reserve(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, real = api.submit(), kept_outputs.replace_file
+    api.set_phase(job_id, JobPhase.SUCCEEDED)
+    paths = api.settings.paths.job(job_id)
+    paths.work_dir.mkdir(parents=True)
+    (paths.work_dir / "best.pt").touch()
+    paths.attempt(1).root.mkdir(parents=True)
+    disk_space.reserve_space(api.database)
+    reserve = disk_space._reserve_file(api.database)
+    assert reserve is not None
+
+    def write(path: Path, text: str) -> None:
+        if reserve.exists():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(path, text)
+
+    monkeypatch.setattr(kept_outputs, "replace_file", write)
+    answer = api.client.delete(f"/v1/jobs/{job_id}")
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["outputs"] == str(paths.work_dir)
+    assert sorted(path.name for path in paths.root.iterdir()) == ["KEPT", "work"] and reserve.exists()
 
 
 def test_sweep_deleted_finishes_an_interrupted_deletion(api: Api) -> None:
