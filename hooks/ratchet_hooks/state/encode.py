@@ -53,11 +53,12 @@ def encode(value: object, *, root: str) -> tuple[Tensors, JsonValue]:
     """Split ``value`` into named tensors and JSON, from which ``decode`` restores it. ``root``: beginning of the path in error
     messages, such as ``"state"``. The tensors may share memory with those in ``value``.
 
-    Accepted: None, bool, int, float, complex, str, bytes, list, tuple, deque, dict, OrderedDict, Counter and defaultdict of
-    built-in types (keys: None, bool, int, float, str, bytes or tuples of them), set, frozenset, torch.Size, dense tensors,
-    numpy arrays and scalars of numbers, times and fixed strings, ``np.random.RandomState``, ``np.random.Generator``, and
-    ``Encoded``. Raises ``HookStateError`` for anything else, such as other subclasses of containers and tensors, for cycles,
-    and for more than 100 levels.
+    Accepted: None, bool, int, float, complex, str, bytes, list, tuple, deque, dict, OrderedDict, Counter, defaultdict (with a
+    factory such as ``list``, or none), set, frozenset, torch.Size, strided tensors, numpy arrays and scalars of numbers, times
+    and fixed strings, ``np.random.RandomState``, ``np.random.Generator``, and ``Encoded``. Keys of mappings and elements of
+    sets: None, bool, int, float, str, bytes, or tuples of them. Raises ``HookStateError`` for anything else, such as other
+    subclasses of containers and tensors, quantized tensors and strings with lone surrogates, for cycles, and for more than
+    100 levels.
     """
     return _Encoder(root).run(value)
 
@@ -69,7 +70,7 @@ def _float_text(value: float) -> str:
 
 def _is_json(value: object) -> bool:
     """True if the value is its own JSON form: None, a boolean, an integer of at most 2**53 in magnitude, or an ASCII string.
-    False for other strings, which ``_text`` checks, and for containers."""
+    False for any other value, such as other strings, which ``_text`` checks."""
     kind = type(value)
     if kind is int:
         return -_SAFE_INT <= value <= _SAFE_INT  # type: ignore[operator]
@@ -93,20 +94,19 @@ class _Encoder:
         return self.tensors, self.value(value, ())
 
     def _count_sharers(self, value: object, depth: int) -> None:
-        """Count the tensors in ``value`` by the memory that they use, in ``storage_counts``. What is nested too deep is left
-        out."""
-        if depth > _MAX_DEPTH:
+        """Count the tensors in ``value`` by the memory that they use, in ``storage_counts``. Tensors without elements, what
+        is nested too deep, and a container within itself are left out."""
+        if depth > _MAX_DEPTH or id(value) in self.active_ids:
             return  # the encoding pass reports it with its path
         if isinstance(value, torch.Tensor):
             if value.layout is torch.strided and value.numel():
                 self.storage_counts[storage_id(value)] += 1
-        elif isinstance(value, dict):
-            for item in value.values():
-                self._count_sharers(item, depth + 1)
-        elif isinstance(value, (list, tuple, deque)):
-            for item in value:
+        elif isinstance(value, (dict, list, tuple, deque)):
+            self.active_ids.add(id(value))
+            for item in value.values() if isinstance(value, dict) else value:
                 if type(item) not in _NO_TENSORS:
                     self._count_sharers(item, depth + 1)
+            self.active_ids.discard(id(value))
 
     def fail(self, path: tuple[str, ...], detail: str) -> HookStateError:
         """Return the error to raise for the value at ``path``."""
@@ -151,7 +151,8 @@ class _Encoder:
         return None
 
     def _nested(self, value: object, path: tuple[str, ...]) -> JsonValue:
-        """Return the JSON of a container. Raises ``HookStateError`` if it contains itself or is nested too deep."""
+        """Return the JSON of a container. Raises ``HookStateError`` if it contains itself, is nested too deep or of a type that
+        ``encode`` does not accept."""
         if id(value) in self.active_ids:
             raise self.fail(path, "contains itself; a state must be a tree")
         if len(path) >= _MAX_DEPTH:

@@ -187,6 +187,9 @@ def test_numpy_generators_continue_where_they_were() -> None:
 Point = namedtuple("Point", "x")
 cycle: list[object] = []
 cycle.append(cycle)
+ring: list[dict[str, object]] = [{}, {}, {}]  # its paths branch: without an end for a walk that follows all of them
+for number, node in enumerate(ring):
+    node |= {"previous": ring[number - 1], "next": ring[(number + 1) % 3]}
 deep: list[object] = []
 for _ in range(150):
     deep = [deep]
@@ -206,6 +209,7 @@ for _ in range(150):
         ({"m": torch.empty(2, device="meta")}, "state.m"),
         ({"u": "\ud800"}, "state.u"),
         ({"c": cycle}, "state.c[0]"),
+        ({"ring": ring}, "state.ring[0].previous.previous.previous"),
     ],
 )
 def test_unsupported_value_is_refused_with_key_path(value: object, key: str) -> None:
