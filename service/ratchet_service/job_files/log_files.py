@@ -42,7 +42,7 @@ def log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path
     """Return ``(attempt, rank, file)`` of the logs that the filter selects, by attempt and rank. Only ``first``, ``last``,
     ``rank`` and ``since`` are applied; with ``since``, files whose last write is older are left out. At most the newest
     ``_MAX_ATTEMPTS`` of the requested attempts are searched, and without ``rank`` at most the ``MAX_RANKS`` lowest ranks of each.
-    At most ``MAX_NAMES`` names are read from the disk in all: attempts beyond that are left out."""
+    At most ``MAX_NAMES`` names are read from the disk in all: the oldest attempts beyond that are left out."""
     with as_owner(job.root):
         return _log_files(job, log_filter)
 
@@ -58,7 +58,7 @@ def _log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Pat
     requested = sorted(
         n for n in numbers if log_filter.first <= n and (log_filter.last is None or n <= log_filter.last)
     )
-    for attempt in requested[-_MAX_ATTEMPTS:]:
+    for attempt in reversed(requested[-_MAX_ATTEMPTS:]):  # the newest first: they matter most if names are left out
         paths = job.attempt(attempt)
         if log_filter.rank is not None:
             ranks = [log_filter.rank]
@@ -69,7 +69,7 @@ def _log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Pat
         found = ((attempt, rank, paths.log(rank)) for rank in ranks)
         sure = log_filter.rank is None and log_filter.since is None
         out += [one for one in found if sure or _written_since(one[2], log_filter.since)]
-    return out
+    return sorted(out)
 
 
 def _written_since(path: Path, since: datetime | None) -> bool:

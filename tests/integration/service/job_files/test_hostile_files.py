@@ -101,6 +101,20 @@ def test_log_listing_reads_a_bounded_number_of_directory_entries(
         assert file_access.names_in(paths.log(0), 7) == file_access.names_in(job.root / "none") == []
 
 
+def test_log_listing_leaves_out_the_oldest_attempts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The code of an earlier attempt has made as many files beside its logs as are listed in all."""
+    job = HomePaths(tmp_path).job(JOB)
+    for attempt in (1, 2, 3):
+        job.attempt(attempt).log(0).parent.mkdir(parents=True)
+        job.attempt(attempt).log(0).touch()
+        job.attempt(attempt).log(1).touch()
+    for number in range(40):
+        (job.attempt(1).log(0).parent / f"made-{number}").touch()
+    monkeypatch.setattr(log_files_module, "MAX_NAMES", 30)
+    found = [(attempt, rank) for attempt, rank, _ in log_files(job, LogFilter()) if attempt > 1]
+    assert found == [(2, 0), (2, 1), (3, 0), (3, 1)]
+
+
 def test_spool_message_of_unbounded_length_is_not_read_completely(tmp_path: Path) -> None:
     spool = tmp_path / "spool.jsonl"
     with spool.open("wb") as file:
