@@ -1,4 +1,5 @@
-"""Idempotency-Key: a repeated POST gets the first answer again, and its effect happens once.
+"""Idempotency-Key: a repeated POST gets the first answer again, and its effect happens once. Errors that a retry may avoid are
+not kept: after them, a repeated POST runs again.
 
 The answer is stored in the transaction that has the effect, so neither exists without the other. A request first claims its key.
 While the claim is young, a second request is refused. If the server died in between, a second request takes the claim over: at
@@ -120,7 +121,7 @@ class Idempotency:
     def _claim_key(self, call: Call, token: str) -> Reply | None:
         """Claim the key for this request and return None; or return the stored answer of an earlier request. Raises ``Conflict``
         (``idempotency-in-progress``) while another request with this key runs, and ``Refused`` (``idempotency-key-reused``) if
-        the key was used with another body. It also deletes all answers older than ``keep_seconds``."""
+        the key was used with another body or query. It also deletes all answers and claims older than ``keep_seconds``."""
         with self._database.write() as session:
             now = clock_of(session).server_now(session)  # several APIs share the keys, and their clocks may differ
             session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._retention))
@@ -181,11 +182,15 @@ class Idempotency:
             )
 
     def _release(self, call: Call, token: str) -> None:
-        """Delete the claim made with ``token``, so that a repeated request runs again."""
+        """Delete the claim made with ``token``, so that a repeated request runs again. A stored answer stays: the transaction may
+        have been committed although its reply was lost, and the effect must not happen twice."""
         with self._database.write() as session:
             session.execute(
                 sa.delete(IdempotencyKey).where(
-                    IdempotencyKey.scope == call.scope, IdempotencyKey.key == call.key, IdempotencyKey.token == token
+                    IdempotencyKey.scope == call.scope,
+                    IdempotencyKey.key == call.key,
+                    IdempotencyKey.token == token,
+                    IdempotencyKey.status.is_(None),
                 )
             )
 

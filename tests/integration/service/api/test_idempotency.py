@@ -234,6 +234,26 @@ def test_submit_with_a_failing_commit_answers_500_and_leaves_nothing(api: Api, h
     assert count(api) == 1
 
 
+def test_submit_whose_commit_is_answered_by_a_lost_connection_creates_one_job(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The database has committed, but the service does not learn it."""
+    dialect = api.database.engine.dialect
+    commit, lost = dialect.do_commit, []
+
+    def commit_and_lose(connection: Any) -> None:
+        commit(connection)
+        if count(api) == 1 and not lost:
+            lost.append(1)
+            raise ConnectionResetError("server closed the connection")
+
+    monkeypatch.setattr(dialect, "do_commit", commit_and_lose)
+    assert post(api, spec(), key()).status_code == 500
+    repeated = post(api, spec(), key())
+    assert lost and (repeated.status_code, repeated.headers["idempotency-replayed"]) == (201, "true")
+    assert count(api) == 1
+
+
 def test_an_action_whose_commit_fails_changes_nothing(api: Api) -> None:
     job_id = api.submit()
     with FailingCommit(api):
