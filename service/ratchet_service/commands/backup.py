@@ -107,8 +107,9 @@ def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
 def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | None:
     """Check the backup ``file`` and put a copy of it in the place of the database. Return the path to which an existing database
     was moved; None: there was none. Raises ``StartError`` if a service runs or a process has the database open, if a database
-    exists without ``replace``, if the file is missing, damaged, or of a Ratchet whose schema this one cannot use, if the settings
-    name a database server, or if the disk fails."""
+    exists without ``replace``, if the file is missing, damaged, in WAL mode or next to a write-ahead log (``backup`` writes
+    neither), no database of Ratchet, or of a schema that this version cannot use. Also raises it if the settings name a database
+    server, or if the disk fails."""
     target = database_file(settings)
     if not file.is_file():
         raise StartError(f"there is no file {file}")
@@ -152,8 +153,10 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
 
 def describe_differences(settings: Settings) -> Iterator[str]:
     """Yield sentences about the differences between database and run directory, and one about tokens that are not revoked; none
-    if there is nothing to say. Raises ``StartError``, while iterating, if the database or the directory of all jobs cannot be
-    read."""
+    if there is nothing to say. Raises ``StartError``, while iterating, if the database does not exist, if it or the directory of
+    all jobs cannot be read, and for an invalid database URL."""
+    if _database_url(settings).drivername.startswith("sqlite") and not database_file(settings).is_file():
+        raise StartError(f"there is no database {database_file(settings)}")
     database = Database(settings.url)
     try:
         migrate.check_revision(database)
@@ -177,13 +180,18 @@ def describe_differences(settings: Settings) -> Iterator[str]:
         database.dispose()
 
 
+def _database_url(settings: Settings) -> sa.URL:
+    """Return the database's URL. Raises ``StartError`` if it is invalid."""
+    try:
+        return normalise_url(settings.url)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
 def database_file(settings: Settings) -> Path:
     """Return the path of the SQLite database, which need not exist. Raises ``StartError`` for another database and for an invalid
     URL."""
-    try:
-        url = normalise_url(settings.url)
-    except ValueError as error:
-        raise StartError(str(error)) from None
+    url = _database_url(settings)
     if not url.drivername.startswith("sqlite"):
         raise StartError(
             f"this database is on a server: back it up with {POSTGRES_BACKUP}; restore it with {POSTGRES_RESTORE}"
@@ -255,8 +263,9 @@ def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
 
 def _set_aside(target: Path) -> Path | None:
     """Give the existing database a second name and return that; None if there is no database. The database also keeps its old
-    name until the new one replaces it: a service never finds no database, for which it would create an empty one. Raises
-    ``StartError`` while a process has the database open."""
+    name until the new one replaces it: a service never finds no database, for which it would create an empty one. Side files
+    (``-wal``, ``-shm``) that are left are renamed to match the second name. Raises ``StartError`` while a process has the
+    database open."""
     aside = base = target.with_name(f"{target.name}.before-{utc_now():%Y%m%dT%H%M%SZ}")
     for number in itertools.count(1):
         if not aside.exists():

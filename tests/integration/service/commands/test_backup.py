@@ -248,3 +248,13 @@ def test_documented_pg_dump_and_pg_restore_commands_work(postgres_url: str, tmp_
     server.dispose()
     with pytest.raises(backup.StartError, match="pg_dump"):
         backup.database_file(__main__.Settings(tmp_path, urls[0]))
+
+
+def test_restore_check_without_a_database_says_so_and_creates_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(tmp_path, "restore", "--check") == 2
+    assert "there is no database" in capsys.readouterr().err
+    assert not (tmp_path / "ratchet.db").exists()
+    assert command(tmp_path, "restore", "--check", "--database-url", "mysql://host/db") == 2
+    assert "mysql" in capsys.readouterr().err
