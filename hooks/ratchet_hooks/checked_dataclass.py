@@ -24,7 +24,7 @@ _BOUNDS: Final = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more tha
 
 def option(default: Any, description: str, **limits: Any) -> Any:
     """Return a dataclass field with a default and a description. ``limits``: ge, gt, le, allow_inf_nan, min_length,
-    max_length, pattern, as in pydantic."""
+    max_length, pattern, as in pydantic; but ``check`` requires that a pattern matches the whole value."""
     return field(default=default, metadata={"description": description, **limits})
 
 

@@ -6,8 +6,8 @@ _DETACHED_VIEW = "Can't detach views in-place"
 
 
 class HookStateError(ValueError):
-    """A state cannot be captured or restored. ``key``: the full path of the entry at fault; ``detail``: what is wrong with
-    it."""
+    """A state cannot be captured, stored, read, converted or restored. ``key``: the full path of the entry at fault, or another
+    name for what is at fault, such as a file or a rank; ``detail``: what is wrong with it."""
 
     def __init__(self, key: str, detail: str) -> None:
         super().__init__(f"{key}: {detail}")

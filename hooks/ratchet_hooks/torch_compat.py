@@ -180,7 +180,7 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def is_persistent(module: nn.Module, buffer: str) -> bool:
-    """True if ``state_dict`` contains the module's own buffer of that name."""
+    """True if ``state_dict`` contains the module's own buffer named ``buffer``. That the module has it is not checked."""
     return buffer not in non_persistent_buffers(module)
 
 
@@ -305,7 +305,8 @@ def bucket_limits(ddp: DistributedDataParallel) -> tuple[int, int]:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return ``(function, state)`` of the communication hooks that are registered on ``ddp``; empty if there is none."""
+    """Return ``(function, state)`` of the communication hooks that are registered on ``ddp``; empty if there is none. It is the
+    list that DDP itself uses."""
     hooks: list[tuple[Callable[..., Any], object]] = _get_part(ddp, "_comm_hooks")
     return hooks
 

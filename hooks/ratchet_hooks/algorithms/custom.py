@@ -1,7 +1,8 @@
 """A user's own hook: any function that ``register_comm_hook`` accepts, with its state saved and restored.
 
-The function receives its state object and DDP's bucket as it is (in static graph's first iteration a wrapper with the right
-index). A spec without a state: the function receives the process group in its place, like torch's stateless hooks.
+The function receives its state object and DDP's bucket. In static graph's first iteration, and under a 16-bit wrapper, it
+receives another object with the bucket's methods in its place. A spec without a state: the function receives the process group
+in its place, like torch's stateless hooks.
 
 ``ExistingObjectsHook`` is a user's hook made of existing objects, in place of import paths. Its function receives the ``state``
 that was given with it, also None.
@@ -183,7 +184,8 @@ class Custom(Algorithm):
             raise CustomHookError("state_args", "hook-state-arguments", text) from error
 
     def _encode_state(self) -> tuple[Tensors, JsonValue]:
-        """Return the state as tensors and JSON. Raises ``HookStateError`` that names a value which cannot be stored."""
+        """Return the state as tensors and JSON. Raises ``HookStateError`` if the class's method fails, and for a value that
+        cannot be stored, with its name."""
         assert self._state_class is not None and self.spec.state is not None
         way = state_protocol(self._state_class, self.spec.state)
         try:
@@ -218,8 +220,8 @@ def saved_state(tensors: Mapping[str, torch.Tensor], state: Mapping[str, JsonVal
 def redistribute(
     spec: CustomSpec, states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]
 ) -> tuple[Tensors, JsonValue]:
-    """Return one state (tensors and JSON) for every rank of a new group. ``states``: the results of ``Custom.capture`` on all
-    ranks of the old group, in rank order.
+    """Return the state (tensors and JSON) that all ranks of a new group get, the same on each. ``states``: the results of
+    ``Custom.capture`` on all ranks of the old group, in rank order.
 
     The user's class merges them: its class method ``redistribute(saved)`` receives a list with the value that each rank's
     object had saved (by ``__getstate__`` or ``state_dict``), and returns one value of that kind. For a hook without a state the
@@ -324,7 +326,7 @@ class ExistingObjectsHook(Custom):
 
 
 def _import_path(target: Any) -> str:
-    """Return ``module:name`` for an object. The name is the last part of its qualified name; characters that no identifier has,
-    as in ``<lambda>``, become ``_``."""
+    """Return ``module:name`` for an object. The name is the last part of its qualified name, or of that of its class if it has
+    none; characters that no identifier has, as in ``<lambda>``, become ``_``."""
     name = getattr(target, "__qualname__", type(target).__qualname__).rpartition(".")[2]
     return f"{target.__module__}:{re.sub(r'[^A-Za-z0-9_]', '_', name)}"

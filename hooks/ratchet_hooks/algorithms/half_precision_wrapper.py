@@ -23,7 +23,7 @@ DTYPES: dict[Wrapper, torch.dtype] = {
 
 class Wrapped(Algorithm):
     """Runs the hook ``inner``, which was built with ``Setup.cast_dtype``, on 16-bit copies of the buckets, and casts its result
-    back. The state that is captured and restored is that of ``inner``.
+    back, or leaves that to DDP where DDP does it. The state that is captured and restored is that of ``inner``.
 
     Overflow in the cast is reported as a warning. The copies are kept from step to step: a hook finds each bucket's gradients
     in the same memory every time, as it does without a wrapper.
@@ -78,8 +78,8 @@ class Wrapped(Algorithm):
 
 
 class CastBucket(CountedBucket):
-    """A ``GradBucket`` whose gradients are in ``buffer``, in place of those of ``bucket``. Index, parameters and ``is_last``
-    are those of ``bucket``, which is not changed."""
+    """Has the methods of a ``GradBucket``; its gradients are in ``buffer``, in place of those of ``bucket``. Index, parameters
+    and ``is_last`` are those of ``bucket``, which is not changed."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor) -> None:
         super().__init__(bucket, bucket.index(), bucket.parameters(), bucket.is_last())

@@ -88,9 +88,9 @@ class PostLocalSGD(Algorithm):
         return {}, {"slots": get_state(self.state), "averager": averager, "subgroup": self._subgroup()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if the state was recorded with
-        other parameters of the hook. It also does if the number of ranks is the recorded one but the subgroups have another
-        size."""
+        """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if the state is malformed or was
+        recorded with other parameters of the hook. It also does if the number of ranks is the recorded one but the subgroups
+        have another size."""
         recorded = state if isinstance(state, dict) else {}
         slots, averager = recorded.get("slots"), recorded.get("averager")
         if tensors or not isinstance(slots, dict) or not isinstance(averager, dict):
@@ -123,8 +123,8 @@ class PostLocalSGD(Algorithm):
         return {"step": self.averager.step, "warm_up": self.averager.warm_up}
 
     def _requested_settings(self) -> dict[str, JsonValue]:
-        """Return the settings of the averager that must be equal for an exact continuation. A ``subgroup_size`` that the spec
-        does not set stays None, since its default depends on the number of ranks."""
+        """Return the settings outside ``PostLocalSGDState`` that must be equal for an exact continuation. A ``subgroup_size``
+        that the spec does not set stays None, since its default depends on the number of ranks."""
         levels = self._spec.period_group_size_dict
         return {
             "subgroup_size": self._spec.subgroup_size,
@@ -160,7 +160,7 @@ class _Parts:
 
     def for_size(self, size: int) -> dist.ProcessGroup | None:
         """Return this rank's group, if the main group is divided into parts of ``size`` ranks; None for a size of 1, which
-        needs no communication. A collective the first time."""
+        needs no communication. A collective the first time for each size."""
         if size == 1:
             return None
         if size not in self._groups:

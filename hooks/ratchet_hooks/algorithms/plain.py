@@ -1,4 +1,4 @@
-"""The arithmetic of the plain hooks: torch's own functions, with overflow checks."""
+"""The plain hooks: all-reduce, all-reduce in 16 bits with overflow checks of the cast, and no communication."""
 
 from __future__ import annotations
 

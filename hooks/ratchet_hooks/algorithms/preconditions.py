@@ -1,4 +1,4 @@
-"""Checks for models and packages that a hook cannot work with, made before training starts."""
+"""Checks for models and packages that a hook cannot work with, made before training starts (for Apex also at its start)."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 torch's hooks gather scales and zero points first and the quantized gradients second, in a chain of callbacks that reads the
 result of a future in a form that only NCCL gives. But a rank quantizes with its own scale alone, so here one all-gather carries
-both: nothing can cross another bucket's collective, and a round trip is saved. The additional channel that torch makes for a
-bucket whose length is a multiple of the channel's is not sent; neither is the padding of the last one.
+both: nothing can cross another bucket's collective, and a round trip is saved. torch pads a bucket to whole channels, and one
+that consists of whole channels by another channel; neither padding is sent here.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _pack(flat: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, channel_s
 
 
 def _average(ranks: torch.Tensor, buffer: torch.Tensor, channel_size: int) -> torch.Tensor:
-    """Compute the mean of what the ranks sent into ``buffer``, and return ``buffer``. Row r of ``ranks`` has the bytes of rank
-    r. Values are added up from the first rank to the last, so that all ranks get the same bits."""
+    """Overwrite ``buffer`` with the mean of the gradients that the ranks sent, and return it. Row r of ``ranks`` has the bytes
+    of rank r. Values are added up from the first rank to the last, so that all ranks get the same bits."""
     behind = -buffer.numel() % _ALIGNMENT + buffer.numel()
     for rank, packed in enumerate(ranks):
         scale, zero = packed[behind:].view(torch.float32).chunk(2)

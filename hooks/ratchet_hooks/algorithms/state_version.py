@@ -18,8 +18,9 @@ _APART = "these states do not belong to one checkpoint"
 
 
 def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
-    """Check the JSON part of a captured state and return it as a dictionary. Raises ``HookStateError`` if it is malformed, of
-    another version than ``STATE_VERSION``, or of another hook or wrapper than ``spec``."""
+    """Check the JSON part of a captured state and return a copy, a dictionary. Raises ``HookStateError`` if it is not one, is of
+    another version than ``STATE_VERSION`` or of another hook or wrapper than ``spec``, has a malformed layout, or lacks the
+    entry ``iteration`` or ``state``. What ``state`` contains is not checked."""
     version = recorded.get("version") if isinstance(recorded, dict) else None
     if not isinstance(recorded, dict) or type(version) is not int or version < 1:
         raise HookStateError("version", "not a recorded hook state")
@@ -49,7 +50,8 @@ def redistribute(
     Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype: the averaged
     residual, on which error feedback relies, is kept up to that rounding. Everything else must be equal on all ranks and is
     taken from rank 0. A custom hook's state is merged by its class; that requires ``spec``, the recorded hook's spec. Raises
-    ``HookStateError`` if values differ that must be equal, without states, and for a custom state whose class cannot merge.
+    ``HookStateError`` if values differ that must be equal, without states, and for a custom state without ``spec`` or whose
+    class cannot merge. Raises ``CustomHookError`` if that class cannot be imported or used.
     """
     if not states:
         raise HookStateError("states", "at least one rank's state is needed")
@@ -76,7 +78,7 @@ def redistribute(
 def _redistribute_custom(
     states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], data: dict[str, JsonValue], spec: HookSpec | None
 ) -> tuple[Tensors, JsonValue]:
-    """Return the merged state of a custom hook; its class merges the parts. Raises ``HookStateError``."""
+    """Return the merged state of a custom hook; its class merges the parts. Raises as ``redistribute`` does."""
     if not isinstance(spec, CustomSpec):
         raise HookStateError(
             "hook", "a custom state is redistributed by its class: pass the spec with which it was recorded"

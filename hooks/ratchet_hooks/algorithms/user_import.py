@@ -20,8 +20,8 @@ _GROUP = "process_group"
 
 
 def find_hook(path: str) -> Any:
-    """Import and return the function at ``path`` (``module:name``). Raises ``CustomHookError`` if it does not exist, or cannot
-    be called as ``hook(state, bucket)``. Importing runs the user's code."""
+    """Import and return the function at ``path`` (``module:name``). Raises ``CustomHookError`` if it cannot be imported, is a
+    class or a coroutine function, or cannot be called as ``hook(state, bucket)``. Importing runs the user's code."""
     hook = _import_object("hook", path)
     if inspect.isclass(hook) or not callable(hook):
         kind = "class" if inspect.isclass(hook) else type(hook).__name__
@@ -40,9 +40,9 @@ def find_hook(path: str) -> Any:
 
 
 def find_state(path: str, args: Mapping[str, Any]) -> type:
-    """Import and return the state's class at ``path`` (``module:name``). Raises ``CustomHookError`` if it does not exist, does
-    not accept the keyword arguments ``args``, or has no pair of methods to save its objects (``state_protocol``). No object is
-    created, but importing runs the user's code."""
+    """Import and return the state's class at ``path`` (``module:name``). Raises ``CustomHookError`` if it cannot be imported,
+    is no class, does not accept the keyword arguments ``args`` (see ``constructor_arguments``), or has no pair of methods to
+    save its objects (``state_protocol``). No object is created, but importing runs the user's code."""
     kind = _import_object("state", path)
     if not inspect.isclass(kind):
         text = f"{path} is a {type(kind).__name__}; name the class whose objects are the hook's state"
@@ -59,8 +59,8 @@ def find_state(path: str, args: Mapping[str, Any]) -> type:
 
 
 def state_protocol(kind: type, path: str) -> Way:
-    """Return the pair of methods by which objects of the class are saved and restored. ``getstate``: the class defines both
-    ``__getstate__`` and ``__setstate__`` itself (Python gives every object a ``__getstate__``). ``state_dict``: it has
+    """Return the pair of methods by which objects of the class are saved and restored. ``getstate``: the class, or a base
+    other than ``object``, defines both ``__getstate__`` and ``__setstate__``. ``state_dict``: it does not, but has both
     ``state_dict`` and ``load_state_dict``. Raises ``CustomHookError`` for a class with neither pair. ``path``: for the
     message."""
     own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
@@ -97,7 +97,7 @@ def error_summary(error: BaseException) -> str:
 
 def _import_object(key: str, path: str) -> Any:
     """Import and return the object at ``path`` (``module:name``). ``key``: the key of the spec, for errors. Raises
-    ``CustomHookError``."""
+    ``CustomHookError`` if the import fails with any exception or a ``SystemExit``, or the module has no such attribute."""
     module, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module)
@@ -120,7 +120,8 @@ def _import_object(key: str, path: str) -> Any:
 
 
 def _missing_message(found: Any, part: str) -> str:
-    """Return a sentence on the missing attribute ``part``, with a similar name or the names that exist."""
+    """Return a sentence on the missing attribute ``part``, with the most similar name of a public callable, or else the names
+    of all of them (at most 300 characters)."""
     names = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name, None))]
     near = get_close_matches(part, names, n=1)
     text = f"{getattr(found, '__name__', type(found).__name__)} has no {part!r}"

@@ -8,12 +8,12 @@ other buckets than the run it continues.
 
 ``ManagedDDP`` therefore passes the reducer its parameters in the recorded order and lets it rebuild before the first forward: the
 rebuilt layout *is* the recorded one, and the reducer never rebuilds again. With ``find_unused_parameters`` there is no rebuild
-and the constructed layout is a pure function of the module. With ``static_graph`` DDP learns the graph in its first iteration and
-rebuilds before the third; a process resumed in between could not repeat that, so a managed static graph uses reversed
-registration order from its very first iteration, resumed or not.
+and the constructed layout follows from module and options alone. With ``static_graph`` DDP learns the graph in its first
+iteration and rebuilds before the third; a process resumed in between could not repeat that, so a managed static graph uses
+reversed registration order from its very first iteration, resumed or not.
 
-All of this relies on private API of torch: ``torch_compat.check_torch_version`` checks for it before a ``ManagedDDP`` is made,
-and the layout is read back after construction.
+All of this relies on private API of torch: ``torch_compat`` checks for its methods before a ``ManagedDDP`` is made, and for its
+attributes on the DDP. A recorded layout is compared with the reducer's after construction.
 """
 
 from __future__ import annotations
@@ -57,14 +57,15 @@ class ManagedDDP(DistributedDataParallel):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for ``copy.deepcopy`` and pickle, without the reducer and the hook, as torch's DDP does. The copy
-        averages gradients as DDP does without a hook."""
+        averages gradients as DDP does without a hook. Raises ``RuntimeError`` unless DDP is in the default process group."""
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         for name in ("hook", "_comm_hooks", "_names", "_limits"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore the state of ``__getstate__``; the copy has a new reducer with DDP's own layout, and no hook."""
+        """Restore the state of ``__getstate__``. As with torch's DDP the copy is in the default process group. It has no
+        hook, and a new reducer without a recorded layout."""
         names = {id(p): name for name, p in state["_modules"]["module"].named_parameters()}
         static = state["static_graph"]
         fresh = {"_recorded": None, "_names": names, "_static_wanted": static, "_limits": None, "_trains": False}
@@ -94,7 +95,8 @@ class ManagedDDP(DistributedDataParallel):
         return ddp
 
     def set_layout(self, recorded: Layout | None) -> None:
-        """Replace the reducer by a new one with the layout ``recorded`` (None: DDP's own). ``hook`` is registered on it.
+        """Replace the reducer by a new one with the layout ``recorded`` (None: as for the class). ``hook``, if it is not None, is
+        registered on it.
 
         A collective, before the first forward with gradients of this process. Raises ``RuntimeError`` after that forward,
         ``LayoutMismatch`` for a layout that is impossible here, and ``UnsupportedModel`` for sparse gradients. After a
@@ -254,7 +256,8 @@ def _check_reducer(ddp: DistributedDataParallel) -> None:
 
 def _check_adoptable(ddp: DistributedDataParallel) -> None:
     """Raise ``UnsupportedModel`` for a DDP that cannot become a ``ManagedDDP``: a subclass of torch's, one that has run a
-    forward, or one with an unsupported option."""
+    forward, one whose reducer calls no hook, or one with an unsupported option. The model is not checked. Raises
+    ``TorchUnsupported`` if the DDP lacks a private attribute."""
     _check_reducer(ddp)
     reason = None
     if type(ddp) is not DistributedDataParallel:
@@ -339,6 +342,6 @@ class CountedBucket:
 
 
 def _sync_buffers_if_training(copied: Any, _: Any) -> None:
-    """Forward pre-hook: make DDP broadcast rank 0's buffers before each forward pass with gradients, and before no other.
-    Torch decides by the previous pass, which a new process does not know."""
+    """Forward pre-hook: DDP broadcasts rank 0's buffers (unless ``broadcast_buffers`` is False) before each forward pass with
+    gradients, and before no other. Torch decides by the previous pass, which a new process does not know."""
     copied.require_forward_param_sync = torch.is_grad_enabled()

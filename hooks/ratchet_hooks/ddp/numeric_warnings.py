@@ -91,8 +91,8 @@ class Watch:
         self._check_peaks(code, names, sent, gradients, limit)
 
     def check_quantized(self, names: Sequence[str], scales: torch.Tensor, gradients: Gradients) -> None:
-        """If one of ``scales`` is inf or nan, report the gradients that are the cause: those that are inf, nan or larger than
-        half of float32's range. ``names``: the bucket's parameters, in order."""
+        """If one of ``scales`` is inf or nan, report the gradients that may be the cause: those with an inf, a nan or a
+        magnitude of at least half of float32's largest value. ``names``: the bucket's parameters, in order."""
         limit = torch.finfo(scales.dtype).max / 2  # where the range overflows, its larger end reaches this
         if scales.is_cuda:
             peaks = _device_peaks(gradients())
@@ -122,7 +122,8 @@ class Watch:
         Q = M^T P. An overflow in P or Q, or in their sums over the ranks, is inf. Values that stay finite but are wrong have a
         norm beyond their dtype: a column of P (with warm start of Q too, in the next step) is divided by its norm, and by inf
         becomes zero (``dims`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are orthonormal
-        (``dims`` 1). The norm of ``flat`` is at least as large as any of these, and normally only this norm is checked.
+        (``dims`` 1). The norm of ``flat`` is at least as large as any of these; on the CPU it is checked first, and normally
+        alone. On CUDA, except for float16, the norm of each whole part is checked, and ``dims`` is not used.
         """
         limit = torch.finfo(flat.dtype).max
         if flat.is_cuda:

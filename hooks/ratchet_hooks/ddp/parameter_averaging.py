@@ -72,8 +72,8 @@ class Averager:
         return None if period is None else self._groups[period]
 
     def steps_until(self, warm_up: int) -> int:
-        """Return the number of steps until the next averaging (1: after the next step), if the warm-up takes ``warm_up``
-        calls. Changes nothing."""
+        """Return the number of steps until a period is due (1: after the next step), if the warm-up takes ``warm_up`` calls.
+        A period without a group counts too. Changes nothing."""
         step = max(self.step, warm_up)
         while self._due_period(step, warm_up) is None:
             step += 1

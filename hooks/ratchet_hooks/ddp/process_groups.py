@@ -15,8 +15,8 @@ def partition(group: dist.ProcessGroup, device: torch.device, size: int) -> dist
     """Divide ``group`` into parts of ``size`` neighbouring ranks, and return this rank's part. A collective: all ranks of the
     group call it. For the size of the whole group, ``group`` itself is returned.
 
-    The parts have the time limit of ``group``; torch would give them its default of 10 or 30 minutes. They exist until the
-    main group is destroyed. Raises ``ValueError`` if ``size`` does not divide the size of the group.
+    The parts have the time limit that ``group`` has for ``device``; torch would give them its default of 10 or 30 minutes. They
+    exist until the default group is destroyed. Raises ``ValueError`` if ``size`` does not divide the size of the group.
     """
     if group.size() % size:
         raise ValueError(f"{group.size()} ranks cannot be divided into groups of {size}")
@@ -28,8 +28,8 @@ def partition(group: dist.ProcessGroup, device: torch.device, size: int) -> dist
 
 
 def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Return a second group of the same ranks and time limit, whose collectives cannot be mixed up with those of ``group``. A
-    collective."""
+    """Return a second group of the same ranks, whose collectives cannot be mixed up with those of ``group``. Its time limit is
+    the one that ``group`` has for ``device``. A collective."""
     ranks = dist.get_process_group_ranks(group)
     return new_groups([ranks], len(ranks) == dist.get_world_size(), timeout_of(group, device))
 

@@ -49,8 +49,8 @@ def manage(
     ``load_state`` accepts states that another number of ranks saved, with a warning (``rank_state.redistribute_ranks``);
     otherwise that is an error. Parameters are averaged after every optimizer step, if the hook does that.
 
-    Raises ``UnsupportedModel`` for models that cannot be managed, and for float16 autocast under a hook whose replicas differ.
-    ``load_state`` raises ``HookStateError`` for a directory without this rank's state, or with another's.
+    Raises the errors of ``ratchet_hooks.register``, and ``UnsupportedModel`` for float16 autocast under a hook whose replicas
+    differ. ``load_state`` raises ``HookStateError`` for a directory without this rank's state, or with another's.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedModel(
@@ -71,9 +71,9 @@ def manage(
 
 
 class _Keeper:
-    """An object that is registered with Accelerate, so that ``load_state`` loads it last, after model and optimizers. Loading
-    it restores this rank's state from its file; earlier, model and optimizers would overwrite that. ``save_state`` stores only
-    a version for it."""
+    """An object that is registered with Accelerate, so that ``load_state`` loads it last: loading model and optimizers would
+    overwrite a part of what it restores. Loading it restores this rank's state with ``RankFile.load``. In Accelerate's file for
+    it ``save_state`` stores only a version."""
 
     def __init__(self, file: RankFile) -> None:
         self.file = file
@@ -87,7 +87,7 @@ class _Keeper:
         return {"version": VERSION}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Restore this rank's state from the file in the directory that was recorded."""
+        """Restore this rank's state with ``RankFile.load`` from the directory of ``record_directory``. ``state`` is not used."""
         assert self._directory is not None
         self.file.load(self._directory)
 

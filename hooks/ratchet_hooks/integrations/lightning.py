@@ -10,8 +10,8 @@ per rank (``ratchet_hooks.files.unpack_state`` reads it) with the hook's state a
 replica under a hook whose replicas differ (post_localSGD, noop). Rank 0 gathers them; the file still loads with
 ``weights_only=True``.
 
-A resume is exact from a checkpoint at the end of an epoch, or from one within an epoch if the data loader has ``state_dict`` and
-``load_state_dict``, as Lightning requires.
+A resume on the same number of ranks is exact from a checkpoint at the end of an epoch, or from one right after an optimizer
+step within an epoch if the data loader has ``state_dict`` and ``load_state_dict``, as Lightning requires.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class RatchetDDPStrategy(DDPStrategy):
     error. ``redistribute`` True: a checkpoint of another number of ranks is accepted, with a warning
     (``rank_state.redistribute_ranks``); otherwise it is an error. Other arguments are those of ``DDPStrategy``.
 
-    ``Trainer.fit`` raises ``UnsupportedModel`` for models that cannot be managed, and for float16 autocast under a hook whose
-    replicas differ.
+    ``Trainer.fit`` raises the errors of ``ratchet_hooks.register``, ``UnsupportedModel`` for float16 autocast under a hook whose
+    replicas differ, and ``MisconfigurationException`` for manual optimization.
     """
 
     def __init__(

@@ -1,5 +1,5 @@
-"""The part of each rank's state that a framework's checkpoint does not contain, since that is rank 0's alone. It is captured
-and restored as one state per rank."""
+"""The part of each rank's state that a framework's checkpoint does not contain, since the framework stores rank 0's alone. It
+is captured and restored as one state per rank."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
     training continues: what draws from the generators in between would move them.
 
     A collective, after model and optimizers were loaded and before the first forward. Raises ``HookStateError`` for a state of
-    another rank, number of ranks, hook or model; a part of the state may be restored by then.
+    another rank, number of ranks, hook or model, and ``ValueError`` for other optimizers. A part of the state may be restored
+    by then.
     """
     check_rank(ddp, state)
     restore(ddp, state["hook"])
@@ -153,7 +154,8 @@ class RankFile:
 
 
 def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
-    """Raise ``HookStateError`` for a state of a newer format, of another rank, or of another number of ranks."""
+    """Raise ``HookStateError`` for a value that is not the state of a rank, and for a state of a newer format, of another rank,
+    or of another number of ranks. Hook and model are not compared."""
     check_version(state)
     ranks, rank = ddp.process_group.size(), ddp.process_group.rank()
     if state["world_size"] != ranks:

@@ -45,8 +45,9 @@ def manage(
     ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute`` True: checkpoints of another
     number of ranks are accepted, with a warning (``rank_state.redistribute_ranks``); otherwise they are an error.
 
-    The hook is registered when training begins. ``UnsupportedModel`` is raised then for models that cannot be managed, and for
-    fp16 under a hook whose replicas differ; ``HookStateError`` for a checkpoint without this rank's state.
+    The hook is registered when training begins. ``trainer.train`` then raises the errors of ``ratchet_hooks.register``,
+    ``UnsupportedModel`` for fp16 under a hook whose replicas differ, and ``HookStateError`` for a checkpoint without this
+    rank's state.
     """
     callback = RatchetCallback(trainer, hook, wrapper, parameters, redistribute)
     trainer.add_callback(callback)
@@ -117,8 +118,8 @@ class RatchetCallback(TrainerCallback):
         return RankFile(self._ensure_managed(), [plain], redistribute=self._redistribute)
 
     def _ensure_managed(self) -> ManagedDDP:
-        """Return the Trainer's present model; if it is not managed yet, the hook is registered on it. Raises
-        ``UnsupportedModel``."""
+        """Return the Trainer's present model; if it is not managed yet, the hook is registered on it. Raises ``UnsupportedModel``
+        for a model that is not in DDP, and for fp16 under a hook whose replicas differ; and the errors of ``register``."""
         model = self._trainer.model_wrapped
         if isinstance(model, ManagedDDP):
             return model

@@ -33,8 +33,9 @@ def convert_state(
     result of ``hook_change`` for these two hooks.
 
     ``parameters``: the trained ones by name; without a wrapper a residual has its parameter's dtype. Raises ``HookStateError``
-    for a state that is malformed or not of ``old``, for a tensor of a parameter that the model does not have, and in three more
-    cases: values do not fit into the new dtype, ``new`` cannot use any part of the state, or only ``new`` has a state.
+    for a state that is malformed or not of ``old``, if ``new`` cannot use any part of it, and if only ``new`` has a state. If
+    the wrapper changes, it is also raised for values that overflow in the new dtype, and for a tensor of a parameter that is
+    not in ``parameters``.
     """
     checked = check_data(data, old)
     if change.state == "lost" or (change.state == "none" and is_stateful(new)):

@@ -59,8 +59,8 @@ def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], str | None
 
 
 def spec_of(state: object, function: Callable[..., Any], group: dist.ProcessGroup) -> dict[str, Any] | None:
-    """Return the values of the spec that corresponds to torch's hook ``function`` with ``state``; None if the function is not
-    torch's. A spec's values are a dict with the hook's name and parameters.
+    """Return the values of the spec that corresponds to torch's hook ``function`` with ``state``; None for any function without
+    such a spec. A spec's values are a dict with the hook's name and parameters.
 
     ``group``: DDP's process group. Raises ``UnsupportedModel`` for a state of another class, a state that has been used, a state
     or stateless hook of another process group, and a subgroup of ranks that are not consecutive.
@@ -91,8 +91,8 @@ def _low_rank_parameters(state: object, name: str, group: dist.ProcessGroup) -> 
 
 
 def _seed_of(generator: np.random.RandomState) -> int:
-    """Return the seed with which a ``RandomState(seed)`` was created. Raises ``UnsupportedModel`` if numbers have been drawn
-    from it."""
+    """Return the integer seed with which a ``RandomState(seed)`` was created. Raises ``UnsupportedModel`` if numbers have been
+    drawn from it, or if it was seeded in another way."""
     state: Any = generator.get_state(legacy=False)
     seed = int(state["state"]["key"][0])
     first: Any = np.random.RandomState(seed).get_state(legacy=False)

@@ -74,7 +74,8 @@ def managed_ddp(
     call ``ManagedHook.restore`` themselves; the reducer uses it from the first iteration. Raises ``LayoutMismatch`` if that is
     impossible, ``HookStateError`` for a captured state of another hook or model, ``UnsupportedModel`` for a model or option
     that the hook cannot handle, ``CustomHookError`` for a user's own hook that cannot be used, ``RuntimeError`` without an
-    initialised process group, ``ValueError`` if both ``captured`` and ``recorded_layout`` are given.
+    initialised process group, ``ValueError`` if both ``captured`` and ``recorded_layout`` are given, ``TorchUnsupported`` for
+    an unsuitable torch.
     """
     kwargs = _ddp_kwargs(ddp or {})
     if captured is not None:
@@ -103,11 +104,12 @@ def managed_ddp(
 def attach(
     ddp: ManagedDDP, spec: HookSpec, *, node_ranks: int | None = None, build: Callable[[Setup], Algorithm] | None = None
 ) -> ManagedHook:
-    """Register the hook of ``spec`` on ``ddp``, which must have none yet; returns the hook. A collective.
+    """Register the hook of ``spec`` on ``ddp``, which must have none yet; returns the hook. A collective. The caller has checked
+    the model with ``check_module``.
 
     ``build``: builds the algorithm from objects that no spec can name; None: the spec's own builder. ``node_ranks``: as in
     ``managed_ddp``. For a custom hook with a state the bucket layout is made final. Raises ``UnsupportedModel`` if the hook is
-    not available or cannot work with this model and these ranks. For a user's own hook it raises ``CustomHookError`` if the
+    not available or cannot work with these gradients or ranks. For a user's own hook it raises ``CustomHookError`` if the
     hook or its state cannot be used, and ``HookStateError`` if the state cannot be saved.
     """
     group = ddp.process_group
@@ -128,7 +130,7 @@ def attach(
 
 def _build_algorithm(spec: HookSpec, setup: Setup, build: Callable[[Setup], Algorithm] | None) -> Algorithm:
     """Return the hook's algorithm, inside the wrapper if the spec has one. Raises ``UnsupportedModel`` if the hook is not
-    available."""
+    available, and the errors of the builder."""
     entry = HOOKS[spec.name]
     if entry.builder is None and build is None:
         raise UnsupportedModel(f"hook {spec.name} is not available in this version")
@@ -142,8 +144,9 @@ def _build_algorithm(spec: HookSpec, setup: Setup, build: Callable[[Setup], Algo
 
 
 def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
-    """Return the keyword arguments for DDP from the options ``ddp``; options that are None are left out. Raises
-    ``UnsupportedModel`` for an unknown option, and for ``static_graph`` together with ``find_unused_parameters``."""
+    """Return the keyword arguments for DDP from the options ``ddp``. Options that are None are left out, and so is
+    ``broadcast_buffers`` if it is True, DDP's default. Raises ``UnsupportedModel`` for an unknown option, and for
+    ``static_graph`` together with ``find_unused_parameters``."""
     unknown = sorted(set(ddp) - _DDP_OPTIONS)
     if unknown:
         raise UnsupportedModel(f"DDP option {unknown[0]} is not supported; known: {', '.join(sorted(_DDP_OPTIONS))}")
@@ -156,9 +159,9 @@ def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` if ``module`` has parameters on several devices, a complex parameter that the hook or wrapper
-    would corrupt, a parameter that powerSGD cannot view as a matrix, or a ``SyncBatchNorm`` on the CPU, or if Apex is active
-    under PowerSGD."""
+    """Raise ``UnsupportedModel`` if ``module`` has parameters on several devices, or a ``SyncBatchNorm`` in training mode on the
+    CPU, or if Apex is active under PowerSGD. Also for a parameter that requires gradients and is complex, where hook or wrapper
+    would corrupt it, or that powerSGD cannot view as a matrix. ``attach`` and ``ManagedDDP`` make further checks."""
     check_one_device(module)
     check_no_apex(spec)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

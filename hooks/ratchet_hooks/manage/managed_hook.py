@@ -126,8 +126,8 @@ class ManagedHook:
         return temporarily_averaged(list(self._parameters.values()), self._algorithm.group)
 
     def warnings(self) -> list[HookWarning]:
-        """Return the numeric problems found so far that raised no error (overflow, averages that are not finite), one entry
-        per parameter and kind. Synchronises with a CUDA device."""
+        """Return the numeric problems found so far that raised no error, such as overflow and averages that are not finite:
+        one entry per parameter and kind. Synchronises with a CUDA device."""
         return self._algorithm.watch.warnings()
 
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
@@ -243,7 +243,8 @@ class ManagedHook:
         return CountedBucket(bucket, index, list(parameters), index == len(self._final_layout) - 1)
 
     def _names(self, bucket: Any) -> list[str]:
-        """Return the names of the bucket's parameters. Raises ``LayoutMismatch`` if they are not those of the final layout."""
+        """Return the names of the bucket's parameters. Raises ``LayoutMismatch`` if the layout is final and has other names or
+        another number of elements there. With the first bucket, what is left of a failed backward pass is dropped."""
         index = bucket.index()
         if index == 0 and self._seen_buckets:
             self._seen_buckets, self._bytes_running = [], (0, 0)  # an earlier backward failed half-way
@@ -268,7 +269,8 @@ class ManagedHook:
             )
 
     def _complete(self) -> None:
-        """Count an iteration as complete, after its last bucket."""
+        """Count an iteration as complete, after its last bucket. If DDP's layout is final and was not read yet, it is the buckets
+        of this iteration."""
         if self._final_layout is None and self._ddp.is_layout_final:
             self._final_layout = self._seen_buckets
         self._buckets = len(self._seen_buckets)

@@ -31,7 +31,8 @@ _MAX_SHAPES = 100_000
 
 def main() -> NoReturn:
     """Read a request from standard input, write the answer to the descriptor that the request names, and end the process. It
-    does not wait for threads and exit handlers of the user's code. The kernel kills the process when its parent ends."""
+    does not wait for threads and exit handlers of the user's code. The kernel kills the process when its parent ends. Raises
+    ``ProcessLookupError`` if the process ``asker`` has ended before."""
     ctypes.CDLL(None).prctl(
         _PR_SET_PDEATHSIG, signal.SIGKILL
     )  # the caller may be killed, and would then enforce no limit
@@ -76,8 +77,8 @@ def _problem(key: str, code: str, check: Callable[[], object]) -> list[dict[str,
 
 
 def _shapes(entrypoint: str, args: dict[str, Any]) -> list[list[int]] | None:
-    """Return the result of the task's ``parameter_shapes()``; None if the task has no such method, or it fails or returns no
-    valid shapes."""
+    """Import the class ``entrypoint`` (``module:name``), create the task with ``args``, and return the result of its
+    ``parameter_shapes()``. None if any of this fails, or the result is not valid or has too many shapes."""
     module, _, attribute = entrypoint.partition(":")
     try:
         found: Any = import_module(module)

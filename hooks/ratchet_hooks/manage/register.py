@@ -51,9 +51,10 @@ def register(
     ``hook``: a spec of ``ratchet_hooks.specs``, its name or its values; or a function as ``ddp_model.register_comm_hook``
     takes it, or a pair of state and function, in the order of Lightning's ``register_ddp_comm_hook``. torch's own functions
     select Ratchet's implementations of them, with the parameters of the state object. Another function runs as it is; its
-    state must have ``__getstate__`` and ``__setstate__``, or ``state_dict`` and ``load_state_dict``, of tensors, numbers,
-    strings, lists and dicts. None: take over the hook that was registered with ``ddp_model.register_comm_hook``, for example
-    by a framework. ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by name or as torch's function.
+    state, unless it is None or a process group, must have ``__getstate__`` and ``__setstate__``, or ``state_dict`` and
+    ``load_state_dict``, of tensors, numbers, strings, lists and dicts. None: take over the hook that was registered with
+    ``ddp_model.register_comm_hook``, for example by a framework. ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper,
+    by name or as torch's function.
     ``node_ranks``: as in ``managed_ddp``. ``parameters``: of the spec; they override those of ``hook``. An example is
     ``model_averaging_period`` for post_localSGD, whose ``average_parameters()`` must be called after every optimizer step in
     place of torch's averager.
@@ -88,10 +89,11 @@ def capture(ddp_model: torch.nn.Module) -> tuple[Tensors, JsonValue]:
 
 def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
     """Continue from the result of ``capture`` on the same rank of a group of the same size. State and buckets are the captured
-    ones from the first iteration on.
+    ones from the first iteration on; a capture from before the first iteration may contain no buckets, and leaves DDP's.
 
     A collective, before the first forward with gradients. The caller restores model, optimizer, buffers and generators, before
-    or after this call. Raises ``HookStateError`` naming the entry that does not fit, ``RuntimeError`` after that forward.
+    or after this call. Raises ``HookStateError`` naming the entry that does not fit, ``UnsupportedModel`` without a managed
+    hook. Raises ``RuntimeError`` after a complete iteration, and, if the buckets must change, already after that forward.
     After a ``HookStateError`` (or its subclass ``LayoutMismatch``) ``ddp_model`` still has its hook, but maybe other buckets.
     """
     hook = hook_of(ddp_model)

@@ -29,7 +29,7 @@ _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
 class HookChange:
     """What happens to a recorded state when the hook has changed. ``description``: the changes, for a message.
 
-    ``state``: ``none``: there is no recorded state; ``carried``: it is carried over, except the parts in ``restarted``
+    ``state``: ``none``: the old hook keeps no state; ``carried``: it is carried over, except the parts in ``restarted``
     (``continued`` names the others); ``lost``: the new hook cannot use any of it. ``averages``: True if the ranks' parameters
     become their mean at the resume. They do if they may differ under the old hook and the new hook cannot begin with different
     ones.
@@ -124,8 +124,8 @@ def _averages_parameters(old: HookSpec, new: HookSpec) -> bool:
 
     - ``new`` keeps them equal on all ranks.
     - ``new`` is post_localSGD and ``old`` is not.
-    - Both are post_localSGD, and ``new`` has other subgroups (each keeps its parameters equal) or a later start (the warm-up
-      until then does not bring replicas together).
+    - Both are post_localSGD, and ``new`` has another ``subgroup_size`` or ``post_local_gradient_allreduce`` (a subgroup keeps its
+      parameters equal), or a later start (the warm-up until then does not bring replicas together).
     """
     if replicas_of(old) == "equal":
         return False

@@ -147,7 +147,8 @@ def canonical_hook_name(name: str) -> str:
 
 def normalise_hook(value: Any) -> Any:
     """Return a hook's values as a dict with canonical names of hook and wrapper. ``value``: a name such as ``"powerSGD"``, or a
-    dict such as ``{"name": "powerSGD_hook", ...}``. Any other value is returned unchanged; nothing is checked."""
+    dict such as ``{"name": "powerSGD_hook", ...}``. Any other value, such as a dict without a name, is returned unchanged;
+    nothing is checked."""
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, dict) and isinstance(value.get("name"), str):

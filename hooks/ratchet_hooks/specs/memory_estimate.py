@@ -22,10 +22,10 @@ def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
     """Return the bytes per rank that the hook's state will take once it compresses, for float32 parameters of ``shapes``; None
     for a custom hook with a state, whose size is unknown.
 
-    PowerSGD (arXiv 1905.13727): a residual of the size of all gradients, and with warm start P and Q of every matrix that is
-    worth compressing. Batched PowerSGD: the same for one square matrix of all gradients; with several buckets it takes a little
-    more. With a wrapper the state has 16 bits per element, and a 16-bit copy of all gradients is added. Memory that a hook
-    needs only during a step is not counted.
+    PowerSGD (arXiv 1905.13727): with error feedback a residual of the size of all gradients, and with warm start P and Q of
+    every matrix that is worth compressing. Batched PowerSGD: the same for one square matrix of all gradients; with several
+    buckets it takes a little more. Other hooks: 0. With a wrapper the state has 16 bits per element, and under any hook a
+    16-bit copy of all gradients is added. Memory that a hook needs only during a step is not counted.
     """
     if isinstance(spec, CustomSpec) and spec.state is not None:
         return None

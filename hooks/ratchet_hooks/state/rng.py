@@ -26,8 +26,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to the states that ``capture`` returned. Raises ``HookStateError``, and changes nothing, if only one
-    of the checkpoint and this rank has a CUDA device."""
+    """Set the generators to the states that ``capture`` returned. Raises ``HookStateError``, and changes nothing, if ``state``
+    has that of a CUDA device and ``device`` is none, or the other way round."""
     if (state["cuda"] is None) != (device.type != "cuda"):
         had = "without" if state["cuda"] is None else "with"
         raise HookStateError(

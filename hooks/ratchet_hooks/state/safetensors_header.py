@@ -33,8 +33,8 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header that was read: the tensors' entries by key, the metadata (empty if there is none), and ``start``, the offset of
-    the data in the file, in bytes."""
+    """A header that was read: the tensors' entries by key, the metadata, and ``start``, the offset of the data in the file, in
+    bytes. The metadata is empty if the header has none or no JSON object there; its values may be of any type."""
 
     tensors: dict[str, Stored]
     metadata: Mapping[str, Any]
@@ -61,7 +61,7 @@ def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[byt
     """Return a complete header in three pieces: the length field and the JSON ``parts`` (from ``header_json``), padded with
     spaces so that the data starts on a multiple of ``alignment`` bytes.
 
-    Raises ``ValueError`` for a header that ``read_header`` would refuse.
+    Raises ``ValueError`` for a header that ``read_header`` would refuse as too long or for too many values.
     """
     size = sum(map(len, parts))
     if size > MAX_JSON_VALUES and sum(map(_max_value_count, parts)) > MAX_JSON_VALUES:  # a value has at least one byte

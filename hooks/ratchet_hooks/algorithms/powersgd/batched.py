@@ -45,7 +45,7 @@ class BatchedPowerSGD(LowRank):
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's state: residuals by parameter name; what belongs to a square as a whole (padding, P, Q) by the
-        bucket's index. The JSON part also contains the buckets."""
+        bucket's index. The JSON part also contains the buckets. All else is as in ``LowRank.capture``."""
         tensors, data = state_by_name.capture(self.state, layout, self, copy=copy)
         return tensors, {**data, "buckets": None if layout is None else [list[JsonValue](bucket) for bucket in layout]}
 
@@ -104,8 +104,9 @@ class BatchedPowerSGD(LowRank):
         return sent, self._stages(square, bucket.index(), buffer, names)
 
     def _stages(self, square: _Square, index: int, buffer: torch.Tensor, names: Sequence[str]) -> Stages:
-        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the
-        average into ``buffer`` and the rest into the residual. The caller waits for a yielded all-reduce before it continues."""
+        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the average
+        into ``buffer`` and, with error feedback, the rest into the residual. The caller waits for a yielded all-reduce before
+        it continues."""
         state = self.state
         square.load(buffer, add=index in state.error_dict)
         if not state.warm_start or index not in state.p_memory_dict:

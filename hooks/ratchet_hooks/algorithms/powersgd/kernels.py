@@ -1,4 +1,5 @@
-"""Kernels of PowerSGD on CPUs: M^T P, P Q^T and orthonormal columns, each with the bits of torch's PowerSGD hooks.
+"""Kernels of PowerSGD: M^T P, P Q^T and orthonormal columns, each with the bits of torch's PowerSGD hooks. The faster products
+are for CPUs; on other devices they are ``torch.mm`` and ``torch.bmm``.
 
 M^T P is computed column by column where that is faster and gives the same bits. MKL multiplies a transposed matrix by a few
 columns at a tenth of the speed at which it reads the matrix; one matrix-vector product per column runs at that speed. Both add up
@@ -245,7 +246,8 @@ class OuterProduct:
 
 
 def _blocked_bmm(average: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
-    """Compute ``average = p q^T``, for a batch of one matrix, as a batch of blocks of ``_ROWS`` rows."""
+    """Compute ``average = p q^T``, for a batch of one matrix, as a batch of blocks of ``_ROWS`` rows, which must
+    divide the number of rows."""
     _, n, m = average.shape
     blocks = n // _ROWS
     torch.bmm(p.view(blocks, _ROWS, -1), q.mT.expand(blocks, -1, m), out=average.view(blocks, _ROWS, m))

@@ -122,7 +122,8 @@ class LowRank(Algorithm):
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's state: tensors and a JSON part. The tensors are the residuals, P and Q by parameter name, and the
         tensors among the other values of ``__getstate__()``. The JSON part contains the rest of these other values. ``layout``
-        and ``copy``: as in the base class. Raises ``HookStateError`` if only some buckets have state."""
+        and ``copy``: as in the base class. Raises ``HookStateError`` if only some buckets have state, or if buckets have state
+        but ``layout`` is None."""
         return state_by_name.capture(self.state, layout, self, copy=copy)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
@@ -133,7 +134,8 @@ class LowRank(Algorithm):
         state_by_name.restore(self.state, tensors, state, layout, self)
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a residual, P and Q of zeros, flat, for a bucket with the parameters named in ``bucket``."""
+        """Return a residual, P and Q of zeros, in the form in which the hook keeps them, for a bucket with the parameters named
+        in ``bucket``."""
         raise NotImplementedError
 
     def residuals(
@@ -208,8 +210,9 @@ class PowerSGD(LowRank):
         self._plans: dict[int, Plan] = {}
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """Add a bucket's gradients to its residual, prepare the bucket's views, and add the bucket to the compression statistics.
-        Returns the number of elements that this rank will send, and the stages of the compression, which have not begun."""
+        """Add a bucket's gradients to its residual, if there is error feedback, prepare the bucket's views, and add the bucket
+        to the compression statistics. Returns the number of elements that this rank will send, and the stages of the
+        compression, which have not begun."""
         index = bucket.index()
         total = self._add_residual(index, buffer)
         plan = self._plan(bucket, buffer, total, names)
@@ -219,9 +222,9 @@ class PowerSGD(LowRank):
         return plan.elements_sent, self._stages(plan, index)
 
     def _stages(self, plan: Plan, index: int) -> Stages:
-        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the
-        average into the bucket and the rest into the residual. The caller waits for a yielded all-reduce before it continues;
-        None stands for no all-reduce."""
+        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the average
+        into the bucket and, with error feedback, the rest into the residual. The caller waits for a yielded all-reduce before
+        it continues; None stands for no all-reduce."""
         state, small = self.state, None
         if plan.uncompressed.numel():
             torch.cat(plan.uncompressed_sources, out=plan.uncompressed)

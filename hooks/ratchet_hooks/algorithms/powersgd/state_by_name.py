@@ -129,7 +129,8 @@ def capture(
     """Return everything in ``state``: tensors by key, and the JSON part. ``layout``: the parameter names per bucket, None only
     before the first iteration. ``copy`` False: the residuals, P and Q are views of those in ``state``.
 
-    Raises ``HookStateError`` if only some buckets have state, which ``restore`` would refuse.
+    Raises ``HookStateError`` if only some buckets have state, which ``restore`` would refuse, or if buckets have state but
+    ``layout`` is None.
     """
     with _suppress_group_warning():
         slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]

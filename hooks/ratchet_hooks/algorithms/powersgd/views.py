@@ -20,7 +20,8 @@ from ratchet_hooks.algorithms.powersgd.state_by_name import (
 
 @dataclass(frozen=True)
 class Product:
-    """Views of one matrix M of ``n x m``, or of ``b`` matrices in one batch, and of the factors of their average ``P Q^T``."""
+    """Views of one matrix M of ``n x m``, or of ``b`` matrices of equal shape in one batch, and of the factors P and Q:
+    ``P Q^T`` approximates the average of M over all ranks."""
 
     matrix: torch.Tensor
     """``b x n x m``: a view of the sum of gradients and residual; for several matrices, memory for a copy of them."""
@@ -53,7 +54,8 @@ class Plan:
         factors: tuple[torch.Tensor, torch.Tensor] | None, trial_results: Tried,
     ) -> None:  # fmt: skip
         """``shapes``: those of the bucket's parameters by name, in order. ``buffer``: the bucket. ``total``: the sum of
-        gradients and residual. ``factors``: P and Q of the previous step; None: new ones are allocated."""
+        gradients and residual. ``factors``: P and Q of the previous step; None: new ones are allocated, with undefined
+        values. ``trial_results``: as in ``kernels.TransposedProduct``."""
         self._trial_results = trial_results
         self.names, self.buffer, self.total = list(shapes), buffer, total
         numels = [shape.numel() for shape in shapes.values()]
@@ -80,8 +82,8 @@ class Plan:
         self, buffer: torch.Tensor, total: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None,
         names: Sequence[str],
     ) -> bool:  # fmt: skip
-        """True if the views refer to exactly these tensors, for a bucket of the same parameters; ``factors`` None: there is no
-        P and Q yet."""
+        """True if the views fit a bucket with this address, size and dtype and these parameter names, and use the very
+        tensors ``total`` and ``factors``. ``total`` is not compared if it is ``buffer`` itself, ``factors`` not if None."""
         return (
             self.buffer.data_ptr() == buffer.data_ptr()
             and self.buffer.numel() == buffer.numel()
