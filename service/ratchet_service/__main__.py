@@ -26,7 +26,7 @@ DEFAULT_PORT: Final = 0
 def main(argv: list[str] | None = None) -> int:
     """Configure this process's log, and run one command of the service until it ends. Return the exit status: 0 after a clean
     end; 2 after a ``StartError`` of any command, which is printed to standard error. Raises ``SystemExit`` for wrong
-    arguments."""
+    arguments and after ``--help``. ``argv``: the arguments without the program's name; None: those of this process."""
     options = _parser().parse_args(argv)
     service_logging.configure(options.log_level, options.log_format, passwords(options.database_url, os.environ))
     home = options.home.expanduser().absolute()

@@ -73,8 +73,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        """Prepare the run directory and the database before the first request. Dispose of the app's own database after the last
-        request."""
+        """Before the first request, create the directory of jobs, and migrate the database if it is the app's own. After the last
+        request, dispose of the app's own database."""
         settings.paths.jobs.mkdir(parents=True, exist_ok=True)
         if own is not None:
             await run_in_threadpool(migrate.upgrade, own)

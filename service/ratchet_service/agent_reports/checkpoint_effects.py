@@ -1,5 +1,5 @@
 """Applies messages about checkpoints to the database. A job may save at every step, so one report can hold many such messages.
-Their rows are read with few statements, and the changes are written in one flush together with the report's other changes."""
+Their rows are read with few statements. The changes are written when the session is flushed, with the report's other changes."""
 
 from __future__ import annotations
 
@@ -154,8 +154,8 @@ class Checkpoints:
 
     def apply_uploaded(self, message: CheckpointUploaded) -> None:
         """Store that the checkpoint's copy in the object store is complete. Does nothing if the checkpoint has no row yet; if the
-        digest differs from the row's, only adds an event. A checkpoint whose row says deleted or quarantined becomes committed:
-        it is on disk again, fetched from the object store because the disk had lost or damaged it."""
+        digest differs from the row's, only adds an event. A checkpoint whose row says deleted or quarantined becomes committed,
+        since the copy is complete: usually it was fetched from there because the disk had lost or damaged it."""
         name = checkpoint_dir_name(message.step, message.attempt)
         row = self._row(message.step, message.attempt)
         if row is None:

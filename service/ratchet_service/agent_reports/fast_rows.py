@@ -1,8 +1,8 @@
 """Reads and writes the few columns that a report needs, with statements that are built once.
 
-Most reports hold only figures (metrics, progress, hook summaries), about ten per second for every core of agents; loading and
-writing whole rows as ORM objects took most of the time of such a report. Other reports, and what an agent left in its spools, use
-the ORM classes of ``models``. ``message_effects`` works with both, since their attributes have the same names.
+Most reports hold only figures (metrics, progress, hook summaries); loading and writing whole rows as ORM objects would take most
+of the time of such a report. Other reports, and what an agent left in its spools, are stored with the ORM classes of ``models``.
+``message_effects`` works with both, since their attributes have the same names.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ class Shape(NamedTuple):
 
 class Rows(NamedTuple):
     """What a report needs of the rows that it refers to: copies of some columns, as plain objects, and parts of the job's spec
-    (``shape``). Changes of them are stored only within ``write_changes``. ``node`` is None if its row does not exist yet."""
+    (``shape``). Changes to them are stored only if they are made within ``write_changes``, which does not write all columns.
+    ``node`` is None if its row does not exist yet."""
 
     job: JobRow
     attempt: AttemptRow

@@ -56,9 +56,9 @@ DEFERRED_ATTEMPT_COLUMNS: Final = (defer(Attempt.launch), defer(Attempt.resume_r
 
 
 def check_protocol(report: Any) -> None:
-    """Raise ``Refused`` (``protocol-mismatch``) if a report has another protocol version. ``report``: the decoded body, not
-    validated yet. An agent that gets this answer continues to train; the reconciler stops its attempt by a signal, unless it is a
-    script without a Session, which runs to its end."""
+    """Raise ``Refused`` (``protocol-mismatch``) if a report has another protocol version; one without a version is not refused
+    here. ``report``: the decoded body, not validated yet. An agent that gets this answer continues to train; the reconciler stops
+    its attempt by a signal, unless it is a script without a Session, which runs to its end."""
     protocol = report.get("protocol") if isinstance(report, dict) else None
     if isinstance(protocol, int) and protocol != PROTOCOL_VERSION:
         raise Refused(
@@ -76,10 +76,10 @@ def ingest(
     bounds: Bounds = DEFAULT_BOUNDS,
     acknowledged: AcknowledgedReports | None = None,
 ) -> ReportAck:
-    """Store what is new in a report. Return the acknowledged sequence numbers and the job's desired state. A report without news
-    is only read, so that no write transaction is needed. ``acknowledged``: what this process has acknowledged in earlier answers;
-    the new answer is added to it. A report that goes beyond it has news, so the check before the write transaction is skipped
-    where possible.
+    """Store what is new in a report. Return the answer (``_ack``), with the acknowledged sequence numbers and the job's desired
+    state. A report without news is only read, so that no write transaction is needed. ``acknowledged``: what this process has
+    acknowledged in earlier answers; the new answer is added to it. A report that goes beyond it has news, so the check before the
+    write transaction is skipped where possible.
 
     Raises ``Refused`` (``token-missing``, ``token-wrong``, ``invalid-report``) and ``NotFound``. Raises ``Stale`` (409
     ``stale-attempt``) for an attempt that is not the newest one or has ended; such reports are counted, and some add an event
@@ -147,11 +147,13 @@ def ingest_batches(
     bounds: Bounds = DEFAULT_BOUNDS,
     shape: Shape | None = None,
 ) -> int:
-    """Store every message that is not stored yet, and return how many were stored. The caller has locked the job's row. Raises
-    ``Refused`` (``invalid-report``) for a rank that the job does not have.
+    """Apply every message whose sequence number is not stored yet, and store its number in ``node``. Return how many there were;
+    messages that ``Effects`` drops count, too. The caller has locked the job's row. Raises ``Refused`` (``invalid-report``) for a
+    rank that the job does not have, and for an agent's rank that ``node`` may not report.
 
     Messages after a gap in the sequence numbers are ignored: the agent sends them again. The job's row is changed only if the
-    attempt is the job's newest one. ``shape``: None: it is read from the job's spec.
+    attempt is the job's newest one. ``hook_iterations``: what ``checkpoint_effects.hook_iterations`` returns for ``batches``;
+    None: none are known. ``shape``: None: it is read from the job's spec.
     """
     acked = dict(node.acked)
     shape = shape or fast_rows.read_shape(session, job.id)
@@ -266,7 +268,7 @@ def _ack(
     session: Session, job: Job | JobRow, attempt: Attempt | AttemptRow, node: AttemptNode | NodeRow, shape: Shape
 ) -> ReportAck:
     """Return the answer to a report: the acknowledged sequence numbers, the desired state, the number of the newest request for a
-    checkpoint, and, for several nodes, which nodes have reported their address and whether another node has failed."""
+    checkpoint, and, for several nodes, which nodes have reported their address and how another node ended (``_peer_end``)."""
     several = shape.nodes > 1
     peer = _peer_end(attempt, node.node) if several else None
     control = Control(

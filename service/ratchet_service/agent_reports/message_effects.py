@@ -1,5 +1,5 @@
 """Applies each kind of rank message to the database. No message raises an error here, since a rank would send its spool's message
-again forever: text is made storable, and a message with impossible numbers becomes an event that reports it."""
+again forever: text is made storable, and a message with impossible numbers is dropped, as ``Effects.apply`` describes."""
 
 from __future__ import annotations
 
@@ -95,8 +95,9 @@ class Effects:
         self._checkpoints.prefetch(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
-        """Apply one message. ``rank``: the rank of the batch; the message's own claims about its rank are not used. A message
-        with a number that cannot be stored is dropped, and an event reports it. Raises nothing for a message's content."""
+        """Apply one message. ``rank``: the rank of the batch; the message's own claims about its rank are not used. A message is
+        dropped if one of its ``_numbers`` is negative or too large for 64 bits; an event reports it, up to a limit
+        (``_add_note``). Raises nothing for a message's content."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
             self._add_note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return
@@ -133,8 +134,9 @@ class Effects:
                 self._add_note(f"note.{sanitize_text(message.type)}"[:64], sanitize_text(message.message), data)
 
     def finish(self, ranks_to_count: Collection[int] = ()) -> None:
-        """Write what was collected, and flush. Called once, after the last message. ``ranks_to_count``: ranks whose stored hook
-        summaries are counted now; if there are too many, they are thinned."""
+        """Write what was collected, and flush. Called once, after the last message. Values of new metrics beyond the job's limit
+        of series are only counted, and the attempt's first adds an event. ``ranks_to_count``: ranks whose stored hook summaries
+        are counted now; if there are too many, they are thinned."""
         if self._is_newest:
             self._job.updated_at = self._now  # before the first flush, so that the row is written once
         self._session.flush()
@@ -176,8 +178,9 @@ class Effects:
 
     def _apply_training(self, message: Training) -> None:
         """Store the attempt's base (the checkpoint that it started from), and that the attempt has begun to train. If it is the
-        newest attempt of an active job, also set the job's step and committed step to those of the base and its phase to running
-        (a job that is stopping keeps its phase), and clear its request to resume from a certain checkpoint."""
+        newest attempt of an active job, the job changes, too. Its step and committed step become those of the base, and its phase
+        becomes running (a job that is stopping keeps its phase). Its speed and its request to resume from a certain checkpoint
+        are cleared, and the message's total steps, if any, are stored."""
         attempt, job, base = self._attempt, self._job, message.base
         attempt.base_step, attempt.base_attempt = base.step, base.attempt
         attempt.base_digest = None if base.digest is None else sanitize_text(base.digest)[:64]

@@ -42,8 +42,8 @@ _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricS
 class SeriesRow:
     """A row of ``MetricSeries``: one metric of one job, and which of its points are stored. ``stride``, ``phase``: the grid, that
     is all steps with ``step % stride == phase``. ``points``: number of stored points on the grid. ``top``: the highest step of a
-    stored point on the grid. ``newest``: the highest step that attempt ``attempt`` reported. Both are -1 without such a point.
-    ``attempt``: the newest attempt that reported a point."""
+    stored point on the grid. ``newest``: the highest step that attempt ``attempt`` reported. ``top`` and ``newest`` are -1 if
+    there is no such point. ``attempt``: the newest attempt that reported a point."""
 
     job_id: str
     name: str
@@ -187,7 +187,8 @@ class Series:
 
     def _store_superseded(self, superseded: list[Row]) -> None:
         """Store ``superseded``, points of earlier attempts that this attempt's points replace with other values, at most
-        ``_MAX_SUPERSEDED`` per series. Add each series' name with its first differing step to the attempt's row."""
+        ``_MAX_SUPERSEDED`` per series. Add the name of each such series with its lowest differing step to the attempt's row,
+        which keeps at most ``_MAX_NAMES`` names."""
         first: dict[str, int] = {}
         for name in dict.fromkeys(row["name"] for row in superseded):
             mine = sorted((row for row in superseded if row["name"] == name), key=lambda row: int(row["step"]))

@@ -1,8 +1,8 @@
 """Computes how long agents delay figures (metrics, progress, hook summaries), so that the reports of any number of jobs leave the
 service time for the rest of its work.
 
-Any answer to a report may carry the delay, in ``REPORT_AFTER_HEADER``: a header, because agents of versions that do not know it
-ignore it and keep their own pace. Everything else (a checkpoint, a phase, a result) is never delayed.
+The answer to any report that is not refused may carry the delay, in ``REPORT_AFTER_HEADER``: a header, because agents of versions
+that do not know it ignore it and keep their own pace. Everything else (a checkpoint, a phase, a result) is never delayed.
 """
 
 from __future__ import annotations

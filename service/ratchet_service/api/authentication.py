@@ -1,6 +1,7 @@
 """Authentication and authorisation: every route declares what it needs, and only these declarations admit a request.
 
 A route declares ``dependencies=[needs(Scope.JOBS_READ)]``, ``[AGENTS]`` or ``[OPEN]``; a test fails for a route without any.
+FastAPI's own route ``/openapi.json`` declares nothing, and admits every request.
 """
 
 # No postponed annotations: FastAPI reads those of callable objects, and could not resolve their names.
@@ -75,8 +76,9 @@ class Gate:
         runs before the body is read. The token is checked again later, in the transaction that handles the request.
 
         The attempt's limit is shared by all its agents: it is the sum of its nodes' limits (``limit_node``). It does not depend
-        on the address, since many agents may share one, behind an ingress or a proxy. Raises ``Refused`` (``token-missing``,
-        ``token-wrong``, ``too-many-requests``) and ``NotFound`` (``attempt-not-found``).
+        on the address, since many agents may share one, behind an ingress or a proxy. Only a failed authentication is counted
+        for the client's address. Raises ``Refused`` (``token-missing``, ``token-wrong``, ``too-many-requests``) and ``NotFound``
+        (``attempt-not-found``).
         """
         token = bearer_token(request.headers.get("authorization"))
         job_id, number = request.path_params["job_id"], request.path_params["number"]

@@ -39,8 +39,8 @@ class Uploads:
         """Store the request's body, an archive, as the tree of code with ``digest``. Return True if the tree was stored, False if
         it existed already. If the upload fails, nothing is stored.
 
-        Raises ``Refused`` (``unsupported-media-type``, ``body-too-large``, ``body-too-slow``, ``code-archive-invalid``,
-        ``disk-full``).
+        Raises ``Refused`` (``unsupported-media-type``, ``body-too-large``, ``body-too-slow``, ``disk-full``;
+        ``code-archive-invalid`` also if the client disconnects), and ``OSError`` if the disk fails otherwise.
         """
         if media_type_of(request) != MEDIA_TYPE:
             text = f"content type {media_type_of(request) or 'missing'!r} is not supported here: send {MEDIA_TYPE}"

@@ -72,7 +72,7 @@ async def get_report_body(request: Request) -> RawBody:
 @asynccontextmanager
 async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
     """Yield an event that is set when the client disconnects, and at the latest when the block ends. A thread that computes the
-    answer checks the event, to stop early."""
+    answer checks the event, to stop early. What has not been read of the request's body is discarded."""
     disconnect = threading.Event()
 
     async def watch() -> None:

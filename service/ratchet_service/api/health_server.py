@@ -76,8 +76,8 @@ def serve_health(
 def _answer(
     path: str, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> tuple[int, str, bytes]:
-    """Return status, media type and body of the answer to a GET of ``path``. A fault of the service, and an unknown path, become
-    a problem (``application/problem+json``)."""
+    """Return status, media type and body of the answer to a GET of ``path``. If the process is not ready, the database fails or
+    the path is unknown, the body is a problem (``application/problem+json``)."""
     try:
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, instruments.render(database)

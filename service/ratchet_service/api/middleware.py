@@ -1,4 +1,5 @@
-"""The outermost layer: every error becomes a problem, every answer is counted. A traceback goes to the log, never to a caller.
+"""The outermost layer: an error before the answer begins becomes a problem, and every answer is counted. A traceback goes to the
+log, never to a caller.
 
 ``OwnMachineOnly``, for a service that needs no token, admits only programs of this machine. It refuses web pages and proxies. A
 browser on this machine sends requests for any page that it shows: under a foreign name that resolves to 127.0.0.1 (DNS
@@ -73,8 +74,8 @@ def install(app: FastAPI, instruments: Instruments) -> None:
 
 
 def _ratchet_error(request: Request, error: Exception) -> Response:
-    """Answer with the problem of a ``RatchetError``, and with Retry-After if the error has ``retry_after``. A status of 500 or
-    more is also logged."""
+    """Answer with the problem of a ``RatchetError``. Its ``retry_after``, if it has one, becomes the header Retry-After, rounded
+    up. A status of 500 or more is also logged."""
     assert isinstance(error, RatchetError)
     status = problem_json.status_of(error)
     if status >= 500:
@@ -125,8 +126,9 @@ def _invalid_parameters(request: Request, error: Exception) -> Response:
 
 
 def _database_unavailable(request: Request, error: Exception) -> Response:
-    """Answer a database error: 507 (``disk-full``) for a full disk; 503 (``database-unavailable``) for a locked or unreachable
-    database, since a retry may succeed; 500 for any other error, since it is a fault of the service."""
+    """Answer a database error: 507 (``disk-full``) for a full disk. 503 (``database-unavailable``) for an ``OperationalError``,
+    such as a locked or unreachable database, for a lost connection, and if no connection becomes free: a retry may succeed. 500
+    for any other error, since it is a fault of the service."""
     if disk_space.is_disk_full_error(error, request.app.state.service.settings.home):
         return _disk_full(request, error)
     if isinstance(error, OperationalError | PoolTimeout) or (

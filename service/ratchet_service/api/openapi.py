@@ -111,7 +111,7 @@ IF_MATCH: Final = "The job's ETag from an earlier response; 412 if the job has c
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the app's whole OpenAPI document. It is built at the first call and cached in the app."""
+    """Return the app's OpenAPI document; the web pages are not in it. It is built at the first call and cached in the app."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
@@ -136,8 +136,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Complete an operation of the document, in place. Its error responses get a problem as their body, and a POST, except for
-    agents' reports, the Idempotency-Key as a parameter."""
+    """Complete an operation of the document, in place. FastAPI's response 422 is removed, and the other error responses get a
+    problem as their body. A POST, except for agents' reports, gets the Idempotency-Key as a parameter."""
     operation["responses"].pop("422", None)  # FastAPI's; ours is among the 4XX
     for status, response in operation["responses"].items():
         if status[0] in "45":

@@ -38,8 +38,8 @@ class RawBody:
 
 
 async def read_body(request: Request, limit: int) -> RawBody:
-    """Return the whole request body; at most ``limit`` bytes are accepted. Raises ``Refused`` (``body-too-large``,
-    ``body-too-slow``)."""
+    """Return the whole request body; at most ``limit`` bytes are accepted. Raises as ``iter_body`` does; ``body-too-slow`` also
+    if the whole body does not arrive within ``BODY_SECONDS``."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             content = b"".join([part async for part in iter_body(request, limit)])
@@ -51,7 +51,7 @@ async def read_body(request: Request, limit: int) -> RawBody:
 async def iter_body(request: Request, limit: int) -> AsyncIterator[bytes]:
     """Yield the parts of the request body as they arrive. Raises ``Refused`` (``body-too-large``) if there are more than
     ``limit`` bytes; before anything is read if the Content-Length header says so. Raises ``Refused`` (``body-too-slow``) if the
-    next part does not arrive within ``PART_SECONDS``."""
+    next part does not arrive within ``PART_SECONDS``. Raises Starlette's ``ClientDisconnect`` if the client disconnects."""
     too_large = Refused(f"the body is larger than {limit} bytes", code="body-too-large")
     if (content_length(request) or 0) > limit:
         raise too_large
@@ -88,9 +88,9 @@ def media_type_of(request: Request) -> str:
 
 
 def decode(body: RawBody, *, yaml: bool = False, check_storable: bool = True) -> Any:
-    """Return the data of a JSON body, or with ``yaml`` of a JSON or YAML body; an empty body is ``{}``. Raises ``Refused``
-    (``unsupported-media-type``, ``invalid-json``, ``invalid-yaml``). Raises ``SpecError`` with JSON pointers to values that
-    cannot be stored, and for some faults of YAML.
+    """Return the data of a JSON body, or with ``yaml`` of a JSON or YAML body; the media type decides. A body that is empty, or
+    only white space, is ``{}``, whatever its media type. Raises ``Refused`` (``unsupported-media-type``, ``invalid-json``,
+    ``invalid-yaml``). Raises ``SpecError`` with JSON pointers to values that cannot be stored, and for some faults of YAML.
 
     ``check_storable`` False: values are not checked; the caller makes them storable itself.
     """
@@ -138,8 +138,8 @@ def _error_text(error: BaseException) -> str:
 
 
 def find_unstorable(data: Any) -> list[FieldProblem]:
-    """Return a problem, with a JSON pointer, for each value in ``data`` that cannot be stored; ten at most. JSON, a 64-bit
-    column or PostgreSQL's text cannot hold these values. Empty: all values can be stored.
+    """Return a problem, with a JSON pointer, for each value in ``data`` that is not to be stored; ten at most. JSON, a 64-bit
+    column or PostgreSQL's text cannot hold it, or it is nested deeper than ``MAX_DEPTH``. Empty: all values can be stored.
 
     With YAML anchors, a small text can stand for a huge document. So the walk counts every visit of a value; after ``MAX_VALUES``
     visits it stops and returns ``too-many-values`` as the only problem.

@@ -97,10 +97,10 @@ class HeadDeadline(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a head that is malformed or too large with a problem, and end the sending side. What the client still sends is
-        discarded until it ends, for at most ``rest_seconds``: if the connection were closed at once, it would be reset, and the
-        client could lose the answer. A TLS connection, whose sending side cannot be ended alone, is closed at once. ``msg``,
-        uvicorn's text, is not used."""
+        """Answer what is not valid HTTP, or a head that is too large, with a problem, and end the sending side. What the client
+        still sends is discarded until it ends, for at most ``rest_seconds``: if the connection were closed at once, it would be
+        reset, and the client could lose the answer. A TLS connection, whose sending side cannot be ended alone, is closed at
+        once. ``msg``, uvicorn's text, is not used."""
         text = f"the head of the request is not valid HTTP, or is larger than {MAX_HEADERS >> 10} KiB"
         body = problem(400, "malformed-head", text).model_dump_json(exclude_none=True).encode()
         headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("connection", "close")]

@@ -1,8 +1,8 @@
-"""Deletes checkpoints that no attempt needs, once the attempt that might write is proved dead.
+"""Cleans up a job's checkpoints when an attempt ends, once the attempt that might write is proved dead.
 
 A worker deletes only what its own attempt committed, so every attempt leaves up to ``keep_last`` checkpoints. What the rules do
-not keep of the whole lineage is deleted here, and so are the remains of saves that a kill cut short; checkpoints of abandoned
-branches stay. A checkpoint that was found damaged while the attempt might have been using it is quarantined.
+not keep of the whole lineage is marked as deleted here. The remains of saves that a kill cut short are deleted; checkpoints of
+abandoned branches stay. A checkpoint that was found damaged while the attempt might have been using it is quarantined.
 
 Before the transaction that ends the attempt, ``scan_disk`` deletes the remains of saves and reads which checkpoints the disk has.
 Within that transaction, ``mark_surplus`` decides, marks rows and moves damaged checkpoints to the quarantine. After the
@@ -82,10 +82,10 @@ class OnDisk:
 
 
 def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
-    """Delete remains of saves by attempts up to ``attempt``, and the files with which ``attempt`` reserved disk space; return
-    which checkpoints the disk has. All of these attempts are dead, and the caller's lease keeps another from beginning.
-    ``segments``: the job's lineage. Errors of the file system are returned and not raised: whatever the job's code has done to
-    the directory, the attempt must be ended."""
+    """Delete remains of saves by attempts up to ``attempt``, finish interrupted deletions (``sweep``), and delete the files with
+    which ``attempt`` reserved disk space; return which checkpoints the disk has. All of these attempts are dead, and the caller's
+    lease keeps another from beginning. ``segments``: the job's lineage. Errors of the file system are returned and not raised:
+    whatever the job's code has done to the directory, the attempt must be ended."""
     refused = []
     with as_owner(paths.root):
         try:
@@ -104,11 +104,11 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
 def mark_surplus(
     session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, attempt: int
 ) -> None:
-    """Mark as deleted the checkpoints that the spec's rules (``ratchet_store.retention.rules``) do not keep, over the whole
-    lineage; ``removal`` deletes their files later. A checkpoint is also kept if it is pinned, requested by a resume, or the
-    newest verified one. Damaged checkpoints are quarantined (``quarantine``). Rows whose files are lost get the state
-    ``deleted``, unless the object store has a copy. Each error in ``on_disk`` adds an event. Called in the transaction that ends
-    attempt ``attempt``, with the job's row locked."""
+    """Of the lineage's complete checkpoints on the disk, mark as deleted those that the spec's rules
+    (``ratchet_store.retention.rules``) do not keep; ``removal`` deletes their files later. A checkpoint is also kept if it is
+    pinned, requested by a resume, or the lineage's newest verified one. Damaged checkpoints are quarantined (``quarantine``).
+    Rows whose files are lost get the state ``deleted``, unless the object store has a copy. Each error in ``on_disk`` adds an
+    event. Called in the transaction that ends attempt ``attempt``, with the job's row locked."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)

@@ -1,4 +1,4 @@
-"""Reads a job's lineage from its rows: the only module that reads the input of ``lineage``."""
+"""Reads from a job's rows its lineage, and what ``ratchet_contract.protocol.lineage`` computes a lineage from."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Deletion of checkpoints: the row is marked first, in a transaction; the files are deleted after it, in no transaction.
 
-Once it is marked, its state is ``deleted``, and the service refuses to pin it, to start a job from it or to export it. So it
-does not matter which process deletes the files, nor how many do. What a crash leaves is deleted at the next end of an attempt,
-by the next ``prune``, and at start and periodically (``delete_all_marked``).
+Once a checkpoint is marked, its state is ``deleted``, and the service refuses to pin it, to start a job from it or to export it.
+So it does not matter which process deletes the files, nor how many do. What a crash leaves is deleted at the next end of an
+attempt, by the next ``prune``, and at start and periodically (``delete_all_marked``).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
 
     A checkpoint becomes committed again if it is still complete: the system refused to delete it, which adds an event, or it has
     a marker file ``PINNED`` although its row is not pinned. One that is deleted only in part keeps the state ``deleted``, adds an
-    event, and is not in the result.
+    event, and is not in the result. Neither stays marked; ``sweep`` deletes the rest of the latter at the end of an attempt.
     """
     marked = sa.select(Checkpoint.step, Checkpoint.attempt).where(
         Checkpoint.job_id == job_id, Checkpoint.removing_since.is_not(None)

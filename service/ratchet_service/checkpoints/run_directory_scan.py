@@ -1,9 +1,9 @@
 """Finds what the run directory has and the database lacks: what happened after the backup from which the database was restored.
 
 An attempt's number is the fencing token of everything that the attempt writes, and it is part of the names of its checkpoints. So
-a number that the disk has seen is never assigned again. An attempt whose directory exists is recorded under its own number, as
-one that ended: its processes are ended, its spools are read, its checkpoints adopted, and its end is counted, as if only the
-service had been down. If only checkpoints are left of an attempt, its number is skipped.
+a number that the disk has seen is never assigned again. The reconciler records an attempt whose directory exists under its own
+number, as one that ended: it ends its processes, reads its spools, adopts its checkpoints and counts its end, as if only the
+service had been down. If only checkpoints are left of an attempt, its number is skipped. This module changes nothing.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""``python -m ratchet_service``: one module per command, where the service's parts are wired together."""
+"""The commands of ``python -m ratchet_service``, and ``doctor``: here the service's parts are wired together."""

@@ -171,8 +171,8 @@ def _serve_requests(home: Path, host: AgentHost) -> Iterator[None]:
 
 
 def run(home: HomePaths, cpu_slots: int | None) -> None:
-    """Run the agent host until SIGTERM or SIGINT; then stop its agents, and return once they have ended. Raises ``StartError``,
-    also if another agent host runs in this run directory."""
+    """Run the agent host until SIGTERM or SIGINT; then stop its agents, and return once they have ended. ``cpu_slots``: None: one
+    for each core. Raises ``StartError``, also if another agent host runs in this run directory."""
     home.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (home.home / _LOCK).open("a") as handle:
         try:

@@ -76,8 +76,8 @@ def probe(settings: Settings) -> list[Finding]:
 
 
 def _check_sqlite(path: Path, home: HomePaths) -> list[Finding]:
-    """Return the findings on a SQLite file: whether it can be read, its schema, its write-ahead log, and its jobs. A file that
-    does not exist is no fault."""
+    """Return the findings on a SQLite file: whether it can be read, its schema, its write-ahead log, and its jobs. After a failed
+    check the later ones are left out. A file that does not exist is no fault."""
     if not path.exists():
         return [ok("database", "none yet", f"`ratchet serve` makes {path}")]
     try:
@@ -140,7 +140,8 @@ def _damaged(path: Path, why: str) -> Finding:
 
 
 def _check_postgres(url: URL, home: HomePaths) -> list[Finding]:
-    """Return the findings on a PostgreSQL database: connection, clock, rights, schema and jobs."""
+    """Return the findings on a PostgreSQL database: connection, clock, rights, schema and jobs. Without a connection, on a
+    standby server, or with an unusable schema, the later ones are left out."""
     displayed_url = redacted_url(url)
     try:
         database = Database(url.render_as_string(hide_password=False))

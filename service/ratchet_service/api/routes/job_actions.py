@@ -51,8 +51,8 @@ def _run_change(
 
 
 def _job_reply(session: Session, job: Job, *, accepted: bool = False) -> Reply:
-    """Return the job as an answer, with its ETag. The status is 202 if ``accepted``, or if the job has not reached its desired
-    state yet; else 200."""
+    """Return the job as an answer, with its ETag. The status is 202 if ``accepted``, or while a requested stop of the job is not
+    complete; else 200, also for a resumed job that is queued."""
     status = 202 if accepted or job.desired is not Desired.RUN else 200
     return reply(status, job_view(session, job), ETag=queries.etag(job))
 
