@@ -1,10 +1,10 @@
 """One tree of errors, each with a stable ``code``; only the HTTP layer maps a code to a status.
 
 RatchetError
-├── SpecError            a job spec that cannot be honoured; carries field errors with JSON pointers
-├── NotFound             no such job, attempt, checkpoint, file, hook or token
-├── Conflict             the action does not fit the phase, a stale attempt, a reused idempotency key
-├── Refused              too large, bad cursor, missing token, wrong protocol version
+├── SpecError            a job spec that cannot be honoured, or another invalid body; field errors with JSON pointers
+├── NotFound             what is named does not exist: a job, checkpoint, file, quota ...
+├── Conflict             not possible in the present state: the job's phase, a stale attempt, a used-up quota ...
+├── Refused              for another reason: too large, busy, missing token, reused idempotency key ...
 ├── CheckpointError      damaged, incomplete or missing checkpoint data
 ├── StateError           a state that cannot be captured or restored; names the key
 └── WorkerError          an error that a rank reports about itself
@@ -55,13 +55,14 @@ class RatchetError(Exception):
 
 
 class SpecError(RatchetError):
-    """A job's spec is invalid or cannot be run. ``errors`` has the wrong fields; it is empty if no single field is wrong, for
-    instance at invalid YAML. ``parse_spec`` reports at most 50 fields."""
+    """A job's spec or another request is invalid, or the job cannot be run. ``errors`` has the wrong fields; it is empty if no
+    single field is wrong, for instance at invalid YAML. ``parse_spec`` reports at most 50 fields."""
 
     code = "invalid-spec"
 
     def __str__(self) -> str:
-        """Return all ``errors``, a line each, or ``detail`` if there are fewer than two. ``detail`` describes the first only."""
+        """Return the number of ``errors`` and a line for each, or ``detail`` if there are fewer than two. ``detail`` describes
+        the first only."""
         if len(self.errors) < 2:
             return self.detail
         each = (f"  {wrong.pointer or '/'}: {wrong.detail} [{wrong.code}]" for wrong in self.errors)
@@ -69,13 +70,14 @@ class SpecError(RatchetError):
 
 
 class NotFound(RatchetError):
-    """There is no such job, attempt, checkpoint, file, hook or token."""
+    """What was named does not exist, such as a job, attempt, checkpoint, file, hook, quota or token."""
 
     code = "not-found"
 
 
 class Conflict(RatchetError):
-    """The action is not valid in the job's phase, or a concurrent request came first."""
+    """The request is not possible in the present state. Examples: the job's phase does not allow it, a concurrent request came
+    first, a quota is used up."""
 
     code = "conflict"
 

@@ -1,4 +1,4 @@
-"""Paths of files below the run directory. Pure path arithmetic; nothing here touches the disk.
+"""Paths of files below the run directory. Pure path arithmetic; nothing here touches the disk. The main ones:
 
 <home>/service.json                      url, pid, protocol of the running service
 <home>/ratchet.db
@@ -91,8 +91,8 @@ class HomePaths:
 
     @property
     def service_authorities(self) -> Path:
-        """PEM file of the certificate authorities by which agents check the service's certificate; if it is missing, the
-        system's are used."""
+        """PEM file of the certificate authorities by which agents and clients check the service's certificate. Written by the
+        service at its start; missing if it was given none."""
         return self.home / "service-ca.pem"
 
     @property
@@ -209,7 +209,8 @@ class NodePaths:
 
     @property
     def result_file(self) -> Path:
-        """``AttemptResult`` as JSON: how the attempt ended on this node. Written once by the agent, before it ends."""
+        """``AttemptResult`` as JSON: how the attempt ended on this node. Written once by the agent, before it ends;
+        missing if the agent was killed or could not write it."""
         return self.root / "result.json"
 
     @property

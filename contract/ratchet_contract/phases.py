@@ -1,4 +1,5 @@
-"""Phases, causes and the single transition table. It is total over phase x event; a test checks all of it."""
+"""Phases, causes and the single transition table, which has a step for every phase and event. ``next_step`` adds one rule that
+depends on the desired state."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Budget(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an attempt ended. Each cause has one outcome, and one budget that the attempt counts against."""
+    """Why an attempt ended. Each cause has one outcome, and one budget that the attempt counts against (``Budget.NONE``: it
+    counts against none)."""
 
     COMPLETED = "completed"
     API_PREEMPT = "api-preempt"
@@ -116,7 +118,8 @@ before the group was torn down: survivors of a killed rank see broken connection
 
 
 class Event(StrEnum):
-    """The possible events of a job: API actions first, then the reconciler's observations."""
+    """The possible events of a job: API actions first (the scheduler, too, requests a ``PREEMPT``), then the launch, the
+    beginning of training and the ends, which the service itself records."""
 
     SUSPEND = "suspend"
     RESUME = "resume"
@@ -136,9 +139,9 @@ class Event(StrEnum):
 
 
 class Step(NamedTuple):
-    """A cell of the transition table. ``phase``: the job's next phase; None: the event is refused with 409 and ``code``.
-    ``desired``: the new desired state; None: it is not changed. ``reset_budgets``: True if the counts against the budgets
-    start again."""
+    """A cell of the transition table. ``phase``: the job's next phase; None: the event is refused with ``code`` (in the API
+    with status 409). ``desired``: the new desired state; None: it is not changed. ``reset_budgets``: True if the counts against
+    the budgets start again."""
 
     phase: JobPhase | None
     desired: Desired | None = None
@@ -167,8 +170,7 @@ def _build_transitions() -> dict[JobPhase, dict[Event, Step]]:
         return {e.PATCH: Step(p), e.FORK: Step(p), e.DELETE: delete}
 
     def active_row(p: JobPhase, training: Step) -> dict[Event, Step]:
-        """Return the row of the table for a phase in which an attempt may be alive; ``training``: the step when training
-        begins."""
+        """Return the row of the table for ``p``, which is STARTING or RUNNING; ``training``: the step when training begins."""
         return {
             e.SUSPEND: Step(_T, d.SUSPEND), e.RESUME: Step(p), e.CANCEL: Step(_T, d.CANCEL),
             e.PREEMPT: Step(_T, d.PREEMPT), e.CHECKPOINT: Step(p), e.LAUNCH: _NO, e.TRAINING: training, **unchanged(p), **ends,

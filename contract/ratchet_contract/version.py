@@ -1,4 +1,4 @@
-"""Versions that two processes compare when they connect."""
+"""The version of Ratchet, the number of its protocol, which two processes compare when they connect, and names of headers."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def view_table(view: BaseModel) -> str:
 
 
 def html_table(caption: str, fields: Mapping[str, Any]) -> str:
-    """Return an HTML table of those ``fields`` that have a value; all texts are escaped."""
+    """Return an HTML table of those ``fields`` that have a value; all texts are escaped, and long values are cut."""
     left = "style='text-align:left'"
     rows = [
         f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(_truncate(_text(value), _MAX_CELL_CHARS))}</td></tr>"

@@ -111,8 +111,8 @@ class ResumeReport(_Model):
 
     def sentence(self) -> str:
         """Return the verdict with its main reason, as one sentence. The reason is the first of these that applies: the code has
-        changed (both digests); the first component that is not exact; the first fact that differs; an inexact resume from which
-        the base descends. If none applies, the text is the verdict alone."""
+        changed (both digests); the first component that is not exact; the first fact that differs, with the number of further
+        ones; an inexact resume from which the base descends. If none applies, the text is the verdict alone."""
         if (code := self.changed_code) is not None:
             return f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None

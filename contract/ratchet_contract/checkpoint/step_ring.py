@@ -112,13 +112,13 @@ class StepRing:
 
 
 def read_header(path: Path) -> RingHeader | None:
-    """Return the header of a ring file; None if the file does not exist, or this version cannot read it."""
+    """Return the header of a ring file; None if the file is missing, unreadable, damaged or of another version."""
     return _header(_read(path, _HEADER_SIZE))
 
 
 def read_ring(path: Path) -> dict[int, StepFingerprint]:
-    """Return the fingerprints in a ring file, by step; empty if the file does not exist, or this version cannot read it. Torn
-    records are left out."""
+    """Return the fingerprints in a ring file, by step; empty if the file is missing, unreadable, damaged or of another version.
+    Torn records are left out."""
     data = _read(path, _FILE_SIZE + 1)
     if _header(data) is None:
         return {}

@@ -147,8 +147,8 @@ def _content_digest(entry: Entry) -> bytes:
 def walk(root: Path, is_included: Callable[[str, bool], bool]) -> Iterator[Entry]:
     """Yield the entries below ``root``, a real path, that count as code, in no particular order. ``is_included(path, is_dir)`` is
     called for each path, relative to ``root``, except names that never count (``IGNORED_NAMES``, ``IGNORED_SUFFIXES``). It
-    returns True if a file is included, or if a directory is searched. Raises
-    ``TreeError`` (``unreadable``, ``special-file``, ``link-outside``)."""
+    returns True if a file is included, or if a directory is searched; virtual environments and directories of checkpoints are
+    not searched in any case. Raises ``TreeError`` (``unreadable``, ``special-file``, ``link-outside``)."""
     folders = [root]
     while folders:
         folder = folders.pop()

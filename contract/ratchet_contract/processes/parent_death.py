@@ -23,7 +23,7 @@ _POLL_SECONDS: Final = 0.5
 
 def process_name(pid: int) -> str:
     """Return the value of ``ENDS_WITH`` for the running process ``pid``: its pid and start time. No later process has the same
-    pair."""
+    pair, until the machine is restarted."""
     return f"{pid}:{start_time(pid)}"
 
 
@@ -41,7 +41,7 @@ def end_with_parent(environ: Mapping[str, str]) -> None:
 
 
 def _watch(name: str) -> None:
-    """Wait until the process has ended, then send SIGTERM to this process."""
+    """Wait until the process that ``name`` identifies has ended, then send SIGTERM to this process."""
     while is_alive(name):
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)

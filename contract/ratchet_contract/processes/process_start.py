@@ -1,4 +1,4 @@
-"""Start time of a process: together with the pid a unique identifier."""
+"""Start time of a process: together with the pid a unique identifier, until the machine is restarted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def start_time(pid: int) -> int | None:
     """Return when a process started, in clock ticks since boot (field 22 of /proc/<pid>/stat); None if there is no such
     process, or it is a zombie.
 
-    Pids are reused, pairs of pid and start time are not.
+    Pids are reused; pairs of pid and start time are not, until the machine is restarted.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,10 +1,10 @@
 """Pointers to a user's running services, so that ``ratchet`` finds them from any directory: one small file per run directory.
 
-They are in the user's runtime directory: in ``ratchet`` below ``XDG_RUNTIME_DIR``, else below ``/run/user/UID``, else in
-``/tmp/ratchet-UID``. They do not contain the address, which is in the run directory's ``service.json``. A service creates its
-file when it starts and removes it when it ends; a service that ends together with a command, as for ``ratchet run``, has none. A
-file that a killed service left names no running service, since no process has its pid and start time; the next service removes
-the file. A directory that belongs to another user, or that others may write to, is neither written to nor read.
+They are in the user's runtime directory (``pointers_directory``). They do not contain the address, which is in the run
+directory's ``service.json``. A service creates its file when it starts and removes it when it ends; a service that ends
+together with a command, as for ``ratchet run``, has none. A file that a killed service left names no running service, since no
+process has its pid and start time; the next service that creates a pointer removes the file. A directory that belongs to
+another user, or that others may write to, is neither written to nor read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratchet_contract.protocol.messages import ServicePointer
 
 def pointers_directory() -> Path:
     """Return the directory for this user's pointers, which may not exist: ``ratchet`` in the first of ``XDG_RUNTIME_DIR`` and
-    ``/run/user/UID`` that this user owns, else ``/tmp/ratchet-UID``."""
+    ``/run/user/UID`` that this user owns and no other user may write to (``_is_own``), else ``/tmp/ratchet-UID``."""
     user = os.geteuid()
     for runtime in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"):
         if runtime.startswith("/") and _is_own(Path(runtime)):
@@ -33,8 +33,8 @@ def pointers_directory() -> Path:
 
 
 def create_pointer(home: Path) -> Path:
-    """Create this process's pointer to the run directory ``home`` and return its path. Also deletes pointers of services that
-    have ended.
+    """Create this process's pointer to the run directory ``home``, or replace the one that is there, and return its path. Also
+    deletes pointers of services that have ended.
 
     The file is created by rename. Raises ``OSError``, also if the directory belongs to another user or is writable by others.
     """
@@ -62,7 +62,7 @@ def remove_pointer(pointer: Path) -> None:
 
 def running_services() -> list[Path]:
     """Return the run directories of this user's services that run on this machine, sorted. Services without a pointer, such as
-    those that ``ratchet run`` starts, are not found."""
+    those that ``ratchet run`` starts, are not found. Empty without a directory of pointers that ``_is_own``."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []
@@ -71,7 +71,7 @@ def running_services() -> list[Path]:
 
 def killed_services() -> list[Path]:
     """Return the run directories, sorted, of this user's services that ended without cleaning up: their pointer and their
-    ``service.json`` still exist. The start of any later service of this user deletes the pointer (``create_pointer``)."""
+    ``service.json`` still exist. The next service of this user that creates a pointer deletes theirs (``create_pointer``)."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []

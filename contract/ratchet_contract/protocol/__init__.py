@@ -1,1 +1,2 @@
-"""Messages between agents, ranks and the service, and their time limits."""
+"""What agents, ranks and the service exchange (messages, step counters, log indexes), and the rules by which they read it: the
+end of an attempt, the lineage of checkpoints, time limits."""

@@ -1,6 +1,5 @@
-"""Combines several results of one attempt into one cause: the results of the nodes' agents, and the engine's reports on nodes
-whose agents left none. A failure that caused others counts before these. Among failures that happened at the same time,
-``CAUSE_PRECEDENCE`` decides."""
+"""Combines the results of one attempt's agents, one per node, and the engine's reports on its nodes into one end. A failure that
+caused others counts before these. Among failures that began at about the same time, ``CAUSE_PRECEDENCE`` decides."""
 
 from __future__ import annotations
 
@@ -50,8 +49,8 @@ def combine_ends(
     - Else the end is the stop or completion that is first in ``CAUSE_PRECEDENCE``. If the engine has reported a cause, it
       replaces SIGTERM: the engine sent the signal.
 
-    A lease-lost result, which reports only the fence, counts as missing if the engine has reported on its node or on the whole
-    attempt. With ``killed`` it counts as missing if there are other results.
+    Lease-lost results, which report only the fence, all count as missing if the engine has reported on one of their nodes or on
+    the whole attempt. With ``killed`` they count as missing if there are results of other causes.
     """
     results = _without_fenced(results, engine, killed=killed)
     silent = sorted(set(range(nodes)) - {r.node for r in results})

@@ -1,8 +1,8 @@
 """Layout of the step counters: a 64-byte file per rank, mapped by the rank, readable by any process, also after its death.
 
 Native 64-bit words: magic, ticks, steps started, steps finished, stage, saved within, two unused. Steps are numbers of global
-steps, 0 until the first one of the attempt is started or finished. Saved within: the step that ``checkpoint()`` has ended and
-saves, while the body of its loop continues; else 0.
+steps, 0 until the first one of the attempt is started or finished. Saved within: the step that a ``checkpoint()`` call
+within a loop body saves, set before that save and until the body ends; else 0.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def finished_step(path: Path) -> int:
 
 
 def mid_step_save(path: Path) -> int:
-    """Return the step whose loop body had called ``checkpoint()`` and was still running when the counter was last written, as
-    when the rank was killed there. Return 0 if there was none, or the counter cannot be read."""
+    """Return the step that a ``checkpoint()`` call within a loop body saved, or was about to save, if that body was still running
+    when the counter was last written, as when the rank was killed there. Return 0 if there is none, or the counter cannot be
+    read."""
     return _read_word(path, SAVED_WITHIN)
 
 

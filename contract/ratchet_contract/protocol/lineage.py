@@ -28,7 +28,7 @@ def lineage(
 
     - ``bases``: the recorded base by attempt number; attempts that died before they recorded one are missing.
     - ``resume_from``: an explicit request that no attempt has used yet: the chain begins at exactly that checkpoint.
-    - ``fork``: the source of a forked job. It is another job's checkpoint, so the chain ends there.
+    - ``fork``: the source of a forked job. It is another job's checkpoint: the chain ends before it, and no segment contains it.
 
     Raises ``ValueError`` if an attempt of the chain recorded a base of its own or of a later attempt.
     """

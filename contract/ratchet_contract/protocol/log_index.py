@@ -2,9 +2,9 @@
 
 16 bytes per record, both numbers unsigned and little-endian: the log's size in bytes, and when the agent saw it, in microseconds
 since 1970. Neither ever decreases. The agent checks once a second and adds a record when the log has grown by ``SPACING_BYTES``
-bytes, or has grown at all and the last record is ``SPACING_SECONDS`` old. A line gets the time of the first record that reaches
-its end: it was written by then, and at most ``SPACING_SECONDS`` plus one check interval earlier. Lines after the last record have
-no time (yet).
+bytes, or has grown at all and the last record is ``SPACING_SECONDS`` old; when the ranks have ended, it records any growth. A
+line gets the time of the first record that reaches its end: it was written by then, and at most ``SPACING_SECONDS`` plus one
+check interval earlier. Lines after the last record have no time (yet).
 
 There are no line numbers: a line is identified by its offset, which stays valid when the middle of a log is left out.
 """
@@ -35,7 +35,7 @@ class LogTimes:
 
     def time_of(self, end: int) -> datetime | None:
         """Return the time, in UTC, by which the line that ends at byte ``end`` (at least 1) had been written. Return None if the
-        line ends after the size in the last record."""
+        line ends after the size in the last record that counts, or if that time is after the year 9999."""
         first, last, when = self._cached
         if not first < end <= last:
             place = bisect_left(self._records, end, key=self._offset)

@@ -322,8 +322,8 @@ RankMessage = Annotated[
 
 
 class RankResult(Message):
-    """How a rank ended; written by the rank, by rename, before it exits. ``traceback`` is that of the user's code, cut to the
-    last 16 kB."""
+    """How a rank ended; written by the rank, by rename, before it exits. ``traceback``: that of the exception
+    that ended the rank, cut to its last 16384 characters; None without one."""
 
     rank: int
     cause: Cause

@@ -5,7 +5,8 @@ learning only ever shortens a deadline that is clearly too long. These rules are
 
 - Until an attempt has trained for ``SETTLED_SECONDS`` and shown ``MIN_OBSERVATIONS`` silences of one rank in a stage, that
   stage's deadline is the ceiling: ``DEFAULT_STEP_SECONDS``, or ``STARTUP_FACTOR`` times the longest silence of an earlier
-  attempt where that is more. An earlier attempt can only lengthen it: another machine, world size or hook has another pace.
+  attempt where that is more, but at most ``MAX_DEADLINE_SECONDS``. An earlier attempt can only lengthen it: another machine,
+  world size or hook has another pace.
 - After that it is ``SILENCE_FACTOR`` times the longest silence of that stage, of this attempt or an earlier one, but at least
   ``MIN_DEADLINE_SECONDS`` and at most the ceiling. A job whose silences vary by less than ``SILENCE_FACTOR`` never reaches it
   while they are under ``DEFAULT_STEP_SECONDS``/``SILENCE_FACTOR``; longer ones may vary up to the ceiling.
@@ -13,9 +14,9 @@ learning only ever shortens a deadline that is clearly too long. These rules are
   compile, allocate and fill caches.
 - A start always has at least ``DEFAULT_STARTUP_SECONDS``: the first start of a job reads no checkpoint, a later one may read a
   large one from a cold disk.
-- The attempt after one that was ended as a hang keeps the ceiling. If that was a false alarm, it does not happen again.
+- The attempt after one that was ended as a hang keeps the ceiling, since the hang may have been a false alarm.
 
-Times are in seconds.
+This module computes the deadlines; the agent measures the silences and decides when there are enough. Times are in seconds.
 
 This module also defines how late an agent may receive a desired state, which comes with the answer to a report; agent and
 reconciler use the same value.
@@ -59,9 +60,10 @@ class Pace(BaseModel):
 
 class Deadlines(NamedTuple):
     """Time limits of one attempt, in seconds. ``startup``: from the ranks' start to their first step; ``rendezvous``: from an
-    agent's start until all nodes, the code and the checkpoints are ready and the ranks can start; ``step``: the longest time
-    that a rank may be silent (the time limits of the process group and of saves are based on it). ``learns``: True if the limit
-    for silence may become shorter within the attempt."""
+    agent's start until all nodes, the code and the checkpoints are ready and the ranks can start, without the time of a fetch
+    from the object store, in which it limits the time without progress; ``step``: the longest time that a rank may be silent
+    (the time limits of the process group and of saves are based on it). ``learns``: True if the limit for silence may become
+    shorter within the attempt."""
 
     startup: float
     rendezvous: float
@@ -70,9 +72,10 @@ class Deadlines(NamedTuple):
 
 
 def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
-    """Return the time limits of the next attempt. A limit that the spec's ``policy`` sets is used as it is; any other is the
-    default, or a multiple of what earlier attempts needed if that is longer, up to ``MAX_DEADLINE_SECONDS``. ``pace``: that of
-    earlier attempts; None: there were none, or they gave no information."""
+    """Return the time limits of the next attempt. A limit that the spec's ``policy`` sets is used as it is
+    (``startup_deadline`` also for ``rendezvous``); any other is the default, or a multiple of what earlier attempts needed if
+    that is longer, up to ``MAX_DEADLINE_SECONDS``. ``pace``: that of earlier attempts; None: there were none, or they gave no
+    information."""
     pace = pace or Pace()
     seen = pace.startup or 0.0
     most = min(MAX_DEADLINE_SECONDS, max(DEFAULT_STARTUP_SECONDS, STARTUP_FACTOR * seen))

@@ -2,8 +2,8 @@
 
 These are names that the body assigns, and also reads at a place where the same pass of the body may not have assigned them. An
 example is ``best = 0.0`` before the loop and ``best = max(best, found)`` in its body. Two more kinds count: a name that only some
-passes assign and that is read after the loop (``if found > best: weights = copy(net)``), and a list or array that the loop fills
-and that is read in or after it.
+passes assign and that is read after the loop (``if found > best: weights = copy(net)``), and a container or array that the loop
+fills and that is read in or after it.
 
 A loop within the body is assumed to run at least once. Left out are numbers that come from a clock, and reads inside called
 functions.
@@ -83,7 +83,8 @@ def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
 
 def _read_after(loop: Loop, scope: Any) -> dict[str, ast.Name]:
     """Return the names that ``scope``, a function or module, reads after the loop where it may not have stored them since the
-    loop, each with the first place. Functions that are defined after the loop count as read at their definition."""
+    loop, each with the first place. What the body of a function reads counts as read where the function is defined; functions
+    that are defined before the loop do not count."""
     flow = _Flow(loop)
     flow.run(scope.body, set())
     return flow.read_before_write
@@ -143,8 +144,8 @@ def _is_container(value: ast.expr | None) -> bool:
 
 
 def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
-    """Return those of ``names`` that are displayed (printed or logged) and affect nothing else in ``scope``, the loop's function
-    or module."""
+    """Return those of ``names`` that are displayed (such as printed or logged) and affect nothing else in ``scope``, the loop's
+    function or module."""
     shown = [node for node in ast.walk(scope) if _is_display_call(node)]
     found = {*names} & {one.id for node in shown for one in ast.walk(node) if isinstance(one, ast.Name)}
     while wrong := found & _used(scope, found):
@@ -154,7 +155,7 @@ def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
 
 def _used(node: ast.AST, displayed: set[str]) -> set[str]:
     """Return the names that are read in ``node``, or declared global or nonlocal there, except where they are only displayed, or
-    only used to compute the ``displayed`` names."""
+    only used to compute the ``displayed`` names. There, only names within calls with possible side effects are returned."""
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         return {*node.names}  # other code may read them
     if _is_display_call(node):
@@ -198,7 +199,8 @@ class _Flow:
     """Follows the statements of a loop's body. ``read_before_write``: names that are read where they may not have been stored,
     with the first place; ``stored``: all names that are stored.
 
-    ``since``: a loop within the statements. If it is given, only what follows it counts, and reads inside functions, too."""
+    ``since``: a loop within the statements. If it is given, ``read_before_write`` is about what follows that loop only, and reads
+    inside functions count, too."""
 
     def __init__(self, since: Loop | None = None) -> None:
         self.read_before_write = dict[str, ast.Name]()
@@ -284,14 +286,16 @@ class _Flow:
             self._read(ast.iter_child_nodes(node), own)
 
     def _store(self, nodes: Iterable[ast.AST]) -> set[str]:
-        """Record and return the names that ``nodes`` store."""
+        """Record the names that ``nodes`` store, and return them. While the statements before ``since`` are followed, return
+        an empty set."""
         found = {*_stored(nodes)}
         self.stored |= found
         return set() if self._is_before else found
 
 
 def _read_at_definition(node: Any) -> list[ast.AST]:
-    """Return the parts of a function, lambda or class that are evaluated around it: defaults, decorators and base classes."""
+    """Return the parts of a function, lambda or class that are evaluated outside it: defaults, decorators, base classes and
+    keywords of the class (``metaclass=``). Annotations are left out."""
     around = [*getattr(node, "decorator_list", ()), *getattr(node, "bases", ()), *getattr(node, "keywords", ())]
     if not isinstance(node, ast.ClassDef):
         around += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
@@ -314,7 +318,8 @@ def _intersection(*ends: set[str] | None) -> set[str] | None:
 
 
 def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
-    """Yield the names that ``nodes`` store or delete, except within comprehensions, functions and classes."""
+    """Yield the names that ``nodes`` assign, delete or bind in a pattern, except within comprehensions, functions and classes.
+    Imported names are left out."""
     for node in nodes:
         if isinstance(node, (*_COMPREHENSIONS, *_FUNCTIONS)):
             continue
@@ -326,7 +331,7 @@ def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
 
 
 def _clock_variables(loop: Loop) -> set[str]:
-    """Return the names whose value is computed from a clock, so that it differs in each run."""
+    """Return the names to which the loop assigns at least one value that is computed from a clock, and so differs in each run."""
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(loop):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:

@@ -46,7 +46,7 @@ def find_imports(tree: ast.Module) -> Iterator[Import]:
 
 def module_files(module: str, root: Path) -> list[Path]:
     """Return the files that run when the module is imported from ``root``: the ``__init__.py`` of its packages and the module
-    itself, as far as they exist."""
+    itself, as far as they exist. A file ``NAME.py`` counts before a directory ``NAME``, and ends the search."""
     found: list[Path] = []
     folder = root
     for part in module.split("."):

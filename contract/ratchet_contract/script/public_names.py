@@ -43,14 +43,15 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def requirement(module: str) -> str:
-    """Return pip's requirement for the package that provides the top-level ``module``: the module's own name, or for
-    ``ratchet`` this version of Ratchet, since an older version lacks that module."""
+    """Return pip's requirement for the package that provides the top-level ``module``: for ``ratchet``
+    ``ratchet-train[worker]`` in this version, since older ones lack the module ``ratchet``; for any other the module's own
+    name, which is a guess."""
     return f"ratchet-train[worker]=={RATCHET_VERSION}" if module == PACKAGE else module
 
 
 def shadow_advice(error: BaseException, file: str | None) -> str | None:
     """Return advice for ``error`` if it reports that ``ratchet`` lacks one of its public names: a user's own module, in ``file``,
-    was then imported as ``ratchet``. None for any other error."""
+    was then imported as ``ratchet``. None for any other error. ``file`` None: it is not known."""
     if isinstance(error, AttributeError):
         package, missing = getattr(error.obj, "__name__", None), error.name
     elif isinstance(error, ImportError):

@@ -117,7 +117,7 @@ class CheckpointSpec(SpecModel):
     @classmethod
     def _uri(cls, value: str | None) -> str | None:
         """Return the URI without a ``/`` at its end. Raises ``ValueError`` if it is not like ``s3://BUCKET/PREFIX`` (or gs, az),
-        or if it has credentials or options."""
+        or if it has credentials, options or characters that cannot be printed."""
         if value is None:
             return None
         scheme, separator, rest = value.partition("://")
@@ -130,7 +130,7 @@ class CheckpointSpec(SpecModel):
 
 
 def _positive_int(value: Any) -> int | None:
-    """Return a whole number of at least 1, given as a number or as text; None for any other value."""
+    """Return a whole number of at least 1, given as a number or as text; None for any other value, also for a boolean."""
     if not isinstance(value, bool):
         with suppress(ValueError, TypeError, OverflowError):
             if (number := int(value)) == float(value) and number >= 1:

@@ -90,7 +90,8 @@ class _Blob(NamedTuple):
 
 def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_all) -> GitFacts | None:
     """Return the git commit of a directory of code and its differences from the snapshot; None if the directory is in no
-    repository. If git fails, the facts contain only ``reason``. The git commands take at most ten seconds in all.
+    repository. If they cannot be determined, as when git fails or a file cannot be read, the facts contain only ``reason``. The
+    git commands take at most ten seconds in all.
 
     ``root``: the user's directory; ``entries``: those of its snapshot, whose sources may be the snapshot's files.
     ``is_allowed``: returns whether a directory of the repository, passed as a real path, may be read.
@@ -110,7 +111,8 @@ def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_
 
 class _Look:
     """Examines one directory. ``deadline``: when git is stopped, by the monotonic clock. The methods raise ``_Unknown`` if the
-    commit cannot be determined."""
+    commit cannot be determined, ``OSError`` if a file cannot be read, and ``ValueError`` for output of git that they cannot
+    parse."""
 
     def __init__(self, deadline: float, is_allowed: Allowed) -> None:
         self._deadline = deadline
@@ -135,8 +137,8 @@ class _Look:
         return GitFacts(commit=commit, changed=len(differ), diff=digest if differ else None)
 
     def _commit(self, root: Path) -> str:
-        """Return the id of the commit at HEAD of the repository of ``root``. Raises ``_Unknown`` if a directory of the repository
-        may not be read (``is_allowed``)."""
+        """Return the id of the commit at HEAD of the repository of ``root``. Raises ``_Unknown`` also if a directory of the
+        repository may not be read (``is_allowed``)."""
         told = self._run_git(
             root, "rev-parse", "--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD^{commit}"
         )

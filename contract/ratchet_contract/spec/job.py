@@ -2,7 +2,7 @@
 names them.
 
 ``parse_spec`` (``spec.parse``) turns a user's JSON or YAML data into a ``JobSpec``. It raises ``SpecError`` with one
-``FieldProblem`` (JSON pointer, code, sentence) per fault.
+``FieldProblem`` (JSON pointer, code, sentence) per fault, at most 50.
 """
 
 from __future__ import annotations
@@ -409,9 +409,9 @@ class JobSpec(SpecModel):
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def canonical(self) -> dict[str, Any]:
-        """Return the spec as JSON values, without secret values and without the keys that do not change the result of training.
-        These are ``name``, ``labels``, ``priority``, ``ttl``, ``policy``, ``launcher``, ``secrets``, ``checkpoint``, ``trial``,
-        ``image``, ``volumes``, and single keys of ``code``, ``world`` and ``resources`` (its memory is None there)."""
+        """Return the spec as JSON values, without secret values and without keys that do not change the result of training, such
+        as ``name``, ``policy``, ``checkpoint``, ``launcher`` and ``image``. Of ``code``, ``world`` and ``resources`` only single
+        keys are left out, or are None. Optional keys that are not set, such as ``start_from``, may be missing, too."""
         irrelevant = {
             "name",
             "labels",

@@ -1,4 +1,4 @@
-"""Masks a spec for everyone except the ranks: the values of variables in ``secret_env``."""
+"""Masks the values of the variables in ``secret_env``, in copies of a spec or an environment that may be shown."""
 
 from __future__ import annotations
 

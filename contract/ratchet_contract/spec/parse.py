@@ -60,8 +60,8 @@ _SYNONYMS = {"gpu": "cuda"}
 @dataclass(frozen=True)
 class Examined:
     """The result of examining a spec without a machine. ``problems``: all faults found; ``uncertain_keys``: keys that have a
-    fault, or may be affected by one; ``spec``: has defaults in place of faulty values, so that everything else can be
-    examined; None if that is impossible."""
+    fault, or may be affected by one; ``spec``: has defaults or placeholders in place of faulty values, so that everything else
+    can be examined; None if that is impossible."""
 
     spec: JobSpec | None
     uncertain_keys: frozenset[str]
@@ -108,8 +108,8 @@ def examine_spec(data: Any) -> Examined:
 
 
 def spec_error(problems: Sequence[FieldProblem], data: Any) -> SpecError:
-    """Return the error with the first 50 of ``problems``, in the order of the keys in ``data``. A problem of a missing key comes
-    after those of the other keys in the same mapping."""
+    """Return the error with the first 50 of ``problems`` (at least one), in the order of the keys in ``data``. A problem of a
+    missing key comes after those of the other keys in the same mapping."""
     ordered = sorted(problems, key=lambda problem: _position_in(data, problem.pointer))
     return SpecError(_summary(ordered), errors=ordered[:_MAX_PROBLEMS])
 
@@ -137,9 +137,9 @@ _RELATED_KEYS = (frozenset({"task", "script"}), frozenset({"env", "secret_env"})
 
 
 class _Mended:
-    """A spec's ``data`` without its faulty entries: only the faulty entry of a mapping is removed, so that the others are
-    examined. ``uncertain_keys``: keys of the spec with such a fault, keys that depend on these, and keys that a misspelt key
-    may mean."""
+    """A spec's ``data`` without the faulty entries that ``remove_faulty`` was given: only the faulty entry of a mapping is
+    removed, so that the others are examined. ``uncertain_keys``: keys of the spec with such a fault, keys that depend on these,
+    and keys that a misspelt key may mean."""
 
     def __init__(self, data: dict[Any, Any]) -> None:
         self.data = {**data, "hook": normalise_hook(data["hook"])} if "hook" in data else data
@@ -156,8 +156,9 @@ class _Mended:
     def remove_faulty(
         self, locations: Sequence[tuple[str | int, ...]], unknown: Collection[tuple[str | int, ...]] = frozenset()
     ) -> bool:
-        """Remove the faulty entries at ``locations`` (pydantic's) and mark their keys as uncertain. ``unknown``: the locations
-        of keys that do not exist. Returns False if nothing was left to remove."""
+        """Remove the faulty entries at ``locations`` (pydantic's) and mark their keys as uncertain. Where a job needs the entry
+        (a name, a task), a placeholder replaces it. ``unknown``: the locations of keys that do not exist. Returns False if
+        nothing was left to remove."""
         places, known = [self._place(loc) for loc in locations], len(self.uncertain_keys)
         mended = self._blank_arguments(locations)
         if () in locations:  # a rule over several keys: of `_one_of`, else of `_secret_env`
@@ -204,8 +205,9 @@ class _Mended:
         self.uncertain_keys |= keys.union(*(group for group in _RELATED_KEYS if group & keys))
 
     def _place(self, loc: Sequence[str | int]) -> list[Any]:
-        """Return the keys in ``data`` that lead to ``loc``, as far as they exist and without entering a list. Only the first key
-        is returned if the fault makes everything below that key uncertain: in ``code``, ``hook.name`` and ``launcher.kind``."""
+        """Return the keys in ``data`` that lead to ``loc``, as far as they exist and without entering a list. Only the first
+        key is returned if the fault makes everything below that key uncertain: in ``hook.name``, in ``launcher.kind``, and in
+        ``code`` except for its keys ``include`` and ``git``."""
         place, value = list[Any](), self.data
         for i, part in enumerate(loc):
             keys = [key for key in value if str(key) == str(part)] if isinstance(value, dict) else []
@@ -250,8 +252,9 @@ class _Loader(yaml.SafeLoader):
 
 
 def load_spec_text(text: str) -> Any:
-    """Return the data in a spec file's text, YAML or JSON (which is a subset of YAML). Raises ``SpecError`` for text that is not
-    valid YAML, and for a key that is given twice; the error names the line and the column, if they are known."""
+    """Return the data in a spec file's text, YAML or JSON. JSON is parsed as YAML, too: it must not be indented with tabs, and
+    a number like ``1e-3``, without a point, becomes a text. Raises ``SpecError`` for text that is not valid YAML, and for a key
+    that is given twice; the error names the line and the column, if they are known."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
@@ -344,7 +347,7 @@ def _is_tag(loc: Sequence[str | int], i: int) -> bool:
 
 def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
     """Return a pydantic error as a ``FieldProblem``. ``error``: one item of ``ValidationError.errors()``; ``model``: the model
-    that was validated. For an unknown key the text suggests the most similar known one."""
+    that was validated. For an unknown key the text suggests the most similar known one, if one is similar."""
     loc, kind = error["loc"], error["type"]
     detail = error["msg"].removeprefix("Value error, ")
     if kind in _UNKNOWN:
@@ -435,8 +438,9 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def cross_check(spec: JobSpec, uncertain_keys: Collection[str] = ()) -> list[FieldProblem]:
-    """Check rules over several fields that need no machine, and return the problems: settings that can never work, or are not
-    supported yet. Rules that could report a wrong problem because of a key in ``uncertain_keys`` are skipped."""
+    """Return the problems of a spec that the models do not find and that need no machine, most of them of several fields
+    together: settings that can never work, or are not supported yet. Other checks follow at submission. Rules that could report
+    a wrong problem because of a key in ``uncertain_keys`` are skipped."""
     out: list[FieldProblem] = []
 
     def is_certain(*keys: str) -> bool:
@@ -532,5 +536,6 @@ def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> 
 
 
 def canonical_json(data: Any) -> bytes:
-    """Return ``data`` as JSON with sorted keys and no spaces: the bytes over which digests and idempotency keys are computed."""
+    """Return ``data`` as JSON with sorted keys and no spaces: the bytes over which digests of requests are computed. (The
+    digest of a ``JobSpec`` is computed over other bytes.)"""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

@@ -1,4 +1,4 @@
-"""The spec's ``policy``: budgets, deadlines, time to stop, and the meaning of a script's own exit codes."""
+"""The spec's ``policy``, such as budgets, deadlines, time to stop, and the meaning of a script's own exit codes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class PolicySpec(SpecModel):
 
 
 def exit_code_problems(policy: PolicySpec) -> list[FieldProblem]:
-    """Return problems with the exit codes of all rules: codes that no rule may name, and codes that two rules name."""
+    """Return problems with the exit codes of all rules: codes that no rule may name, and codes that are named twice."""
     out: list[FieldProblem] = []
     taken: dict[int, str] = {}
     for i, rule in enumerate(policy.exit_codes):

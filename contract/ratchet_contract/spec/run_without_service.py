@@ -19,7 +19,7 @@ def spec_data(
     script: Sequence[str], nodes: int, ranks_per_node: int, device: Literal["cpu", "cuda"] | str
 ) -> dict[str, Any]:
     """Return the part of a run's recorded spec that does not depend on the Session's arguments. ``script``: its file and
-    arguments; of the file only the name counts, since a run may be started from any directory."""
+    arguments; of the file only the name counts, with the suffix ``.py``, since a run may be started from any directory."""
     file = PurePath(script[0]).with_suffix(".py").name
     world = {"nodes": nodes, "ranks_per_node": ranks_per_node, "device": device}
     return {"name": "standalone", "script": [file, *script[1:]], "code": {"path": "."}, "world": world}

@@ -1,4 +1,4 @@
-"""Building blocks of the models of a spec: strict models, durations, sizes."""
+"""Building blocks of the models of a spec: a base that refuses unknown keys, durations, sizes."""
 
 from __future__ import annotations
 
