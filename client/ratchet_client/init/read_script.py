@@ -50,8 +50,8 @@ def read_script(script: Path, code: Path) -> Facts:
     """Return the facts about ``script`` and every module below its directory or ``code`` that it imports, directly or not.
     Nothing is imported or run.
 
-    At most 300 files are read. Raises ``NotFound`` if a file cannot be read, and ``Refused`` for a file that is not Python, is
-    larger than 2 MiB or is nested too deeply.
+    At most 300 files are read; modules beyond that are left out without an error. Raises ``NotFound`` if a file cannot be read,
+    and ``Refused`` for a file that is not Python, is larger than 2 MiB or is nested too deeply.
     """
     facts, certain = Facts(), set[str]()
     waiting, roots = [script], list(dict.fromkeys([script.parent, code]))
@@ -150,8 +150,8 @@ class _Reader:
         return Place(self.file, node.lineno, ast.unparse(node), value)
 
     def _value(self, node: ast.expr | None) -> ast.expr | None:
-        """Return the expression that a name stands for: if ``node`` is a name that the file assigns once, the assigned
-        expression, also through several such names. Any other ``node`` is returned unchanged."""
+        """Return the expression that a name stands for: if ``node`` is a name with exactly one assignment ``name = ...`` in the
+        file, the assigned expression, also through several such names. Any other ``node`` is returned unchanged."""
         seen: set[str] = set()
         while isinstance(node, ast.Name) and node.id in self.names and node.id not in seen:
             seen.add(node.id)
@@ -159,8 +159,9 @@ class _Reader:
         return node
 
     def _text(self, node: ast.expr | None, depth: int = 0) -> str | None:
-        """Return the text of a string literal, or the literal with which ``Path(...)``, ``a / b``, ``os.path.join(...)`` or an
-        f-string begins. Return None if ``node`` does not begin with a literal. ``depth``: the number of nested calls of this
+        """Return the text of a string literal, or the literal with which ``Path(...)``, ``str(...)``, ``x.with_suffix(...)``,
+        ``a / b``, ``os.path.join(...)`` or an f-string begins; names are replaced as in ``_value``. Return None for any other
+        expression, such as ``"a" + b``, and for one that is nested too deeply. ``depth``: the number of nested calls of this
         method."""
         node = self._value(node)
         if depth > _MAX_DEPTH:  # path = path / "more"
@@ -185,7 +186,8 @@ class _Reader:
 
     def _managed(self, node: ast.Call) -> None:
         """Record a call of ``managed_ddp``, and the hook that its argument ``spec`` describes. If that is no call of one of
-        Ratchet's spec classes, its source text is recorded as the hook's name."""
+        Ratchet's spec classes, the hook's name is ``the spec`` with its source text. Without the argument, no hook is
+        recorded."""
         self.facts.managed = self.facts.managed or self._place(node)
         given = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "spec"), None)
         spec = self._value(given)

@@ -84,7 +84,7 @@ def render(
     command: Command, typed: str, base: Path, file: str, python: Path | None,
 ) -> str:  # fmt: skip
     """Return the YAML text of the spec, with comments. ``typed``: the command that the user trains with. ``base``: the directory
-    that the paths in the text are relative to. ``file``: the name of the file that the text is written to, for its header
+    that ``code.path`` in the text is relative to. ``file``: the name of the file that the text is written to, for its header
     comment; nothing is written here.
 
     Raises ``SpecError`` if the spec would not be valid.
@@ -130,7 +130,7 @@ def _line(key: str, value: Any, comment: str | None, *, off: bool = False) -> st
 
 
 def flow_style(value: Any) -> str:
-    """Return ``value`` as YAML in flow style on one line. Strings that are not plain words are quoted."""
+    """Return ``value`` as YAML in flow style on one line. Strings other than plain words and paths are quoted."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{flow_style(k)}: {flow_style(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

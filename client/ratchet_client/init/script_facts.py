@@ -37,7 +37,7 @@ class HookUse:
 @dataclass(frozen=True)
 class Option:
     """An ``add_argument`` call of the script. ``flags``: the option's names, or the one name of a positional argument.
-    ``default``: the default as text; None if there is none or it is not a literal."""
+    ``default``: the default as text; None if there is none or it is not a single constant."""
 
     flags: tuple[str, ...]
     required: bool
@@ -52,8 +52,8 @@ class Option:
 @dataclass(frozen=True)
 class Framework:
     """A use of a framework that runs the training loop, or a part of it. ``devices``: source text of the ``devices`` argument of
-    Lightning's Trainer, None if absent. ``cpu``: it is configured to use no GPU. ``saves``: it writes checkpoints of its own,
-    which the script does not disable."""
+    Lightning's Trainer, None if absent. ``cpu``: the ``accelerator`` of Lightning's Trainer is "cpu". ``saves``: a Trainer that
+    writes checkpoints of its own, which the script does not disable; False for Accelerate."""
 
     name: Literal["Lightning's Trainer", "the Trainer of transformers", "Accelerate"]
     place: Place

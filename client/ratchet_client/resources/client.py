@@ -38,8 +38,9 @@ class RatchetClient(Following, Access):
     exists, this user's only running service. If only ``service.json`` has the address, the client reads it at each request, so it
     finds a restarted service. ``token``: sent as bearer token, but not to another machine's address from ``service.json``.
     Default: ``RATCHET_TOKEN``, else the configuration file's ``token``, which is sent only to the file's ``token_server``.
-    ``timeout``: seconds without a byte after which one request fails. ``retry_for``: seconds for which one call is retried if the
-    service does not respond. ``export``, ``fetch_files`` and ``read_file`` are not retried.
+    ``timeout``: seconds without a byte after which one request fails; downloads and streams have longer limits of their own.
+    ``retry_for``: seconds for which one call is retried if the service does not respond, is not ready or is busy. ``export``,
+    ``fetch_files`` and ``read_file`` are not retried.
 
     Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Methods that return an iterator
     read the list page by page while it is consumed. Retries are safe. A POST is sent again with the same Idempotency-Key, so that
@@ -75,7 +76,8 @@ class RatchetClient(Following, Access):
         waiting for its start. Raises ``SpecError`` with the invalid fields (at most 50).
 
         Relative paths in the spec are relative to the file's directory. Without a file, they are relative to the current
-        directory. The same ``idempotency_key`` with the same spec returns the same job again.
+        directory. For a day by default, the same ``idempotency_key`` with the same spec returns the same job again, with its
+        first state; with another spec, ``Refused`` is raised.
 
         ``adopt``: a directory on the service's machine, where the spec's script has run without a service. A relative path is
         made absolute with this process's current directory. The job continues from a copy of this run's newest checkpoint; the
@@ -84,8 +86,8 @@ class RatchetClient(Following, Access):
         ``upload``: True: upload the directory ``code.path`` of this machine first. False: ``code.path`` is a directory of the
         service's machine. None: upload the directory if it exists here and the service's address belongs to another machine. A
         directory that the service already has is not uploaded again. ``note``: a function that receives sentences about files
-        that are left out of the upload, and about the progress of a large upload. Without ``note``, a ``UserWarning`` reports the
-        files that are left out.
+        that are left out of the upload, about large files in it, and about the progress of a large upload. Without ``note``, a
+        ``UserWarning`` reports the left-out and the large files.
 
         >>> task = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 1}}
         >>> job = client.submit({"name": "from-python", "task": task, "world": {"device": "cpu"}}, idempotency_key=key)
@@ -141,7 +143,8 @@ class RatchetClient(Following, Access):
 
     def suspend(self, job: str | Job) -> views.JobView:
         """Request that the job saves a checkpoint, stops, and stays stopped until ``resume``. Returns without waiting for the
-        stop. A suspended job stays as it is. Like all actions, raises ``Conflict`` in an unsuitable phase."""
+        stop. A suspended job stays as it is; a queued one is suspended at once. A script without a Session is stopped without a
+        checkpoint of Ratchet. Like all actions, raises ``Conflict`` in an unsuitable phase."""
         return self._act(job, "suspend")
 
     def resume(self, job: str | Job, from_step: int | None = None, *, world: int | None = None, nodes: int | None = None,
@@ -157,7 +160,9 @@ class RatchetClient(Following, Access):
         ``on_hook_mismatch``: the job's policy from now on (fail, reset, redistribute). ``code``: a directory with new code; the
         job continues with a snapshot of it. ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``,
         ``note``: as in ``submit``, for ``code``. The resume report describes what these changes did. Raises ``Conflict`` in an
-        unsuitable phase, and for a change while an attempt may be alive. Raises ``NotFound`` for a step without a checkpoint.
+        unsuitable phase, for a change while an attempt may be alive, for a change that the job's policy forbids, and beyond the
+        owner's quota. Raises ``NotFound`` for a step without a checkpoint that the job can continue from, and ``SpecError`` for a
+        change that is not valid.
         """
         if nodes is not None and world is None:
             raise ValueError("nodes requires world, the number of ranks per node")
@@ -180,13 +185,14 @@ class RatchetClient(Following, Access):
         return self._act(job, "cancel")
 
     def preempt(self, job: str | Job) -> views.JobView:
-        """Request that the running attempt saves a checkpoint and stops; the job is then queued again. Returns without waiting
-        for the stop."""
+        """Request that the running attempt saves a checkpoint and stops; the job is then queued again, unless that exceeds
+        its ``max_preemptions``. Returns without waiting for the stop."""
         return self._act(job, "preempt")
 
     def checkpoint_now(self, job: str | Job) -> views.JobView:
         """Request that the running attempt saves a checkpoint at the next step on which its ranks agree. Returns before the
-        checkpoint is written; training continues."""
+        checkpoint is written; training continues. Raises ``Conflict`` if no attempt starts or runs, and if the script is
+        known to create no Session."""
         return self._act(job, "checkpoint")
 
     def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
@@ -268,10 +274,10 @@ class RatchetClient(Following, Access):
     def compare(self, job: str | Job, with_job: str | Job, *, checkpoint: str | None = None,
                 with_checkpoint: str | None = None) -> views.ComparisonView:  # fmt: skip
         """Compare every tensor and every rank's state of two jobs' checkpoints. By default, the steps at which both jobs have a
-        checkpoint are compared, oldest first. The result is for the first step that differs, or for the newest step if all are
-        equal. ``checkpoint`` (of ``job``) and ``with_checkpoint`` (of ``with_job``) select two checkpoints instead. If only one
-        of them is given, the other job's checkpoint of the same step is used. Raises ``Conflict`` if there is no common step, or
-        if a named checkpoint is in the quarantine or deleted.
+        committed checkpoint are compared, oldest first. The result is for the first step that differs, or for the newest step if
+        all are equal. ``checkpoint`` (of ``job``) and ``with_checkpoint`` (of ``with_job``) select two checkpoints instead. If
+        only one of them is given, the other job's checkpoint of the same step is used. Raises ``Conflict`` if there is no common
+        step, or if a named checkpoint is in the quarantine or deleted.
 
         >>> client.compare(job_id, job_id).identical
         True
@@ -295,7 +301,8 @@ class RatchetClient(Following, Access):
 
     def pin(self, job: str | Job, checkpoint_id: str, pinned: bool = True) -> views.CheckpointView:
         """Pin a checkpoint, so that retention does not delete it. ``pinned=False`` removes the pin. Returns the changed
-        checkpoint.
+        checkpoint. Raises ``Conflict`` if the checkpoint is in the quarantine or deleted, or if its pin is to be removed and a
+        fork has not started from it yet.
 
         >>> client.pin(job_id, client.job(job_id).last_checkpoint).pinned
         True
@@ -321,8 +328,9 @@ class RatchetClient(Following, Access):
     def files(self, job: str | Job, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[views.FileView]:  # fmt: skip
         """Yield the entries (files, directories, links) below ``path`` in the job's working directory, each directory before its
-        contents. The directories and unchanged files of the job's code are left out; ``everything`` includes them. New files in
-        such a directory are yielded. ``recursive=False``: only the direct entries of ``path``.
+        contents; if ``path`` is a file, only this file. The directories and unchanged files of the job's code are left out;
+        ``everything`` includes them. New files in such a directory are yielded. ``recursive=False``: only the direct entries of
+        ``path``.
 
         >>> [file.path for file in client.files(job_id)]
         []
@@ -339,8 +347,8 @@ class RatchetClient(Following, Access):
         """Return the bytes of the file ``path`` from ``start`` up to but not including ``end`` (default: the current end of the
         file).
 
-        Raises ``NotFound`` (``file-not-found``), and ``Refused`` with a code such as ``range-not-satisfiable`` (the file has no
-        such bytes) or ``symbolic-link``.
+        If ``end`` is not after ``start``, the result is empty and no request is sent. Raises ``NotFound`` (``file-not-found``),
+        and ``Refused`` with a code such as ``range-not-satisfiable`` (the file has no such bytes) or ``symbolic-link``.
         """
         if end is not None and end <= start:
             return b""
@@ -367,7 +375,7 @@ class RatchetClient(Following, Access):
 
     def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
         """Return the first ``limit`` queued jobs of all owners, in the order in which they start, without those in back-off. Each
-        item says why the job waits.
+        item has the reason why the job waits, if it is known yet.
 
         >>> [one.position for one in client.queue()] in ([], [1])
         True
@@ -376,8 +384,8 @@ class RatchetClient(Following, Access):
 
     def queue_view(self, limit: int = 50, job: str | Job | None = None) -> api_queue.QueueView:
         """Return one page with at most ``limit`` (maximum 100) queued jobs, without those in back-off. The page's ``waiting`` is
-        the number of all such jobs. With ``job``, the page has only this job, with its place in the queue; the page is empty if
-        the job is not queued."""
+        the number of all such jobs. With ``job``, the page has only this job, with its place in the queue (None in back-off); the
+        page is empty if the job is not queued."""
         params: Params = {"limit": limit} if job is None else {"job_id": self.job_id(job)}
         return self._get("/v1/queue", api_queue.QueueView, params)
 
@@ -419,8 +427,8 @@ class RatchetClient(Following, Access):
         return self._get(f"/v1/hooks/{quote(name, safe='')}", views.HookInfo)
 
     def ready(self) -> bool:
-        """Return True if the service reports that it is ready; its database then responds, too. Return False if,
-        even after retries for ``retry_for`` seconds, the service does not respond or is not ready."""
+        """Return True if the service reports that it is ready; its database then responds, too. Return False if the service does
+        not respond or is not ready; before that, the request may be retried for ``retry_for`` seconds."""
         try:
             self._transport.request("GET", "/readyz")
         except (ServiceUnreachable, ServiceFault):

@@ -36,7 +36,7 @@ def with_code(
     here. Return ``spec`` itself if ``upload`` decides against it, if ``code`` has no directory to snapshot, or if it has a
     ``digest`` already.
 
-    ``note``: receives sentences about left-out files and progress; None: those about left-out files are Python warnings.
+    ``note``: receives sentences about left-out files, large files and progress; None: those about files are Python warnings.
     ``within``: the JSON pointer of ``spec`` in the request, for error messages. Raises ``SpecError`` if the directory cannot be
     read or is not allowed as code, and what a request raises.
     """

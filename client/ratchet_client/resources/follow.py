@@ -51,7 +51,7 @@ class Following(Calls):
 
     def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
         """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Summaries of steps
-        that a later attempt repeats are left out.
+        that a later attempt repeats are left out. Long histories are thinned.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
@@ -60,8 +60,8 @@ class Following(Calls):
         return self._job_pages(views.HookSampleView, params, job, "hook", "history")
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
-        """Return one curve per rank: the values of ``figure`` over the steps. ``figure``: a field of ``HookSummary``
-        (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value, and ranks that have no
+        """Return one curve per rank: the values of ``figure`` over the steps of ``hook_history``. ``figure``: a field of
+        ``HookSummary`` (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value, and ranks that have no
         value at all, are left out. Raises ``AttributeError`` for an unknown figure if there is a summary.
 
         >>> norms = client.hook_series(job_id)

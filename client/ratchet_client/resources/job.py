@@ -121,7 +121,8 @@ class Job:
     def logs(self, *, follow: bool = False, rank: int | None = None, attempt: WhichAttempt = None,
              tail: int | None = None, grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
         """Yield the log lines so far. With ``follow``, also yield new lines as they are written, until the job has ended.
-        ``rank``, ``attempt``, ``tail``, ``grep``, ``since``: as in the client's ``logs``."""
+        ``rank``, ``attempt``, ``tail``, ``grep``, ``since``: as in the client's ``logs``, or with ``follow`` as in its
+        ``follow_logs``."""
         read = self._client.follow_logs if follow else self._client.logs
         return read(self.id, rank=rank, attempt=attempt, tail=tail, grep=grep, since=since)
 

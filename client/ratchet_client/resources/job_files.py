@@ -52,9 +52,10 @@ def fetch(
 
     The files are in a temporary directory in ``folder`` until all are complete; then each gets its name. ``force``: existing
     files are replaced; without it nothing is written if a file with one of the names exists. Raises ``Refused``
-    (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for one that
-    would write elsewhere, and the service's errors. ``output-not-written`` may come after some files have got their names. A
-    ``folder`` that was created here and is empty is removed again.
+    (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for an
+    archive that is not valid, such as one with a name that leads out of ``folder``, and the service's errors.
+    ``output-not-written`` may come after some files have got their names. If ``folder`` was created here and is still empty at
+    the end, also after an empty download, it is removed again.
     """
     made = not folder.exists()
     try:
