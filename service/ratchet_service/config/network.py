@@ -136,11 +136,11 @@ class Listening:
 
 
 def read_ca_certificates(file: Path) -> str:
-    """Return the PEM text of the file, that of ``--ca-file``. Raises ``StartError`` if it cannot be read, or if it is not empty
-    and contains no certificates."""
+    """Return the PEM text of the file, that of ``--ca-file``. Raises ``StartError`` if it cannot be read or contains no
+    certificate."""
     try:
         text = file.read_text(encoding="ascii")
-        ssl.create_default_context(cadata=text)
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
     except (OSError, ValueError, ssl.SSLError) as error:
         raise StartError(f"--ca-file {file} cannot be used: {error}: it must contain certificates as PEM") from None
     return text

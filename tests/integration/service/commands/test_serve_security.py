@@ -68,6 +68,7 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
         (["--url", "ratchet.example.com"], "must be like"),
         (["--url", "http://user:word@host"], "must be like"),
         (["--ca-file", "/nowhere.pem"], "--ca-file /nowhere.pem cannot be used"),
+        (["--ca-file", "/dev/null"], "--ca-file /dev/null cannot be used"),
     ],
 )
 def test_serve_with_insecure_or_invalid_options_is_refused(
