@@ -70,9 +70,13 @@ class Listening:
     def _check_url(self, url: str) -> None:
         """Raise ``StartError`` unless ``url`` is http or https and has a host and no user name. With ``tls_cert`` it must be
         https. Nothing is contacted."""
-        parts = urlsplit(url)
+        text = f"--url {url!r} must be like https://ratchet.example.com or http://host:8000"
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # such as for an IPv6 address without its end
+            raise StartError(text) from None
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-            raise StartError(f"--url {url!r} must be like https://ratchet.example.com or http://host:8000")
+            raise StartError(text)
         if self.tls_cert is not None and parts.scheme != "https":
             raise StartError(f"with --tls-cert agents connect by https, not to --url {url}")
 

@@ -67,6 +67,7 @@ def certificate(folder: Path, name: str) -> tuple[Path, Path]:
         (["--tls-cert", "a.crt", "--tls-key", "a.key", "--insecure-http"], "set only one"),
         (["--url", "ratchet.example.com"], "must be like"),
         (["--url", "http://user:word@host"], "must be like"),
+        (["--url", "http://[::1"], "must be like"),
         (["--ca-file", "/nowhere.pem"], "--ca-file /nowhere.pem cannot be used"),
         (["--ca-file", "/dev/null"], "--ca-file /dev/null cannot be used"),
     ],
