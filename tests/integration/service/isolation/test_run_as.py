@@ -179,6 +179,20 @@ def test_run_as_with_an_interpreter_that_hangs_is_refused_in_time(
 
 
 @AS_ROOT
+@pytest.mark.parametrize("url", ["sqlite:///{}", "sqlite+pysqlite:///{}", "sqlite:///{}?timeout=3"])
+def test_database_file_outside_the_run_directory_is_closed_to_the_jobs_user(
+    home: HomePaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.setattr(run_as, "_is_process_restricted", lambda: True)  # this one is the tests'
+    monkeypatch.setattr(run_as, "_check_user", lambda *_: None)
+    place = tmp_path / "x.db"
+    for end in ("", "-wal"):
+        place.with_name(place.name + end).touch(0o644)
+    serve.prepare_job_user(Settings(home=home.home, database_url=url.format(place), user=USER))
+    assert {path.stat().st_mode & 0o777 for path in (place, place.with_name("x.db-wal"))} == {0o600}
+
+
+@AS_ROOT
 def test_prepare_run_directory_refuses_an_unrestricted_process_unchanged(tmp_path: Path) -> None:
     """Whoever serves within a program of their own keeps its umask and groups."""
     mask, groups = os.umask(0o022), os.getgroups()
