@@ -238,7 +238,8 @@ def _without(data: dict[Any, Any], place: list[Any]) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses a key that is given twice: YAML forbids it, but PyYAML takes the last one."""
+    """YAML loader that refuses a key that is given twice, since YAML forbids it, but PyYAML takes the last one. Numbers like
+    ``1e-3`` are numbers, as in YAML 1.2 and JSON; for PyYAML they are texts unless they have a point and the exponent a sign."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping. Raises ``ConstructorError`` for a key that is given twice."""
@@ -251,17 +252,24 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z"),
+    list("-+.0123456789"),
+)
+
+
 def load_spec_text(text: str) -> Any:
-    """Return the data in a spec file's text, YAML or JSON. JSON is parsed as YAML, too: it must not be indented with tabs, and
-    a number like ``1e-3``, without a point, becomes a text. Raises ``SpecError`` for text that is not valid YAML, and for a key
-    that is given twice; the error names the line and the column, if they are known."""
+    """Return the data in a spec file's text, YAML or JSON. JSON is parsed as YAML, too: it must not be indented with tabs. Raises
+    ``SpecError`` for text that is not valid YAML, and for a key that is given twice; the error names the line and the column, if
+    they are known."""
     try:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = str(getattr(error, "problem", error))
-        cure = "; YAML must be indented with spaces, not tabs" if "'\\t'" in problem else ""
+        cure = "; indent with spaces, not tabs, also in JSON" if "'\\t'" in problem else ""
         raise SpecError(f"not valid YAML{where}: {problem}{cure}", code="invalid-yaml") from None
     except (ValueError, TypeError, RecursionError, OverflowError, AttributeError, KeyError) as error:
         # YAML's constructors raise these for dates that do not exist, numbers that are too long, and unhashable keys

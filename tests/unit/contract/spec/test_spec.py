@@ -303,3 +303,15 @@ def test_checkpoint_first_accepts_step_auto_and_yaml_off() -> None:
     assert [first(value) for value in ("auto", "off", "'off'", "7", "'7'")] == ["auto", "off", "off", 7, 7]
     whole = parse_spec(spec())
     assert whole.checkpoint.first == "auto" and parse_spec(whole.model_dump(mode="json")) == whole
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "1.e-3", "+1e-3", ".1e-2"])
+def test_number_with_an_exponent_in_a_spec_file_is_a_number(text: str) -> None:
+    """As in JSON. It must not reach a task as a text."""
+    found = load_spec_text(f"lr: {text}\nlist: [{text}]\nquoted: '{text}'")
+    assert found == {"lr": 1e-3, "list": [1e-3], "quoted": text} and type(found["lr"]) is float
+
+
+@pytest.mark.parametrize("text", ["1e", "e3", "1e-3x", "v1e3", "1e3.5", "1-e3"])
+def test_text_that_resembles_a_number_in_a_spec_file_stays_a_text(text: str) -> None:
+    assert load_spec_text(f"name: {text}") == {"name": text}
