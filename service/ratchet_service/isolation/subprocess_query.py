@@ -144,4 +144,9 @@ def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
 
 def _describe_exit(code: int) -> str:
     """Return the text for a process that ended without an answer; ``code``: its return code, negative for a signal."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code} in the middle of it"
+    if code >= 0:
+        return f"exit code {code} in the middle of it"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"killed by signal {-code}"

@@ -249,6 +249,14 @@ def test_subprocess_query_with_an_invalid_answer_raises(answer: str) -> None:
         )
 
 
+@pytest.mark.parametrize(("number", "name"), [(9, "SIGKILL"), (40, "signal 40")])
+def test_subprocess_query_killed_by_a_signal_says_which(number: int, name: str) -> None:
+    script = "import os, sys; os.kill(os.getpid(), int(sys.argv[1]))"
+    command = [sys.executable, "-c", script, str(number)]
+    with pytest.raises(ValueError, match=f"^killed by {name}$"):
+        subprocess_query.query_process(command, {}, cwd="/", env={}, timeout_seconds=60)
+
+
 @pytest.mark.parametrize("wrong", [{"version": ["a", 3]}, {"origin": 7}, {"torch_version": []}])
 def test_interpreter_with_a_malformed_answer_is_unusable(tmp_path: Path, wrong: dict[str, object]) -> None:
     """A program of the submitter's own in the place of one."""
