@@ -290,5 +290,6 @@ class AttemptPaths(NodePaths):
         return self.root / "fetched.json"
 
     def rank_result(self, rank: int) -> Path:
-        """``RankResult`` as JSON: written by the rank as its last action."""
+        """``RankResult`` as JSON: how the rank ended. Written by the rank itself at its end; missing if it was killed or could
+        not write it."""
         return self.root / "results" / f"rank-{rank:05d}.json"
