@@ -47,8 +47,8 @@ def propose(
     ``environ``: the environment variables. ``overrides``: the keys of ``--set``, of which only ``code`` and ``python`` are used.
     ``code`` and ``name``: the values of ``--code`` and ``--name``. Raises ``Refused`` for what is not supported, and ``NotFound``
     if the script or the code directory does not exist. The script is read and not run; the job's interpreter is started to find
-    out which modules it has, which blocks for at most 60 seconds. Where GPUs must be counted, as for ``--nproc-per-node=auto``,
-    ``nvidia-smi`` may block for 30 more."""
+    out which modules it has, which blocks for at most 60 seconds. Counting GPUs (``nvidia-smi``), as for
+    ``--nproc-per-node=auto``, may block as well."""
     command = parse_command(words, environ)
     place = project.locate(command.script, _code(overrides, code))
     facts = read_script.read_script(place.script, place.code)

@@ -48,7 +48,7 @@ _SPECS: Final = {entry.spec.__name__: entry.name for entry in HOOKS.values()}
 
 def read_script(script: Path, code: Path) -> Facts:
     """Return the facts about ``script`` and every module below its directory or ``code`` that it imports, directly or not.
-    Nothing is imported or run.
+    Relative imports are not followed. Nothing is imported or run.
 
     At most 300 files are read; modules beyond that are left out without an error. Raises ``NotFound`` if a file cannot be read,
     and ``Refused`` for a file that is not Python, is larger than 2 MiB or is nested too deeply.

@@ -112,8 +112,8 @@ class RatchetClient(Following, Access):
 
     def plan(self, spec: Spec, *, adopt: str | os.PathLike[str] | None = None, upload: bool | None = None,
              note: Note | None = None) -> views.PlanView:  # fmt: skip
-        """Check ``spec`` as ``submit`` does, including ``adopt``, and return what would run. No job is stored. Code is uploaded
-        as by ``submit``, and the service keeps it for ten minutes.
+        """Check ``spec`` as ``submit`` does, including ``adopt`` but not the owner's quota, and return what would run. No job is
+        stored. Code is uploaded as by ``submit``, and the service keeps it for ten minutes.
 
         >>> client.plan("examples/digits-powersgd.yaml").resolved.backend
         'gloo'
@@ -222,10 +222,10 @@ class RatchetClient(Following, Access):
         return views.JobView.model_validate(self._transport.request("PATCH", self._path(job), json=body).json())
 
     def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
-        """Delete an ended job and its logs. Its checkpoints are deleted, too, unless ``keep_checkpoints`` is true. The files in
-        its working directory are kept, and the result has their path. ``outputs=True`` deletes these files too, also in a later
-        call with the id of the deleted job. Raises ``Conflict`` if the job has not ended, or if one of its checkpoints is needed
-        by a fork that has not started yet."""
+        """Delete an ended job and its logs. Its checkpoints are deleted, too, unless ``keep_checkpoints`` is true. The files that
+        the job made in its working directory are kept, and the result has their path. ``outputs=True`` deletes these files too,
+        also in a later call with the id of the deleted job. Raises ``Conflict`` if the job has not ended, or if a checkpoint that
+        would be deleted is needed by a fork that has no checkpoint of its own yet."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -312,7 +312,8 @@ class RatchetClient(Following, Access):
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
         """Delete checkpoints from which no attempt will start, such as those of later steps after a resume from an earlier step.
-        Also delete unfinished checkpoints. Pinned ones stay. Returns what was deleted.
+        Also delete unfinished checkpoints. Pinned ones stay, and those of an attempt that may be alive. Returns what was
+        deleted.
 
         ``dry_run``: only return what would be deleted. ``quarantined``: also delete damaged checkpoints that were quarantined,
         even pinned ones.

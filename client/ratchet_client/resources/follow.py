@@ -125,7 +125,7 @@ class Following(Calls):
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
         """Write the current logs to ``file``, and return its path. The file appears, or replaces an existing one, once the
         download is complete. Without ``rank``, each line begins with ``[attempt.rank]``. If the download is interrupted, it is
-        started again, for at most ``retry_for`` seconds.
+        started again, for at most ``retry_for`` seconds. Raises ``OSError`` if ``file`` cannot be written.
 
         >>> client.download_logs(job_id, directory / "job.log", rank=0).name
         'job.log'

@@ -33,7 +33,8 @@ class Access(Calls):
 
         ``token`` of the result is the token's text, which is returned only once. It is None if this call was retried after its
         first response was lost. Raises ``Refused`` (``not-allowed``) if the new token would have more rights or a later expiry
-        than the caller's, and ``Conflict`` if the owner has too many valid tokens.
+        than the caller's, for another owner unless the caller is an admin, and for scopes that its role does not include. Raises
+        ``Conflict`` if the owner has too many valid tokens.
 
         >>> made = client.create_token("notebook", role="viewer", expires_days=1)
         >>> client.revoke_token(made.id).revoked_at is not None
