@@ -71,8 +71,8 @@ class TrainLoader:
     before each sample is loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``;
     workers pass batches through /dev/shm and use one thread each. ``ratchet_worker.data.order`` defines the order and where an
     epoch ends; ``ratchet_worker.data.dataloader_workers`` describes the workers. Iterating consumes none of the rank's own random
-    numbers. ``dataset``, ``augment`` and ``collate_fn`` may have generators of their own. Without workers, a checkpoint has their
-    states (``own_generators``) besides ``state_dict``. With workers, such generators make ``exact`` False.
+    numbers. ``dataset``, ``augment`` and ``collate_fn`` may have generators of their own. If ``num_workers`` is 0, a checkpoint
+    also contains the states of these generators (``own_generators``). With workers, such generators make ``exact`` False.
     """
 
     def __init__(
