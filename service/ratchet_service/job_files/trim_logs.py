@@ -26,11 +26,13 @@ KEPT_BYTES: Final = GRANULE
 
 class Shortened(NamedTuple):
     """Result of ``shorten``. ``attempts``: numbers of the attempts whose logs lost their middle, or were deleted; ``removed``:
-    logs were deleted as a whole, since the file system cannot free the middle of a file; ``nbytes``: bytes freed."""
+    logs were deleted as a whole, since the file system cannot free the middle of a file; ``nbytes``: bytes freed; ``kept``: logs
+    lost only their middle."""
 
     attempts: list[int]
     removed: bool
     nbytes: int
+    kept: bool
 
 
 def shorten(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
@@ -52,14 +54,15 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
     for number, _, path in log_files(paths, LogFilter(last=attempt)):
         by_attempt[number].append(path)
     excess = sum(_allocated_bytes(path) for found in by_attempt.values() for path in found) - bounds.job_log_bytes
-    done, removed, freed = list[int](), False, 0
+    done, removed, kept, freed = list[int](), False, False, 0
     for number in sorted(by_attempt)[bounds.log_attempts : -bounds.log_attempts]:
         if freed >= excess:
             break
         before = freed
         for path in by_attempt[number]:
             try:
-                freed += _shorten(path)
+                nbytes = _shorten(path)
+                freed, kept = freed + nbytes, kept or nbytes > 0
             except OSError as error:
                 if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
                     nbytes = _allocated_bytes(path)
@@ -68,7 +71,7 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
                         freed, removed = freed + nbytes, True
         if freed > before:
             done.append(number)
-    return Shortened(done, removed, freed) if done else None
+    return Shortened(done, removed, freed, kept) if done else None
 
 
 def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
@@ -101,7 +104,9 @@ def record_event(session: Session, job: Job, attempt: int, shortened: Shortened 
     if shortened is None:
         return
     attempts = ", ".join(map(str, shortened.attempts))
-    what = "were removed" if shortened.removed else f"keep {KEPT_BYTES >> 10} KiB at their beginning and at their end"
+    kept = f"keep {KEPT_BYTES >> 10} KiB at their beginning and at their end"
+    texts = (("were removed", shortened.removed), (kept, shortened.kept))
+    what = " or ".join(text for text, applies in texts if applies)
     data = {"attempts": shortened.attempts, "bytes": shortened.nbytes, "removed": shortened.removed}
     add_event(session, job.id, "logs-shortened", f"logs of attempts {attempts} {what}", attempt=attempt, data=data)
 

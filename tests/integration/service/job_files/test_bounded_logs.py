@@ -248,6 +248,26 @@ def test_shorten_without_hole_punching_removes_old_logs_and_spools(
     assert [a for a in range(1, 7) if paths.attempt(a).ring(0).exists()] == [3, 4, 5, 6]
 
 
+def test_event_of_shortened_and_removed_logs_names_both(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id, real = api.submit(), trim_logs.punch_hole
+    paths = api.settings.paths.job(job_id)
+
+    def refuse(path: Path, begin: int, end: int) -> int:
+        if path == paths.attempt(2).log(0):
+            raise OSError(errno.EOPNOTSUPP, "not supported", str(path))
+        return real(path, begin, end)
+
+    monkeypatch.setattr(trim_logs, "punch_hole", refuse)
+    for attempt in range(1, 5):
+        write(paths.attempt(attempt).log(0), numbered(0, 10_000))
+    shortened = shorten(paths, 4, Bounds(job_log_bytes=MIB, log_attempts=1))
+    with api.database.write() as session:
+        record_event(session, lock_job(session, job_id), 4, shortened)
+    event = api.client.get(f"/v1/jobs/{job_id}/events").json()["items"][-1]
+    text = "logs of attempts 2, 3 were removed or keep 64 KiB at their beginning and at their end"
+    assert (event["message"], event["data"]["removed"]) == (text, True)
+
+
 @AS_ROOT
 def test_shorten_skips_logs_that_another_user_keeps_from_being_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path, begin: int, end: int) -> int:
