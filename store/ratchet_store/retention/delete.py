@@ -1,10 +1,11 @@
 """Delete checkpoints. The manifest is removed first, by a durable rename, so that a crash never leaves one that looks whole.
 
-The caller makes sure that no process is still writing the checkpoints that it deletes. A pin may come at any time: the pinning
-process creates the marker file, durably, and then checks for the manifest; ``delete_unless_pinned`` removes the manifest,
-durably, and then checks for the marker file. One of the two notices the other, so a pin that found a manifest holds, and one
-that comes too late fails. A manifest that was removed although the marker file exists is restored; after a crash in between, by
-``sweep``.
+The caller makes sure that no process is still writing the checkpoints that it deletes. ``delete`` and ``delete_all`` delete
+pinned checkpoints, too. ``delete_unless_pinned`` does not, and a pin may come at any time: the pinning process creates the marker
+file, durably, and then checks for the manifest; ``delete_unless_pinned`` removes the manifest, durably, then checks for the
+marker file, and restores the manifest if there is one. One of the two notices the other, so a pin that found a manifest holds,
+and one that comes too late fails. After a crash in between, ``sweep`` restores the manifest of a pinned checkpoint that still has
+all of its files.
 
 A link with a checkpoint's name is never followed, since its target may be another job's checkpoint: only the link is deleted.
 """
