@@ -109,7 +109,9 @@ class _Forked:
         return self._server.process_for(self._rank).pid
 
     def fileno(self) -> int:
-        """See ``_Server.wakeup_fd``: the descriptor may change once the rank is forked."""
+        """Return the descriptor that becomes readable on news of this rank: until the rank is forked the server's report pipe,
+        then the pidfd of the rank's process (``_Server.wakeup_fd``). So it changes when the rank is forked: ask again before each
+        wait."""
         return self._server.wakeup_fd(self._rank)
 
     def exit_code(self) -> int | None:
