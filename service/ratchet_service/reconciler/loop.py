@@ -305,9 +305,10 @@ class Reconciler:
                 self._watch_launched(launched, held_at)
 
     def _watch_launched(self, launched: Launched, held_at: float) -> None:
-        """Start to watch a new attempt, and submit it unless it was found on the disk. An error that concerns only this attempt
-        is recorded, so that the others are watched, too. ``held_at``: monotonic time before its lease was taken. Raises errors of
-        the database."""
+        """Start to watch a new attempt, and submit it unless it was found on the disk. If the lease is lost or the job was
+        deleted meanwhile, the watch is dropped and nothing is recorded. Another error that concerns only this attempt is recorded
+        in the job's row, so that the others are watched, too. ``held_at``: monotonic time before its lease was taken. Raises
+        errors of the database."""
         job_id, attempt, _ = launched.lease
         try:
             watch = self._watches[job_id] = self._watcher.start_watch(launched.lease, held_at)

@@ -1,10 +1,12 @@
-"""GPU indices and CPU slots: who holds them and who gets them next. Pure: computed from the rows of active attempts.
+"""GPU indices and CPU slots: who holds them and who gets them next. Reads and writes no database: a ``Board`` is made from the
+grants of active attempts, and keeps in memory what is free during one scheduling pass.
 
 A CPU slot is a promise between jobs, not a core: slot numbers keep two jobs from counting on the same core by accident. A job
 that requests more CPU slots than the machine has takes all of them and so runs alone. GPUs cannot be shared at all.
 
-The queue is served in order (``fair_order``). What is free is reserved for a job that does not fit: later jobs may start only
-with what is left after it, so that a large job is not starved by small ones.
+The caller asks for the jobs' slots in the order of the queue (``fair_order``). If a job does not fit, the free slots that it
+needs are reserved for it, so that a large job is not starved by small ones that come later. Nothing is reserved for a job that
+needs more GPUs than the machine has.
 """
 
 from __future__ import annotations

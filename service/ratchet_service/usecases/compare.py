@@ -142,8 +142,9 @@ class Comparer:
         return min(found, key=lambda one: (one[0], PARTS.index(one[1])), default=None)
 
     def _fingerprints(self, job_id: str, attempts: list[int], rank: int) -> dict[int, StepFingerprint]:
-        """Return step -> fingerprint of one rank, from the files of the newest 100 of ``attempts``. If a step was done several
-        times, the fingerprint of the last time counts. Files that are missing or cannot be read are left out."""
+        """Return step -> fingerprint of one rank, from the files of the last 100 of ``attempts``, which must be in ascending
+        order. If a step was done several times, the fingerprint of the newest attempt counts. Files that are missing or cannot be
+        read are left out."""
         out: dict[int, StepFingerprint] = {}
         for number in attempts[-_MAX_ATTEMPTS:]:
             ring = self.homes.job(job_id).attempt(number).ring(rank)
