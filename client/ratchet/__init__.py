@@ -58,7 +58,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__
 
 
 def __dir__() -> list[str]:
-    """Return the public names that can be imported in this environment: without torch, those of ``ratchet_worker`` are left out.
-    ``help(ratchet)`` imports each name that this returns."""
+    """Return the names in ``__all__``. If torch is not installed, those of ``ratchet_worker`` are left out, since they need it
+    and ``help(ratchet)`` imports each name that this returns."""
     trains = find_spec("torch") is not None
     return [name for name in __all__ if trains or not PUBLIC[name].startswith("ratchet_worker")]

@@ -1,4 +1,7 @@
-"""Lightning's Trainer as a job, by one line of a script: ``from ratchet.lightning import SessionStrategy``."""
+"""Lightning's Trainer as a job: import ``SessionStrategy`` from here, and pass ``Trainer(strategy=SessionStrategy(), ...)``.
+
+See ``ratchet_worker.integrations.lightning``.
+"""
 
 from __future__ import annotations
 

@@ -75,8 +75,9 @@ class _Group(TyperGroup):
 
 
 def _report(error: RatchetError, job: str | None) -> None:
-    """Print an error on standard error, with one line for each field error and a hint at the next command. A single field error
-    that the message contains gets no line. ``job``: the job as named on the command line."""
+    """Flush standard output, then print an error on standard error: its message, one line for each field error, and a hint if
+    there is one. A single field error that the message contains gets no line. If there are several and the message only lists
+    them, their number is printed in its place. ``job``: the job as named on the command line; None: no job was named."""
     sys.stdout.flush()
     several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
     listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")

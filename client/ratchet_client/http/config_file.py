@@ -1,7 +1,8 @@
 """The client's configuration file: a server, and the token that belongs to it.
 
-``RATCHET_CONFIG`` names it, else it is ``ratchet/config.json`` below ``XDG_CONFIG_HOME`` (default ``~/.config``). An invalid file
-is rejected, never ignored: without its server or token a command would silently be sent elsewhere.
+``RATCHET_CONFIG`` names it, else it is ``ratchet/config.json`` below ``XDG_CONFIG_HOME`` (default ``~/.config``, also for a
+relative path). An invalid file is rejected, never ignored: without its server or token a command would silently be sent
+elsewhere.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ConfigFile:
 
 def config_path() -> Path:
     """Return the absolute path of the configuration file, whether it exists or not: the variable ``RATCHET_CONFIG``, else below
-    ``XDG_CONFIG_HOME`` or ``~/.config``."""
+    ``XDG_CONFIG_HOME`` if that is an absolute path, else below ``~/.config``."""
     given = os.environ.get(env_vars.CONFIG)
     if given:
         return Path(given).expanduser().absolute()
@@ -83,7 +84,7 @@ def _validated(path: Path, data: Any) -> ConfigFile:
 
 def _refusal(path: Path, what: str, first: str) -> Refused:
     """Return, and do not raise, the error for the configuration file. ``what``: what is wrong; ``first``: what the user can do
-    instead of removing the file."""
+    instead of removing the file, as text that ends in "or"."""
     return Refused(f"the configuration {path} {what}: {first} remove the file", code="invalid-config")
 
 

@@ -51,7 +51,8 @@ class Target:
 
     ``token_server``: the only address that ``token`` is sent to. If it is None, the token was specified for this target by an
     option or variable; it is sent to ``server``, or without a ``server`` only to an address of this machine. ``several``: if no
-    service is specified, ``./.ratchet`` does not exist and several services run, their run directories; else empty.
+    service is specified, ``./.ratchet`` is no run directory (``_is_run_directory``) and several services run, their run
+    directories; else empty.
     """
 
     server: Setting | None
@@ -160,9 +161,10 @@ def find_target(
     """Return the service to use and its token. The arguments are the values of the options; None: not set. No request is sent.
 
     The first of these that is given applies: an option, a variable, the configuration file, the run directory ``./.ratchet`` if
-    it exists, this user's only running service. If none applies, the result names ``./.ratchet``. If several services run then,
-    ``several`` has their run directories, and ``Target.url`` raises. Raises ``Refused`` if an address, the token or the
-    configuration file is invalid.
+    it is one (``_is_run_directory``), this user's only running service. If none applies, the result names ``./.ratchet``. If
+    several services run then, ``several`` has their run directories, and ``Target.url`` raises. A server has precedence over a
+    run directory that is given in the same way. The token is chosen separately: the argument, the variable, else the
+    configuration file's. Raises ``Refused`` if an address, the token or the configuration file is invalid.
     """
     environ = os.environ
     path = config_path()

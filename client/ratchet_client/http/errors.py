@@ -1,7 +1,8 @@
 """The errors that a call may raise, in addition to the classes of ``ratchet_contract.errors`` for the service's problems.
 
 RatchetError
-├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, rebuilt from problem+json with code and field errors
+├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, rebuilt from problem+json with code and field errors; the client
+│                                                   itself raises some, too, such as Refused for its configuration
 ├── ServiceUnreachable                              no response
 ├── ServiceFault                                    a 5xx response, one that is not from the API, or a damaged download
 ├── AmbiguousName                                   several jobs have the name

@@ -59,7 +59,7 @@ def follow(
     on_gap: Callable[[str], None] | None = None,
 ) -> Generator[ServerEvent]:  # fmt: skip
     """Yield every event of the stream at ``path`` once, in order; connect again with ``Last-Event-ID`` when the stream breaks.
-    ``last_id``: start after this event. ``on_gap``: called with the error text once per interruption.
+    ``last_id``: start after this event. ``on_gap``: called with the error text once per interruption by an error.
 
     The generator ends at the service's end event. If a stream has closed without one and ``finished()`` is true, it reads one
     more stream to its end, and then ends, too. Raises ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for``

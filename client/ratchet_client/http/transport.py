@@ -110,7 +110,7 @@ class Transport:
 
         A POST has an Idempotency-Key (a random one by default), so that it takes effect once. ``body``: sent instead of ``json``.
         Raises the service's problem as a ``RatchetError``, ``ServiceUnreachable``, ``ServiceFault`` if another program responds,
-        and any error from producing the body.
+        ``Refused`` for an invalid configuration or a service with another protocol, and any error from producing the body.
         """
         headers = {}
         if body is not None:
@@ -136,8 +136,9 @@ class Transport:
     ) -> Iterator[httpx.Response]:
         """Send a GET request once and yield the open response, to be read incrementally; the response is closed on exit.
         ``read``: the maximum seconds without a byte. The default is enough for a stream of events, since the service sends
-        comments while it has no event. Raises the service's problem as a ``RatchetError``, and ``ServiceUnreachable`` also if the
-        connection breaks during the block."""
+        comments while it has no event. Raises the service's problem as a ``RatchetError``, ``ServiceFault`` if another program
+        responds, and ``Refused`` for an invalid configuration or a service with another protocol. Raises ``ServiceUnreachable``
+        also if the connection breaks or ``read`` expires during the block."""
         url = self.target.url()
         timeout = httpx.Timeout(self._timeout.connect, read=read)
         headers = {**headers, **self._authorization(url)}
@@ -183,8 +184,8 @@ class Transport:
     def _request_once(self, method: str, path: str, params: Params | None, json: Any, headers: dict[str, str],
               body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip
         """Send the request once and return the response, of any status. If the service does not respond, return the
-        ``ServiceUnreachable`` error instead of raising it. Raises ``Refused`` for an invalid address or another protocol, and
-        ``ServiceFault`` for a success from another program."""
+        ``ServiceUnreachable`` error instead of raising it. Raises ``Refused`` for an invalid address or configuration and for
+        another protocol, ``ServiceFault`` for a success from another program, and any error from producing the body."""
         try:
             url = self.target.url()
         except ServiceUnreachable as error:

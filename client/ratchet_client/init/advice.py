@@ -27,8 +27,8 @@ _GUIDE: Final = "docs/adoption.md"
 
 @dataclass(frozen=True)
 class Note:
-    """A note for the user. ``code``: a stable identifier. ``serious``: the job would fail, or would train differently from what
-    the user expects."""
+    """A note for the user. ``code``: a stable identifier. ``serious``: the user must attend to it, for example because the job
+    would fail, or would train differently from what the user expects."""
 
     code: str
     text: str
@@ -37,8 +37,8 @@ class Note:
 
 def run_mode(facts: Facts, place: Place) -> Way:
     """Return how Ratchet runs the script; the first that applies: "session" if the script or a module that it imports makes a
-    Session; "task" if it has a task class and no DDP call; "session" if it counts as managed by its text; "unmanaged". Unlike
-    this function, the service and the ranks do not see a Session that an imported module makes."""
+    Session; "task" if it has a task class and no DDP call; "session" if it counts as managed by its text; "unmanaged". The
+    service decides by the script's text alone, and does not see a Session that an imported module makes."""
     if facts.session is not None:
         return "session"
     if facts.task is not None and facts.ddp is None:
@@ -58,15 +58,16 @@ def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
 
 
 def hook_block(hook: HookUse) -> dict[str, Any] | None:
-    """Return the value of the spec's key ``hook`` for a hook that the script registers; None if Ratchet does not have this
-    hook."""
+    """Return the value of the spec's key ``hook`` for a hook that the script registers; None if Ratchet does not have this hook,
+    or has it only as unavailable."""
     name = canonical_hook_name(hook.name)
     return {"name": name, **hook.parameters} if name in HOOKS and HOOKS[name].available else None
 
 
 def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> list[Note]:
     """Return all notes about the script, ordered by subject, beginning with how Ratchet runs it. Starts the job's interpreter to
-    find out which modules it has, which blocks for at most 60 seconds, and lists the code directory."""
+    find out which modules it has, which blocks for at most 60 seconds, and lists the code directory. May also count the GPUs
+    (``count_gpus``). ``python``: as for ``_surroundings``."""
     way = run_mode(facts, place)
     return [
         *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),
@@ -217,8 +218,9 @@ def _start(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
-    """Yield a note on the relative paths that the script writes to. Yield serious notes on relative paths that it reads and that
-    do not exist in the code directory, and on arguments that are paths from the current directory, if that is another one."""
+    """Yield a note on the relative paths that the script writes to. Yield serious notes on relative paths that it reads, does not
+    write and that do not exist in the code directory. If the current directory is not the code directory, also yield serious
+    notes on arguments that are existing relative paths there."""
     written = sorted({str(where.value) for where in facts.writes if _is_relative_path(where)})
     if written:
         names = ", ".join(f'"{name}"' for name in written)
@@ -261,8 +263,9 @@ def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[Note]:
-    """Yield notes on modules that the job's interpreter lacks (starts that interpreter to find out), and on a large code
-    directory. ``python``: the interpreter or environment; None: the one that runs this command."""
+    """Yield notes on modules that the job's interpreter lacks (starts that interpreter to find out), a serious one if it does not
+    report its modules, and one on a large code directory. ``python``: the interpreter or environment; None: the one that runs
+    this command."""
     missing = missing_modules(python, facts.modules | {"ratchet_worker", "torch"}, [place.script.parent, place.code])
     who, ours = python or "the interpreter that runs this command", {PACKAGE, "ratchet_worker"}
     if missing is None:

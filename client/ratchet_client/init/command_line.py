@@ -47,7 +47,8 @@ class Command:
 
 def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
     """Return the parsed command ``words``, as typed after ``ratchet init`` and its own options. ``environ``: variables, in which
-    ``PET_...`` set options of torchrun. Raises ``Refused`` for what is not supported; the message has what to do instead."""
+    ``PET_...`` set options of torchrun. Raises ``Refused`` for what is invalid or not supported. It is not checked that the
+    script exists."""
     env, rest = _variables(words)
     if not rest:
         raise Refused(
@@ -104,7 +105,8 @@ def _explicit(word: str) -> Path | None:
 
 def _from_python(words: list[str], environ: Mapping[str, str]) -> Command:
     """Return the command for the words after ``python``: a script, or ``-m torch.distributed.run`` (or ``.launch``) with its
-    options. The option ``-u`` is dropped. Raises ``Refused`` for other options of python and other modules."""
+    options, each with the script's arguments. The option ``-u`` is dropped. Raises ``Refused`` for other options of python, other
+    modules, and without a script."""
     rest, dropped = list(words), {}
     while rest and rest[0] == "-u":
         dropped["-u"] = "output of ranks is never buffered"
@@ -135,7 +137,7 @@ def _module(module: str) -> str:
 
 
 class _Parser(argparse.ArgumentParser):
-    """An argument parser that raises ``Refused`` for invalid options instead of exiting."""
+    """An argument parser that raises ``Refused`` for an invalid command line instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise Refused(f"{message}; this is read as torchrun reads it (ratchet's own options come first)")
@@ -221,8 +223,9 @@ def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
 
 
 def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that a process started here would see: from ``CUDA_VISIBLE_DEVICES``, else from
-    ``nvidia-smi``. Return 0 if ``nvidia-smi`` is needed, and is missing or fails. Blocks for at most 30 seconds."""
+    """Return the number of NVIDIA GPUs that a process started here would see: the entries of ``CUDA_VISIBLE_DEVICES`` if it is
+    set, without a check that they exist, else those that ``nvidia-smi`` lists. Return 0 if ``nvidia-smi`` is needed, and is
+    missing or fails. Blocks for at most 30 seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])

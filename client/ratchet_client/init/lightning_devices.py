@@ -13,10 +13,13 @@ _ALL: Final = ("auto", "-1")
 
 
 def with_devices(command: Command, facts: Facts) -> Command:
-    """Return a copy of ``command`` with the device and the number of ranks that the script's Lightning Trainer would use. The
-    device is "cpu" if the Trainer is set to the CPU and ``command`` names no device, "cuda" if this machine has a GPU. The rest
-    is unchanged: a number of ranks that ``command`` specifies; device and number if the script does not have exactly one
-    Lightning Trainer."""
+    """Return ``command`` with the device and the number of ranks that the script's only Lightning Trainer would use; without an
+    only one, return it as it is. ``command`` itself is not changed.
+
+    The device becomes "cpu" if the Trainer is set to the CPU and ``command`` names no device. If ``command`` specifies no number
+    of ranks and the Trainer's is known, that number is set. Then the device also becomes "cuda" if this machine has a GPU and the
+    Trainer is not set to the CPU.
+    """
     trainer = lightning(facts)
     if trainer is None:
         return command
@@ -45,7 +48,7 @@ def lightning(facts: Facts) -> Framework | None:
 
 def device_count(command: Command, facts: Facts, trainer: Framework) -> int | None:
     """Return the number of devices that ``trainer`` would use on this machine; None if the script and the command's arguments do
-    not determine it."""
+    not determine it, or it is 0. May count the GPUs (``count_gpus``)."""
     value = _value(command, facts, trainer.devices)
     if value is None:
         return None

@@ -51,8 +51,9 @@ class Place:
 
 
 def locate(script: str, code: Path | None) -> Place:
-    """Return the place of the file ``script``. ``code``: the directory of the snapshot; None: the script's own directory. Raises
-    ``NotFound`` if one of them does not exist, and ``Refused`` if ``script`` is not a ``.py`` file below ``code``."""
+    """Return the place of the file ``script``. ``code``: the directory of the snapshot; None: the script's own directory, after
+    symbolic links are resolved. Raises ``NotFound`` if one of them does not exist, and ``Refused`` if ``script`` is not a ``.py``
+    file below ``code``."""
     path = Path(script).expanduser().absolute()
     if path.is_dir():
         raise Refused(f"{script} is a directory: name the file that trains")

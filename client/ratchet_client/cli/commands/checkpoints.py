@@ -150,8 +150,8 @@ def verify(
 
 
 def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[views.VerifyResult]:
-    """Verify the committed checkpoints of the job one after the other, print each result and yield it. Those that are deleted
-    meanwhile are skipped with a note."""
+    """Verify the committed checkpoints of the job one after the other, pass each result to ``_print_result`` and yield it. Those
+    that are deleted meanwhile are skipped with a note. If there are none, only a note is printed."""
     from ratchet_contract.errors import Conflict, NotFound
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
@@ -172,7 +172,8 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[view
 
 
 def _print_result(result: views.VerifyResult, as_json: bool) -> None:
-    """Print the result of a verification; with ``as_json`` only damage is printed, on standard error."""
+    """Print the result of a verification on standard output, unless ``as_json``. Damage is also printed on standard error, in
+    both cases."""
     if not as_json:
         output.line(
             f"{result.id}: {result.verification} ({pluralize(result.bytes_checked, 'byte')} in {result.seconds:.2f} s)"
@@ -218,7 +219,8 @@ def export(
 def _find_committed(client: RatchetClient, job: str, step: int | None) -> str:
     """Return the id of the checkpoint to export: the committed one of ``step``, or the job's newest if ``step`` is None.
 
-    Raises ``NotFound`` if there is none, ``typer.BadParameter`` if several attempts saved ``step``.
+    Raises ``NotFound`` if there is none, ``typer.BadParameter`` if there are committed checkpoints of ``step`` from several
+    attempts.
     """
     from ratchet_contract.errors import NotFound
 

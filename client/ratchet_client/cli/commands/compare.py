@@ -54,7 +54,8 @@ def compare(
 
 
 def lines(comparison: ComparisonView) -> list[str]:
-    """Return the text output for a comparison: the verdict, where the jobs first differ, the differences, and what to do."""
+    """Return the text output for a comparison: the verdict, and for jobs that differ also where they first differ, the
+    differences, and the advice if there is one."""
     names = (
         f"{comparison.job_id}/{comparison.checkpoint_id} and {comparison.with_job_id}/{comparison.with_checkpoint_id}"
     )
@@ -64,10 +65,10 @@ def lines(comparison: ComparisonView) -> list[str]:
 
 
 def difference_lines(comparison: ComparisonView) -> list[str]:
-    """Return the text lines on what differs. They are a heading with the number of differences, and for each component that
-    differs its first difference and the number of the others (at most ``MAX_LINES`` components, causes first). Only the
-    differences that the comparison lists count, at most 50. A hint at ``--json`` follows if there are more differences than
-    lines. The last line is the comparison's advice, if it has one."""
+    """Return the text lines on what differs: a heading with the number of all differences, then one line for each of the first
+    ``MAX_LINES`` components that differ, causes first. A component's line has its first difference and the number of its others.
+    These lines are made from the differences that the comparison lists, which are at most 50 of all. A hint at ``--json`` follows
+    if there are more differences than such lines. The last line is the comparison's advice, if it has one."""
     of: dict[str, list[DifferenceView]] = {}
     for one in comparison.differences:
         of.setdefault(one.component, []).append(one)

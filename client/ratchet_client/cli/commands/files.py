@@ -111,8 +111,8 @@ def print_outputs(client: RatchetClient, job: views.JobView) -> None:
 
 def outputs_text(client: RatchetClient, job: views.JobView) -> str | None:
     """Return the files that a job has written, as text: the names of up to three files, or their number if there are more, and
-    the total size. Only the first 1000 entries are counted; "or more" is appended if there are others. Return None if the job
-    wrote no file, or if the request fails."""
+    the total size. Only regular files among the first 1000 entries are counted; "or more" is appended if there are more entries.
+    Return None if there is no such file, or if the request fails."""
     from ratchet_contract.errors import RatchetError
 
     try:

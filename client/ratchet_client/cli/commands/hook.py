@@ -74,8 +74,8 @@ def _from_to(before: int | None, after: int | None, format_value: Callable[[int]
 
 
 def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:
-    """Show the hook until the job has ended: on a terminal a table that is redrawn, elsewhere one line (with ``as_json`` one JSON
-    line) per change."""
+    """Show the hook until the job has ended: with ``as_json`` one JSON line per change, else on a terminal a table that is
+    redrawn, else one line per change. Without ``as_json``, a note with the job's phase and step follows at the end."""
     from ratchet_client.cli.commands.wait import poll
 
     last: dict[str, Any] = {}

@@ -108,9 +108,10 @@ def init(
 
 
 def _patch(words: list[str]) -> None:
-    """Print the diff that patches the script on standard output, and the changes left to the user on standard error, one line
-    each. For a script that already uses Ratchet, print only remarks. Raises ``typer.Exit`` (``REFUSED``) if the diff of any other
-    script is incomplete, and ``Refused`` for a script that is not below the current directory. No file is written."""
+    """Print the diff that patches the script on standard output. The changes left to the user, one line each, and the next
+    commands go to standard error. For a script that already uses Ratchet there is no diff: print only notes on standard error,
+    and return. Raises ``typer.Exit`` (``REFUSED``) after the output if there is no diff for another script, or if the diff lacks
+    a needed change. Raises ``Refused`` if the script is not below the current directory. No file is written."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -161,7 +162,8 @@ def _command_line(words: list[str]) -> str:
 
 
 def _with_ranks(words: list[str]) -> str:
-    """Return the command as one line, quoted for a shell; ``torchrun --nproc-per-node 2`` is added in front of a bare script."""
+    """Return the command as one line, quoted for a shell; ``torchrun --nproc-per-node 2`` is added in front if the command begins
+    with a script (``.py``)."""
     bare = not words[0].startswith("-") and Path(words[0]).suffix == ".py"
     return shlex.join(["torchrun", "--nproc-per-node", "2", *words] if bare else words)
 
@@ -191,7 +193,8 @@ def _print_notes(notes: list[Note], command: Command) -> None:
 
 def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
     """Print the command to type next on standard error, and a running service's warnings about the written spec, or why it would
-    refuse the spec. For this check the code is uploaded to a service on another machine. ``target``: the file of the spec.
+    refuse the spec. The warning ``UNMANAGED`` is left out: ``init`` has printed it. For this check the code is uploaded to a
+    service on another machine. ``target``: the file of the spec.
 
     ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested if no service responds.
     """

@@ -276,8 +276,8 @@ def wait(
 
 
 def _print_done(job: views.JobView, what: str, as_json: bool) -> None:
-    """Print the job after an action; ``what``: the result of the action in words, like "will be suspended". If the job is already
-    in the phase that the action leads to, this phase is printed instead."""
+    """Print the job after an action, as one line of text or as JSON. ``what``: the result of the action in words, like "will be
+    suspended". If a job that was to be suspended or cancelled already is, the line says so instead."""
     if as_json:
         output.emit(job)
     else:

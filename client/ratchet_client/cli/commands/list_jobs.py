@@ -1,4 +1,4 @@
-"""Commands that only read: list, get, attempts."""
+"""The commands ``ratchet list``, ``get`` and ``attempts``: show jobs, one job, and a job's attempts."""
 
 from __future__ import annotations
 
@@ -138,8 +138,7 @@ def get(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
 
 
 def _warnings_text(found: list[views.Warning_]) -> str | None:
-    """Return the codes and pointers of the warnings; None if there are none. Their full texts were printed when the job was
-    submitted."""
+    """Return the codes and pointers of the warnings, and that ``--json`` prints their full texts; None if there are none."""
     if not found:
         return None
     return ", ".join(f"{w.code} ({w.pointer or '/'})" for w in found) + "; in full: --json"
@@ -165,7 +164,8 @@ def _packages_text(found: views.EnvironmentView | None) -> str | None:
 
 
 def _goodput_text(found: views.GoodputView | None) -> str | None:
-    """Return the share of the job's wall time that was useful, and the time spent on each part; None if there is no data."""
+    """Return the share of the job's wall time that was useful ("unknown" if the view has none), and the time spent on each part
+    of 0.05 s or more. Return None if ``found`` is None."""
     if found is None:
         return None
     seconds = found.model_dump()
@@ -222,8 +222,9 @@ def _attempts_text(numbers: list[int]) -> str:
 
 
 def _remarks(attempt: views.AttemptView) -> Iterator[str]:
-    """Yield sentences about an attempt that the table does not show: notes of the resume report, time of the stop, redone steps,
-    what was not exact. Several attempts may have the same sentence."""
+    """Yield sentences about an attempt that the table does not show. They are the notes of its resume report, the time of a
+    requested stop, why redone steps were not all compared, metrics that differ in equal redone steps, and what an inexact resume
+    lost. Several attempts may have the same sentence."""
     report, redone = attempt.resume_report, attempt.redone
     yield from report.notes if report is not None else ()
     if attempt.notice_used is not None and attempt.notice_seconds is not None:

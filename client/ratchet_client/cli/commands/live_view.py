@@ -1,4 +1,4 @@
-"""The live view of a job on a terminal: events scroll above; the last lines show progress, loss, hook and checkpoint."""
+"""The live view of a job on a terminal: events scroll above; the last lines show figures such as progress, loss and hook."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class JobLines:
             yield Text(waiting, style="yellow")
 
     def _head(self, width: int) -> Iterable[Table | Text]:
-        """Yield one line with phase, progress bar and step; without the bar if the number of steps is unknown or the line is too
-        narrow."""
+        """Yield one line with phase, progress bar, step and percentage; without bar and percentage if the number of steps is
+        unknown or the line is too narrow."""
         job = self._snapshot.job
         phase, step = Text(job.phase, style=output.style_of(job.phase)), progress_text(job)
         total = job.progress.total_steps

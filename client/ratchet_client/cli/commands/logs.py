@@ -204,7 +204,8 @@ class EventFold:
 
     def add(self, event: views.EventView) -> list[views.EventView]:
         """Return the events to show now that ``event`` has arrived, including combined ones that were held back until now.
-        ``event`` itself is not among them if it is held back, because the next one may belong to it."""
+        ``event`` itself is not among them if it is held back, because the next one may belong to it. A ``result`` is always held
+        back; it is dropped when the ``attempt-ended`` of its attempt arrives, else ``flush`` returns it."""
         if event.type == "result":
             self._results.append(event)
             return []
@@ -251,7 +252,8 @@ class EventFold:
 
 
 def event_line(event: views.EventView) -> str:
-    """Return the event as a line of text: time, type, and message with the attempt's number."""
+    """Return the event as a line of text: time, type, and message, with the attempt's number if the event has one. Digests in
+    the message are shortened."""
     attempt = f"attempt {event.attempt}"
     prefix = "" if event.attempt is None or event.message.startswith(attempt) else f"{attempt}: "
     return f"{output.format_time(event.at)}  {event.type:<20}  {prefix}{short_digests(event.message)}"

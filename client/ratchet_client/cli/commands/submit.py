@@ -123,9 +123,10 @@ def print_warnings(warnings: Sequence[Warning_]) -> None:
 
 def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
     """Change ``spec`` in place: set the keys of ``sets``, items ``a.b=value`` of ``--set`` whose values are YAML, and add
-    ``labels``. Mappings that are missing are created, and a hook that is given by its name becomes a mapping. Raises
-    ``typer.BadParameter`` for an item without "=", and if a part of a key is not a mapping in the spec. Raises ``SpecError`` for
-    a value that is not valid YAML or that JSON cannot represent."""
+    ``labels``. Existing values are replaced. Missing mappings on the way to a key are created, and before a key below ``hook`` is
+    set, a hook given by its name becomes a mapping. Raises ``typer.BadParameter`` for an item without key or "=", and if a part
+    of a key before the last is not a mapping in the spec. Raises ``SpecError`` for a value that is not valid YAML or that JSON
+    cannot represent. After an error, ``spec`` may have some of the changes."""
     from ratchet_client.resources.spec_file import json_value
     from ratchet_contract.spec.parse import load_spec_text
 
@@ -163,7 +164,7 @@ def _dry_run(
 
 
 def _show_plan(plan: Any, as_json: bool) -> None:
-    """Print the plan, a ``PlanView``, as text or as JSON; warnings go to standard error."""
+    """Print the plan, a ``PlanView``: as JSON, which contains its warnings, or as text, with the warnings on standard error."""
     if as_json:
         output.emit(plan)
         return
@@ -182,8 +183,8 @@ def _show_plan(plan: Any, as_json: bool) -> None:
 
 
 def render_request(request: Any) -> str:
-    """Return a part of a launcher's request in its usual file format: text (a batch script) unchanged, a list of mappings
-    (manifests) as YAML documents, anything else as YAML."""
+    """Return a part of a launcher's request in its usual file format: text (a batch script) without its final line ends, a list
+    of mappings (manifests) as YAML documents, anything else as YAML."""
     import yaml
 
     if isinstance(request, str):

@@ -84,8 +84,8 @@ def top(
 def _watch(
     ctx: typer.Context, phases: list[str], filters: dict[str, Any], limit: int, every: float, as_json: bool
 ) -> None:
-    """Show the jobs every ``every`` seconds until Ctrl-C: redrawn on a terminal, else one table, or with ``as_json`` one JSON
-    line, each time."""
+    """Show the jobs every ``every`` seconds until Ctrl-C: with ``as_json`` as one JSON line each time, else on a terminal as a
+    table that is redrawn, else as one table each time."""
     from ratchet_client.cli.commands.wait import poll
 
     with open_client(ctx, 0.0) as client:
@@ -181,8 +181,8 @@ _NOTHING = "no job runs or waits; submit one with: ratchet submit FILE"
 
 
 def _print_table(snapshots: Sequence[Snapshot]) -> None:
-    """Print the table once: on a terminal as when it is redrawn; elsewhere, where lines have no maximum width, with the reason
-    why a job waits as the last column."""
+    """Print the table once: on a terminal as when it is redrawn; elsewhere, where lines have no maximum width, without the loss
+    curve and with the reason why a job waits as the last column. Without snapshots, print only a note."""
     if not snapshots:
         output.note(_NOTHING)
         return

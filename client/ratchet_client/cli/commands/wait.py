@@ -52,7 +52,8 @@ def poll(
 ) -> Iterator[T]:
     """Yield the result of ``fetch`` every ``interval_seconds`` seconds, without an end. If the service stops responding, call
     ``on_gap`` once with the error text and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that. If the
-    service has never responded, it is raised after ``RETRY_FOR`` seconds already, and at once if no service was started."""
+    service has never responded, ``on_gap`` is not called, and the error is raised after ``RETRY_FOR`` seconds, or at once if no
+    service was started. Other errors of ``fetch`` are raised at once."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.poll import retry_poll
@@ -73,9 +74,10 @@ def poll(
 
 def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), deadline: float | None = None,
          as_json: bool = False) -> None:  # fmt: skip
-    """Wait until the job has ended or is in a phase of ``until``, and print each change of phase. ``deadline``: in seconds, after
-    which ``DeadlineReached`` is raised; None: no limit. Raises ``typer.Exit`` with code 1 if the job ended otherwise than
-    awaited."""
+    """Wait until the job has ended or is in a phase of ``until``, and print each change of phase. Then print the job
+    with ``as_json``, else the results of a job that has ended. Return if the job is in a phase of ``until`` (if that is empty: is
+    SUCCEEDED), else raise ``typer.Exit`` with code 1. ``deadline``: in seconds, after which ``DeadlineReached`` is raised; None:
+    no limit."""
     from ratchet_client.resources.client import TERMINAL
 
     once = ErrorsOnce()
@@ -100,7 +102,8 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
 
 def _print_results(client: RatchetClient, job: JobView) -> None:
-    """Print on standard error the last metrics of an ended job, and where its model and files are."""
+    """Print on standard error the last metrics of an ended job, its files, and for a job that has succeeded its last checkpoint
+    as the model, each with the command that shows or fetches it. What the job does not have is left out."""
     if words := last_values_text(client, job.id):
         output.note(f"last metrics: {words}; all: ratchet metrics {job.id}")
     if job.last_checkpoint is not None and job.phase == "SUCCEEDED":
@@ -112,7 +115,7 @@ def _print_results(client: RatchetClient, job: JobView) -> None:
 
 def _failed_rank(client: RatchetClient, job: JobView) -> int | None:
     """Return the rank whose failure ended the last attempt of a failed job; other ranks' errors are consequences of it. Return
-    None if the job has not failed, or the rank is unknown."""
+    None if the job has not failed, the rank is unknown, or the request fails."""
     from ratchet_contract.errors import RatchetError
 
     with suppress(RatchetError):
@@ -185,8 +188,8 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
 
 
 def _event_before_newest_attempt(client: RatchetClient, job_id: str) -> int | None:
-    """Return the id of the last event before the newest attempt: events up to it are not shown. Return None if there is at most
-    one attempt, or if the newest has no event yet."""
+    """Return the number before the id of the newest attempt's first event: ``follow`` does not show events with ids up to it.
+    Return None if there is at most one attempt, or if the newest has no event yet; all events are shown then."""
     newest = client.view(job_id).attempt
     first = next(client.events(job_id, attempt=newest, page_size=1), None) if newest > 1 else None
     return None if first is None else first.id - 1

@@ -95,8 +95,9 @@ def _checked_hooks(hooks: list[str]) -> list[str]:
 
 
 def _prove(diagnosis: Diagnosis, home: Path, python: str | None, hooks: list[str]) -> list[Proof]:
-    """Run the jobs of the exactness check and return its proofs; blocks for minutes. ``home``: the run directory, next to which a
-    temporary one is created; ``python``: the interpreter that trains."""
+    """Run the jobs of the exactness check and return its proofs; blocks for minutes. They use a temporary run directory next to
+    ``home``, the run directory, or in the directory for temporary files. ``python``: the interpreter that trains; None: this
+    one."""
     from ratchet_client.cli.doctor.exactness import prove
     from ratchet_client.cli.doctor.progress import Progress
 

@@ -134,7 +134,7 @@ def file_system(place: Path, mountinfo: str) -> str | None:
 
 def _kind(place: Path, *, sqlite: bool) -> Finding:
     """Return the finding on the type of the file system: a warning for those in memory, and, with ``sqlite``, for network file
-    systems."""
+    systems; ``not-checked`` if the type is unknown."""
     try:
         kind = file_system(place.resolve(), Path("/proc/self/mountinfo").read_text())
     except OSError:
@@ -222,8 +222,8 @@ def _locks(folder: Path) -> list[Finding]:
 
 
 def _rename(folder: Path) -> list[Finding]:
-    """Return the finding on the rename of a file onto an existing one, followed by a sync of the directory: a checkpoint is
-    committed this way."""
+    """Return the finding on the rename of a file onto an existing one, followed by a sync of the directory. Files such as a
+    checkpoint's manifest are written under another name and then renamed."""
     old, new = folder / "old", folder / "new"
     old.write_text("old")
     new.write_text("new")

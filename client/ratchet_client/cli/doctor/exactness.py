@@ -129,7 +129,7 @@ def _devices(diagnosis: Diagnosis) -> tuple[Device, ...]:
 
 
 def available() -> list[str]:
-    """Return the names of all available hooks; each of them can be proved."""
+    """Return the names of all available hooks."""
     return [entry.name for entry in HOOKS.values() if entry.available]
 
 
@@ -217,8 +217,8 @@ def _wait_until_ended(
 
 
 def _kill_rank(paths: HomePaths, proof: Proof) -> bool:
-    """Kill (SIGKILL) the last rank of the job ``proof.killed``, if its first attempt is between two checkpoints and the first of
-    these is committed. Return True if the rank was killed."""
+    """Kill (SIGKILL) the last rank of the job ``proof.killed``, if its first attempt is between two checkpoints, at least two
+    steps after the first of these and five before the second, and the first is committed. Return True if the rank was killed."""
     job = paths.job(proof.killed)
     attempt = job.attempt(1)
     step = finished_step(attempt.counter(0))
@@ -249,8 +249,8 @@ def _pid(spool: Path) -> int | None:
 
 
 def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Fill in the results of ``proof`` from its two ended jobs; each violation of exactness is appended to ``problems``. If a job
-    has not succeeded, only that is appended and nothing is compared."""
+    """Fill in the results of ``proof`` from its two jobs; each violation of exactness is appended to ``problems``. If a job has
+    failed or has not ended yet, only that is appended and nothing is compared."""
     bad = proof.problems.append
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
     for job in unfinished:
@@ -269,8 +269,8 @@ def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> 
 
 
 def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
-    """Call ``bad`` with a text for each violation: the rank was not killed, the attempt ended otherwise, or a resume was not
-    exact. ``attempts``: those of the killed job, oldest first."""
+    """Call ``bad`` with a text for each violation: there is only one attempt, the first did not end because a rank was killed, or
+    a later one did not resume exactly from a checkpoint. ``attempts``: those of the killed job, oldest first."""
     if len(attempts) < 2:
         bad("the job ended before its rank could be killed: nothing was resumed")
         return

@@ -58,8 +58,8 @@ def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetCl
 
 
 def _directory(home: Path) -> Path:
-    """Create a temporary run directory next to ``home`` or in the directory for temporary files, whichever first has ``ROOM``
-    bytes free, and return it. Raises ``CannotStart`` if neither has."""
+    """Create a temporary run directory and return it: next to ``home``, or in the directory for temporary files if the first
+    place has less than ``ROOM`` bytes free or is not writable. Raises ``CannotStart`` if neither place can be used."""
     places = [home.parent, Path(tempfile.gettempdir())]
     for place in places:
         with suppress(OSError):

@@ -109,9 +109,10 @@ def prove(
 
 @contextmanager
 def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterator[RatchetClient]:
-    """Yield a client of the service that the options or the configuration name, or that runs: the proof's jobs then run where the
-    user's jobs do. If there is none, start a temporary service on this machine, yield a client of it, and end it on exit.
-    ``say``: prints the current step."""
+    """Yield a client of the service that the options or the configuration name, even if it does not respond, or of the run
+    directory's service if that is ready: the proof's jobs then run where the user's jobs do. Else start a temporary service on
+    this machine, yield a client of it, and end it on exit. ``spec``: determines the number of its CPU slots; ``say``: prints the
+    current step."""
     from ratchet_client.cli.doctor.throwaway import temporary_service
     from ratchet_client.http.discovery import find_target, home_directory
 

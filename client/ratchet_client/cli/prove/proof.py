@@ -207,7 +207,8 @@ def _comparable(
     a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]], steps: range
 ) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
     """Return of both the values at ``steps`` that can be compared: the service thins long series, so only steps that both have. A
-    series of ``a`` that ``b`` does not have at all is returned whole."""
+    series of ``a`` of which ``b`` has no value at ``steps`` is returned with all values that ``a`` has there, and without any for
+    ``b``, so that it counts as different. A series that only ``b`` has is left out."""
     theirs = {name: {step: v for step, v in points.items() if step in steps} for name, points in b.items()}
     first = {
         name: {step: v for step, v in points.items() if step in steps and step in (theirs.get(name) or steps)}
@@ -224,8 +225,8 @@ def _different(a: Run, b: Run) -> dict[str, str]:
 
 
 def _metrics_differ(a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
-    """Return a dict from the names of the series that differ to a text with the first step at which they do. ``a``, ``b``: values
-    by name and step."""
+    """Return a dict from the names of the series that differ to a text with the first step at which they do. A step that only one
+    of them has is a difference; two NaNs are equal. ``a``, ``b``: values by name and step."""
     out = {}
     for name in sorted({*a, *b}):
         x, y = a.get(name, {}), b.get(name, {})
@@ -240,8 +241,8 @@ def _format_value(value: float | None) -> str:
 
 
 def _carried_out_faults(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
-    """Return the faults that were carried out as planned, each with the attempt that it ended. ``faults``: the planned ones, in
-    the order of the attempts."""
+    """Return the faults that were carried out as planned, each with the attempt that it ended: the attempt has a cause that fits,
+    and after a kill ``REDONE`` or more steps were lost. ``faults``: the planned ones, in the order of the attempts."""
     out = []
     for fault, attempt in zip(faults, run.attempts, strict=False):
         lost = attempt.steps_lost or 0
@@ -254,7 +255,7 @@ def _carried_out_faults(run: Run, faults: list[Fault]) -> list[tuple[Fault, Atte
 
 
 def _fault_text(fault: Fault, attempt: AttemptView) -> str:
-    """Return the fault as text, with the number of steps that were lost and done again."""
+    """Return the fault as text, with the number of steps that were lost and done again, if any."""
     lost = attempt.steps_lost or 0
     return fault.text + (f", {pluralize(lost, 'step')} done again" if lost else "")
 

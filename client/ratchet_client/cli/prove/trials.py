@@ -82,9 +82,10 @@ class Run:
 def trial_spec(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a copy of the user's spec as a trial. It ends early, injects ``faults``, saves every ``every`` steps to the job's
-    own directories only, and is deleted a day after its end. ``role``: a part of the trial's name; ``end_at``: its last step,
-    None: ``auto``, with which the job itself ends some steps after an epoch's end, an evaluation and the hook's start."""
+    """Return a copy of the user's spec as a trial. Its job ends early, injects ``faults``, saves every ``every`` steps to its own
+    directories only, and is deleted a day after its end; ``changes`` has all keys that differ. ``role``: a part of the trial's
+    name; ``end_at``: its last step, None: ``auto``, with which the job itself ends some steps after an epoch's end, an evaluation
+    and the hook's start."""
     out = deepcopy(dict(spec))
     out["name"] = f"{str(spec.get('name', 'job'))[:42].rstrip('-')}-prove-{role}"
     out |= changes(out, role, end_at, every, faults)
@@ -94,8 +95,8 @@ def trial_spec(
 def changes(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the top-level keys of ``spec`` that a trial changes, each with its complete new value. The arguments are those of
-    ``trial_spec``."""
+    """Return the top-level keys of ``spec`` that a trial changes, except ``name``, each with its complete new value. The
+    arguments are those of ``trial_spec``."""
     checkpoint = {
         k: v for k, v in (spec.get("checkpoint") or {}).items() if k not in ("every_seconds", "keep_best", "uri")
     }
@@ -126,7 +127,7 @@ class Trials:
         self._cleanup_actions: list[Callable[[], object]] = []
 
     def on_cleanup(self, action: Callable[[], object]) -> None:
-        """Register an action that runs after all jobs have been deleted; its ``RatchetError`` is ignored."""
+        """Register an action that ``cleanup`` runs last, even if a job could not be deleted; its ``RatchetError`` is ignored."""
         self._cleanup_actions.append(action)
 
     def add(self, job: JobView) -> str:

@@ -292,8 +292,9 @@ def _report(service: RunService, job_id: str, text: str) -> str:
 def _print_results(
     client: RatchetClient, service: RunService, job: JobView, outputs: Path | None, proof: str, reason: str
 ) -> Exit:
-    """Print on standard error how the job ended and its ``reason``, where its results are, and the command ``proof`` that proves
-    its exactness; return the exit code. ``outputs``: a directory into which the files of a successful job are copied, replacing
+    """Print on standard error how the job ended or that it is suspended, its ``reason``, where its results are, and the commands
+    to type next; return the exit code. ``proof``: the command that proves the job's exactness, printed for a job that has
+    succeeded and has a checkpoint. ``outputs``: a directory into which the files of a successful job are copied, replacing
     existing ones; None: no copy."""
     from ratchet_client.cli.commands.files import escape_path, outputs_text
     from ratchet_client.cli.run.beginning import is_resumable

@@ -95,8 +95,8 @@ def begin(
 
 
 def _warn_changed_spec(spec: dict[str, Any], job: JobView) -> None:
-    """Print a warning if a new job would have another spec than the continued ``job``, because the script's text has changed. The
-    continued job keeps its spec."""
+    """Print a warning if the keys of ``spec`` that may come from the script's text (``_READ``) differ from those of the continued
+    ``job``: the text has changed. The continued job keeps its spec."""
     now = parse_spec(spec).model_dump(mode="json")
     odd = [leaf for key in _READ for leaf in differing_leaves(key, job.spec.get(key), now[key])]
     if odd:

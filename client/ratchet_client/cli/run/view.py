@@ -21,9 +21,10 @@ _KNOWN: Final = frozenset({"submitted", "launch", "resume", "rank-started", "tra
 
 
 def private_commands(text: str, job_id: str, home: str) -> str:
-    """Return the service's message ``text`` with its commands adapted to a private service, which ends with this command.
-    ``ratchet resume`` becomes "the same command", which continues the job with the code as it is then. Other commands, except
-    ``ratchet run`` and ``ratchet serve``, get ``--home`` with ``home``, the run directory whose service they need."""
+    """Return the service's message ``text`` with the commands in backticks adapted to a private service, which ends with this
+    command. ``ratchet resume`` of this job, without options, becomes "the same command", which continues the job with the code
+    as it is then. Other commands, except ``ratchet run`` and ``ratchet serve``, get ``--home`` with ``home``, the run directory
+    whose service they need."""
     again = (
         rf"`ratchet resume (?:JOB|{job_id})`(?:, which runs the same code again, or with changed code `--code DIR`)?"
     )

@@ -21,8 +21,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One job at one moment, for display. ``losses``: the loss over the whole job, thinned, oldest first; empty if none is
-    logged. ``checkpoint_at``: when the last checkpoint was committed, None if there is none or it is deleted."""
+    """One job at one moment, for display. ``losses``: the loss over the whole job, thinned, oldest first; empty if no series has
+    "loss" in its name. ``checkpoint_at``: when the last checkpoint was committed, None if there is none or it is deleted."""
 
     job: JobView
     hook: HookView | None
@@ -31,12 +31,13 @@ class Snapshot:
 
     @property
     def loss(self) -> float | None:
-        """The newest loss; None if none is logged."""
+        """The newest loss; None if ``losses`` is empty."""
         return self.losses[-1] if self.losses else None
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until the last step, at the current speed; None if the number of steps or the speed is unknown."""
+        """Seconds until the last step, at the current speed; None if the number of steps or the speed is unknown, or the speed is
+        0."""
         now = self.job.progress
         if now.total_steps is None or not now.steps_per_second:
             return None
@@ -60,8 +61,8 @@ class SnapshotReader:
         return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))
 
     def _losses(self, job_id: str) -> tuple[float, ...]:
-        """Return the values of the series ``loss``, else of the first series with "loss" in its name, oldest first; empty if
-        there is none."""
+        """Return at most ``_POINTS`` values of the series ``loss``, else of the first series with "loss" in its name, oldest
+        first; empty if there is none. Once found, the series' name is cached for the job."""
         name = self._loss_names.get(job_id)
         if name is None:
             found = [s.name for s in self._client.metrics(job_id, max_points=2).series if "loss" in s.name.lower()]
@@ -73,7 +74,7 @@ class SnapshotReader:
 
     def _committed_at(self, job: JobView) -> datetime | None:
         """Return when the job's last checkpoint was committed; None if there is none or it is deleted. The result is cached per
-        checkpoint."""
+        checkpoint, and not updated when the checkpoint is deleted later."""
         if job.last_checkpoint is None:
             return None
         key = f"{job.id}/{job.last_checkpoint}"
@@ -97,8 +98,8 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def progress_text(job: JobView) -> str:
-    """Return the job's step as ``1200/6000``; for a running job that has reported neither a step nor the number of steps, how
-    long it has been running."""
+    """Return the job's step in the form of ``steps``, like ``1200/6000``. For an active job that has reported neither a step nor
+    the number of steps, return the time since the job started."""
     if job.progress.step or job.progress.total_steps is not None or not job.phase.active or job.started_at is None:
         return steps(job)
     return output.span(job.started_at, None)
@@ -126,7 +127,8 @@ def hook_text(hook: HookView | None) -> str:
 
 
 def checkpoint_text(snapshot: Snapshot) -> str:
-    """Return the last checkpoint and its age, like ``step-000000001200.a0001 (12s ago)``; "" if there is none."""
+    """Return the last checkpoint, with its age if that is known, like ``step-000000001200.a0001 (12s ago)``; "" if there is
+    none."""
     if snapshot.job.last_checkpoint is None:
         return ""
     ago = "" if snapshot.checkpoint_at is None else f" ({output.age(snapshot.checkpoint_at, datetime.now(UTC))} ago)"
@@ -134,7 +136,8 @@ def checkpoint_text(snapshot: Snapshot) -> str:
 
 
 def waiting_text(job: JobView) -> str:
-    """Return why a job is not training, with the time of the next try and its position in the queue; "" while it is training."""
+    """Return why a job is not training, with the time until the next try and its position in the queue, if there are any. Return
+    "" while it is training, and if no reason is known."""
     text = "" if job.phase == "RUNNING" else reason_text(job)
     if job.not_before is not None and not job.phase.terminal:
         left = (job.not_before - datetime.now(UTC)).total_seconds()

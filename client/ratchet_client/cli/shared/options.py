@@ -50,7 +50,8 @@ def settings(ctx: typer.Context) -> Settings:
 
 def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float = 30.0) -> RatchetClient:
     """Return a client for the service that the global options, variables and files name; the caller closes it. ``retry_for``:
-    seconds for which a call retries; ``timeout``: seconds for one request. May print a note on which service is used."""
+    seconds for which a call retries; ``timeout``: seconds without a byte after which one request fails. May print a note on which
+    service is used. Raises ``Refused`` if an address or the configuration is invalid; no request is sent."""
     from ratchet_client.resources.client import RatchetClient
 
     given = settings(ctx)
@@ -59,7 +60,8 @@ def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float
 
 
 def _note_service(ctx: typer.Context, given: Settings) -> None:
-    """Print a note, once per command, if the service used is only found because it is the user's only running one."""
+    """Print a note, once per command, if the service used is only found because it is the user's only running one. Nothing is
+    printed during shell completion."""
     from ratchet_client.cli.shared import output
     from ratchet_client.http.discovery import RUNNING, find_target
 
@@ -70,10 +72,11 @@ def _note_service(ctx: typer.Context, given: Settings) -> None:
 
 
 def job_id_of(ctx: typer.Context, value: str) -> str:
-    """Return the id of the job that ``value``, an id or name, refers to. An id is returned unchanged, without a request.
-    ``value`` is stored in the context, for hints at errors.
+    """Return the id of the job that ``value``, an id or name, refers to. An id is returned unchanged, without a request and
+    without a check that the job exists; so is any value during shell completion. ``value`` is stored in the context, for hints at
+    errors.
 
-    Raises ``NotFound`` and ``AmbiguousName``, like the client's ``job_id``.
+    Raises ``NotFound`` and ``AmbiguousName`` for a name, like the client's ``job_id``, and the client's other errors.
     """
     ctx.meta[JOB_NAMED] = value
     if ctx.resilient_parsing or is_job_id(value):
@@ -83,9 +86,9 @@ def job_id_of(ctx: typer.Context, value: str) -> str:
 
 
 def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
-    """Return the id of the job with this id or name, for a command that only reads. If several jobs have the name and all have
-    ended, return the newest one's and print a note. Raises ``AmbiguousName`` as ``job_id_of`` does if one of them has not
-    ended."""
+    """Return the id of the job with this id or name, for a command that only reads. If several jobs have the name, return the id
+    of the only one that has not ended; if all have ended, return the newest one's and print a note. Raises ``AmbiguousName`` if
+    more than one has not ended, and the other errors of ``job_id_of``."""
     from ratchet_client.cli.shared import output
     from ratchet_client.http.errors import AmbiguousName
 

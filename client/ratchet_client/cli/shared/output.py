@@ -168,8 +168,9 @@ def render_table(
 def _columns_to_omit(
     columns: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str], width: int
 ) -> list[str]:
-    """Return the columns of ``drop``, from its beginning, that must be omitted so that the table fits in ``width`` characters. A
-    column of long text counts as at most ``_TEXT`` wide, since it is wrapped."""
+    """Return the columns of ``drop``, from its beginning, that must be omitted so that the table fits in ``width`` characters. If
+    it fits in no case, all of ``drop`` that the table has are returned. A column of long text counts as at most ``_TEXT`` wide,
+    since it is wrapped."""
     needs = {c: min(max(len(c), *(len(row[i]) for row in rows), 0), _TEXT) for i, c in enumerate(columns)}
     missing: list[str] = []
     for column in drop:

@@ -1,4 +1,7 @@
-"""Runs ``ratchet serve`` as a child process for one command: on SQLite, at a free port, in its own process session."""
+"""Runs ``ratchet serve`` as a child process for one command: at a free port, in its own process session.
+
+The caller passes the environment of ``without_ratchet_variables``, so that the service uses SQLite in its run directory.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +50,9 @@ def without_ratchet_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -> subprocess.Popen[bytes]:
     """Start the service at a free port, as a child process in its own process session, and return the process without waiting
-    until it listens. Its output is appended to ``service.log`` in the run directory, which must exist. ``options``: more
-    arguments of ``serve``. Raises ``CannotStart`` if this installation has no service."""
+    until it listens. Its output is appended to ``service.log`` in the run directory, which must exist. ``environ``: the complete
+    environment of the service; ``options``: more arguments of ``serve``. Raises ``CannotStart`` if this installation has no
+    service."""
     if find_spec("fastapi") is None:
         raise CannotStart(
             f'{sys.executable} has no fastapi: {sys.executable} -m pip install "ratchet-train[service,worker]"'
@@ -86,16 +90,17 @@ def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
 
 
 def service_file(paths: HomePaths) -> ServiceFile | None:
-    """Return the content of ``service.json`` in the run directory; None if it does not exist or is invalid. A killed service
-    leaves it behind."""
+    """Return the content of ``service.json`` in the run directory; None if it does not exist, cannot be read or is invalid. A
+    killed service leaves it behind."""
     with suppress(OSError, ValidationError):
         return ServiceFile.model_validate_json(paths.service_file.read_bytes())
     return None
 
 
 def kill_attempts(root: Path) -> None:
-    """Kill (SIGKILL) every process that was started for an attempt below the run directory ``root``. Block until none is left,
-    for at most ``END_SECONDS``."""
+    """Kill (SIGKILL) every process that was started for an attempt below the run directory ``root``, an absolute path without
+    symbolic links, as the service writes it. Block until none is left, for at most ``END_SECONDS``; then return without an error.
+    Processes whose environment is not readable are not found."""
 
     def none_left() -> bool:
         """Kill all such processes that exist now. Return True if there were none."""
@@ -114,8 +119,8 @@ def _pids() -> list[int]:
 
 
 def was_started_below(pid: int, root: Path) -> bool:
-    """Return True if the environment of the process shows that it was started for an attempt below ``root``. False for zombies,
-    whose environment is empty, and for processes whose environment is not readable."""
+    """Return True if the environment of the process shows that it was started for an attempt below ``root``, in the spelling of
+    ``kill_attempts``. False for zombies, whose environment is empty, and for processes whose environment is not readable."""
     try:
         return (environment_variable(pid, env_vars.ATTEMPT_DIR) or "").startswith(f"{root}/")
     except OSError:

@@ -1,4 +1,5 @@
-"""Makes SIGTERM and SIGHUP end a command as Ctrl-C does, so that it cleans up; the clean-up itself is not interrupted."""
+"""Makes SIGTERM and SIGHUP end a command as Ctrl-C does, so that it cleans up (``interruptible``). Commands run the clean-up
+itself under ``signals_ignored``, so that it is not interrupted."""
 
 from __future__ import annotations
 

@@ -28,8 +28,9 @@ _Names = dict[str, ast.Name]
 def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepared: Collection[str] = ()) -> None:
     """Record edits that keep the loop's carried variables in an object of the Session, ``kept``: it is created before the loop,
     read at the beginning of each iteration and updated at its end. After the loop, variables that are read there get their values
-    from it. Variables for which this is not enough get a remark instead. ``session``: the name of the Session. ``prepared``:
-    names of objects that the Session already has."""
+    from it. A ``global`` statement of a kept variable becomes an assignment of its first value. Variables for which this is not
+    enough, or that are only displayed, get a remark instead (``_add_remarks``). ``session``: the name of the Session.
+    ``prepared``: names of objects that the Session already has."""
     source, node = patching.source, loop.node
     carrying = _Carrying(patching, loop, prepared)
     names = [name for name in carrying.needed if carrying.obstacle(name) is None]
@@ -52,15 +53,15 @@ def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepar
 
 
 def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str) -> None:
-    """Add a remark for each variable that the loop carries from one iteration to the next. No edit is recorded. ``session``: the
-    name of the Session."""
+    """Add the remarks of ``_add_remarks`` on all variables that the loop carries from one iteration to the next. No edit is
+    recorded. ``session``: the name of the Session."""
     _add_remarks(patching, _Carrying(patching, loop, ()), session, ())
 
 
 def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: Collection[str]) -> None:
     """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. For a loop over epochs, also for
-    variables that a loop over batches carries. The remark is optional for variables that are only printed, and for those
-    of a loop over batches in another function."""
+    variables that a loop over batches carries. The remark is optional for variables that are only displayed, and for those of a
+    loop over batches in another function."""
     loop = carrying.loop
     for name, node in carrying.needed.items():
         if name not in saved:
@@ -102,8 +103,9 @@ def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: C
 
 class _Carrying:
     """The carried variables of one loop. ``needed``: those that training or a file may depend on. ``shown``: those that are only
-    printed. Both map a name to a place where it is read, or where a called function assigns it. ``declarations``: the ``global``
-    statements of the loop's function."""
+    displayed. Both map a name to a place where it is read, or where a called function assigns it. Left out are the counter of a
+    loop over steps, and objects of the Session that the loop does not assign. ``declarations``: the ``global`` statements of the
+    loop's function."""
 
     def __init__(self, patching: Patching, loop: Loop | StepLoop, prepared: Collection[str]) -> None:
         self.loop, self._source, self._prepared = loop, patching.source, prepared
@@ -136,8 +138,8 @@ class _Carrying:
         """Return None if two lines preserve the variable ``name``: one at the beginning of each iteration and one at its end.
         Else return, as text with the placeholder ``{session}``, what to do by hand.
 
-        Two lines are enough under two conditions. Each iteration runs to its end. And after a resume within an epoch, the code
-        before the last batch may run again with the variable's value from the beginning of the iteration.
+        Obstacles are, for example, a ``continue`` in the loop, and a change of the variable before an epoch's batches: after a
+        resume within an epoch, that code runs again.
         """
         source, node = self._source, self.loop.node
         kept, left = f"kept = {{session}}.keep({name}=...) before the loop", exits(node.body)
@@ -169,7 +171,8 @@ class _Carrying:
         return None
 
     def _values(self, name: str) -> Iterator[ast.expr]:
-        """Yield the right side of each ``=`` assignment anywhere in the file that has ``name`` among its targets."""
+        """Yield the right side of each ``=`` assignment anywhere in the file whose targets mention ``name``: also of ``name.x =
+        ...``, of ``a[name] = ...``, and of ``a, name = ...`` (the whole right side)."""
         for one in ast.walk(self._source.tree):
             if isinstance(one, ast.Assign) and name in [n.id for t in one.targets for n in _names(t)]:
                 yield one.value
@@ -236,7 +239,7 @@ class _Carrying:
 
 
 def _assigned_before(loop: ast.For | ast.While, scope: ast.AST) -> _Names:
-    """Return the variables that ``loop`` carries from one iteration to the next and that have a value before it, each with a
+    """Return the variables that ``loop`` carries from one iteration to the next and that may have a value before it, each with a
     place where it is read."""
     given = {n.id for n in _names(scope) if isinstance(n.ctx, ast.Store) and n.lineno < loop.lineno}
     given |= {name for n in ast.walk(scope) if isinstance(n, ast.Global) for name in n.names}

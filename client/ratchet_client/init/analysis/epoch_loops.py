@@ -31,7 +31,7 @@ class Pass:
 class Loop:
     """A ``for`` loop around passes over data. ``range``: its range; None if it is not over a ``range(...)`` with a known number
     of epochs. ``passes``: the loops over batches in it; their loaders are named as in the loop's function. ``outer``: True if
-    another such loop is nested in it."""
+    another such loop is nested in it, or is in a function that it calls."""
 
     node: ast.For
     range: Range | None
@@ -73,8 +73,8 @@ class Loops:
             del self.functions[name]
 
     def training_loops(self) -> list[Loop]:
-        """Return the outermost loops that contain loops over batches, in file order. A loop in a function that such a loop calls
-        is not outermost."""
+        """Return the outermost ``for`` loops that contain loops over batches, themselves or in functions that they call, in file
+        order. A loop in a function that such a loop calls is not outermost."""
         fors = [n for n in ast.walk(self._source.tree) if isinstance(n, ast.For) and list(self._passes(n.body, ()))]
         below = {id(loop): {id(n) for n in self.reachable_nodes(loop)} for loop in fors}
         found = [

@@ -42,8 +42,8 @@ def begins_by_itself(patching: Patching, loop: ast.stmt, start: ast.expr, counte
 
 
 def range_of(source: Source, loop: ast.For) -> Range | None:
-    """Return the range of ``loop``. Return None if it iterates over something else, or over a range that does not include all
-    iterations of a new run."""
+    """Return the range of ``loop``, also inside ``tqdm(...)``. Return None if it iterates over something else, or over a range of
+    another form than ``Range`` describes, such as one with a step."""
     call = range_call(loop.iter)
     plain = isinstance(loop.target, ast.Name) and loop.body[0].lineno > loop.lineno
     if call is None or call.keywords:

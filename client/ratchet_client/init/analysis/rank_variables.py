@@ -26,8 +26,8 @@ class RankVariables:
     def device(self, statement: ast.stmt) -> str | None:
         """Return the name of the variable if ``statement`` does nothing but assign the rank's device to it. An example is
         ``device = torch.device("cuda", local_rank)``; a choice between that and the CPU, on one line or by ``if`` and ``else``,
-        is one, too. Return None for any other statement. Also return None if only string constants like ``"cuda"`` are assigned,
-        which mean the current device."""
+        is one, too, also if a branch calls ``torch.cuda.set_device``. Return None for any other statement. Also return None if
+        only string constants like ``"cuda"`` are assigned, which mean the current device."""
         values: list[ast.expr] = []
         name = self._chosen([statement], values)
         made = [value for value in values if not isinstance(value, ast.Constant)]
@@ -105,8 +105,8 @@ class RankVariables:
         return isinstance(read, ast.Call)
 
     def is_unused(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
-        """Return True if ``statement`` is like ``local_rank = int(os.environ["LOCAL_RANK"])`` and its variable is read nowhere
-        except in the nodes ``gone``, which the patch removes."""
+        """Return True if ``statement`` is like ``local_rank = int(os.environ["LOCAL_RANK"])`` and its variable is assigned
+        nowhere else, and is read only in the nodes ``gone``, which the patch removes."""
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if self._value(value) is not None:
                 within = {id(n) for one in gone for n in ast.walk(one)}
@@ -122,8 +122,8 @@ class RankVariables:
 
     def needs_session(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
         """Return True if ``statement``, which stands before the creation of the process group, must use attributes of the
-        Session: it chooses a device, or assigns a value that it reads from torchrun's variables. ``gone``: nodes that the patch
-        removes."""
+        Session: it chooses a device, or assigns an int that it reads from torchrun's variables and that is not unused
+        (``is_unused``). ``gone``: nodes that the patch removes."""
         if self.device(statement) is not None:
             return True
         reads = {id(read) for read, _ in self.reads() if self.is_whole(read)}

@@ -69,9 +69,10 @@ class Patching:
         return found
 
     def add_import(self, line: str, statements: list[ast.stmt], used: int | None = None) -> None:
-        """Record the insertion of the import ``line`` after the imports at the top of the file, and after ``statements``.
-        ``used``: a line number; only imports above it count. If all ``statements`` are in functions, ``line`` is inserted in each
-        of these functions instead. Without such imports, ``line`` becomes the first line of the file or function body."""
+        """Record the insertion of the import ``line`` after the imports at the top of the file and after ``statements``, which
+        are imports. ``used``: a line number; only imports at the top that are above it count. If all ``statements`` are in
+        functions, ``line`` is inserted in each of these functions instead. If there is nothing to insert it after, it is inserted
+        before the first statement of the file."""
         scopes = {id(scope): scope for scope in map(self.source.scope, statements)}
         functions = [s for s in scopes.values() if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
         inside = bool(functions) and len(functions) == len(scopes)

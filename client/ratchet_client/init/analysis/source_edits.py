@@ -144,7 +144,7 @@ class Source:
     def remove(self, statement: ast.stmt, *, comment: bool = False) -> None:
         """Record the removal of ``statement`` with its lines. If it shares a line with other code, it is replaced by ``pass``
         instead. If it is the only statement left in its block, it is replaced by ``pass``, too, unless the block belongs to an
-        ``if`` without ``else`` and without side effects: then the whole ``if`` is removed. ``comment``: also remove the comments
+        ``if`` that can be removed (``_is_removable_if``): then the whole ``if`` is removed. ``comment``: also remove the comments
         and empty lines directly above."""
         first, last = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
         start, end = self._start(statement), self._end(statement)
@@ -165,7 +165,8 @@ class Source:
             self._edits.append((int(self._starts[first]), int(self._starts[last + 1]), b""))
 
     def _is_removable_if(self, node: ast.If) -> bool:
-        """Return True if the ``if`` has no ``elif`` or ``else``, no edit inserts text in it, and its test has no side effects."""
+        """Return True if the ``if`` is no ``elif`` and has no ``elif`` or ``else``, no edit inserts text in it, and its test has
+        no side effects."""
         calls = [n for n in ast.walk(node.test) if isinstance(n, ast.Call)]
         asks = all(isinstance(c.func, ast.Attribute) and c.func.attr in _ASKS and not c.args for c in calls)
         plain = not any(isinstance(n, (ast.NamedExpr, ast.Await, ast.Yield)) for n in ast.walk(node.test))
@@ -183,8 +184,8 @@ class Source:
         return any(first <= start and end <= last and not text for first, last, text in self._edits)
 
     def remove_names(self, statement: ast.Import | ast.ImportFrom, names: Collection[str]) -> None:
-        """Record the removal of the imported names in ``names`` from an import statement; the whole statement is removed if none
-        is left."""
+        """Record the removal of ``names``, as the file uses them (after ``as``), from an import statement; the whole statement is
+        removed if none is left."""
         left = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) not in names]
         if not left:
             self.remove(statement)

@@ -22,8 +22,8 @@ from ratchet_client.init.analysis.source_edits import Source
 @dataclass(frozen=True)
 class Counted:
     """The count of a ``while`` loop that increments ``counter`` by 1, starting from 0. ``total``: the number of all steps, as
-    source text. ``exit``: the statement ``if counter >= total: break`` at the end of a ``while True`` loop; None if the head of
-    the loop has the condition."""
+    source text. ``exit``: the statement ``if counter >= total: break``, or with ``> last``, at the end of a ``while True`` loop;
+    None if the head of the loop has the condition."""
 
     counter: ast.Name
     total: str
@@ -57,8 +57,9 @@ class StepLoop:
         return f"it goes over {over}: {name}.steps(n), with the number of all steps, goes over those that are left"
 
     def change(self, patching: Patching, name: str) -> None:
-        """Record the edits that make the loop iterate over ``name.steps``. A ``while`` loop becomes a ``for`` loop; the increment
-        of its counter is kept, since the code after it may read the counter."""
+        """Record the edits that make the loop iterate over ``name.steps``; nothing if ``over`` is None. A ``while`` loop becomes
+        a ``for`` loop; the increment of its counter is kept, since the code after it may read the counter. An optional remark is
+        added if the script's own resume code set the first step."""
         counted = f"{name}.steps"
         if isinstance(self.over, Range) and isinstance(self.node, ast.For):
             self.over.change(patching, self.node, counted)

@@ -22,8 +22,9 @@ _STRATEGIES: Final = frozenset(
 def patch(patching: Patching) -> bool:
     """Patch a script with Lightning's Trainer or ``LightningCLI``, and return True; return False, without an edit, if it uses
     neither. The recorded edits set ``SessionStrategy()`` as the strategy of the Trainer; for ``LightningCLI`` they only add
-    ``import ratchet.lightning``. Remarks are added on what cannot be changed: ``pytorch_lightning``, several Trainers of which
-    not exactly one is trained, ``ckpt_path`` of ``fit``, ``LightningCLI``."""
+    ``import ratchet.lightning``. Remarks are added on what cannot be changed, such as ``ckpt_path`` of ``fit`` or a Trainer of
+    ``pytorch_lightning``. If there are several Trainers, of which not exactly one is trained, nothing is changed, and each gets a
+    remark."""
     old = patching.calls(OLD_LIGHTNING_TRAINERS)
     for call in old:
         patching.add_remark(call, "pytorch_lightning is the package from before lightning, whose Trainer takes no "

@@ -14,8 +14,8 @@ OFFERED: Final = ("Seq2SeqTrainer", "Trainer")
 
 def patch(patching: Patching) -> bool:
     """Patch a script with a Trainer of Hugging Face, and return True; return False, without an edit, if it uses none. The
-    recorded edits replace ``Trainer`` and ``Seq2SeqTrainer`` by the classes of ``ratchet.transformers``. A remark is added for
-    each other Trainer, which is not changed."""
+    recorded edits replace ``Trainer`` and ``Seq2SeqTrainer`` by the classes of ``ratchet.transformers``. A remark is added at
+    each use of another Trainer, or of a name with several origins; these are not changed."""
     uses = [
         node
         for node in ast.walk(patching.source.tree)

@@ -69,8 +69,8 @@ class _Change:
         self._class = "Session" if "Session" not in bound else "RatchetSession"
 
     def apply(self) -> None:
-        """Record all edits. Raises ``_Unknown`` if the script cannot be patched; the caller then discards the edits that were
-        recorded before."""
+        """Record all edits, and add remarks. Raises ``_Unknown`` if the script cannot be patched; the caller then discards the
+        edits that were recorded before."""
         self._raise_if_unsupported()
         (loop,), (start,), model = self._loops, self._starts, self._models[0]
         made = self._source.statement(model)
@@ -153,7 +153,7 @@ class _Change:
             self._bars(loop)
 
     def _bars(self, loop: Loop | StepLoop) -> None:
-        """Add remarks on the progress bars of a loop over epochs. Does nothing for a loop over steps."""
+        """Add the remarks of ``progress_bars`` on a loop over epochs. Does nothing for a loop over steps."""
         if isinstance(loop, Loop):
             progress_bars.add_remarks(self._patching, loop, self._session)
 
@@ -165,8 +165,8 @@ class _Change:
         raise _Unknown
 
     def _raise_if_unsupported(self) -> None:
-        """Add a remark for each reason why the script cannot be patched, then raise ``_Unknown`` if one of them is needed.
-        Returns if none is."""
+        """Add a remark for each reason, visible without an edit, why the script cannot be patched. Then raise ``_Unknown`` if one
+        of them is needed. If this returns, ``apply`` may still find other reasons."""
         leave, before = self._patching.add_remark, len(self._patching.remarks)
         for call in self._patching.calls(_SPAWN):
             leave(
@@ -264,9 +264,10 @@ class _Change:
     def _insert_session(self, start: ast.Call, where: Scope, end: ast.stmt) -> None:
         """Record the edits that insert ``session = Session()`` and remove ``start``, the call of ``init_process_group``.
         ``where``: the function (or module) that creates the DDP model; ``end``: a statement in it that needs the session. The
-        session is created outside any condition and before ``end``. If ``start`` is in another function that ``where`` calls, it
-        is created in ``where``, at that call. Else it is created in the function with ``start``, and passed to ``where`` as an
-        argument. Raises ``_Unknown`` if there is no such place, or if ``start`` is not a statement of its own."""
+        session is created before ``end``, outside any ``if`` that does not contain ``end`` too, and before statements that need
+        it. If ``start`` is in another function that ``where`` calls, it is created in ``where``, at that call. Else it is created
+        in the function with ``start``, and passed to ``where`` as an argument. Raises ``_Unknown`` if there is no such place, or
+        if ``start`` is not a statement of its own."""
         statement, scope = self._source.statement(start), self._source.scope(start)
         if not isinstance(statement, ast.Expr):
             self._add_remark(start, "not a statement of its own: session = Session() takes its place")
@@ -310,8 +311,8 @@ class _Change:
     def _ranks(self) -> None:
         """Replace the choice of a device and the reads of ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` by attributes of the
         session; add an optional remark at each read that is not replaced. Remove the calls of ``torch.cuda.set_device``, and
-        assignments of the rank that are no longer used. This must be the last edit, because it skips what other edits have
-        changed."""
+        assignments of the rank that are no longer used. The caller calls this after all edits of other statements, because what
+        they have changed is skipped here."""
         for statement in self._devices:
             name = self._variables.device(statement)
             device = f"{self._session}.device"
@@ -338,7 +339,7 @@ class _Change:
     def _path_to(self, origin: Scope, target: Scope, there: ast.stmt) -> ast.stmt:
         """Return the statement of the function ``origin`` that calls the function ``target``, and insert the session as a
         parameter of ``target`` and an argument of that call. Return ``there``, which is in ``target``, without an edit if both
-        functions are the same. Raises ``_Unknown`` unless ``origin`` contains the only call of ``target``."""
+        functions are the same. Raises ``_Unknown`` unless the only call of ``target`` is in ``origin`` (``_only_call``)."""
         if origin is target:
             return there
         call = self._only_call(target)
@@ -402,7 +403,7 @@ class _Change:
 
     def _is_of_parameters(self, use: ast.Name) -> bool:
         """Return True if ``use`` is part of ``model.parameters()`` or a similar use of the model that works equally with and
-        without DDP."""
+        without DDP, or of ``model.register_comm_hook``, which is removed."""
         parent, above = list(self._source.ancestors(use))[:2]
         if not isinstance(parent, ast.Attribute):
             return False
@@ -457,10 +458,11 @@ class _Change:
     # --- session.prepare ----------------------------------------------------------------------------------------------
 
     def _prepare(self, model: str, made: ast.stmt, end: ast.stmt, loop: Loop | StepLoop) -> set[str]:
-        """Insert ``model, ... = session.prepare(model, ...)`` before the loop, after the statements that create its arguments.
-        Return the names of all objects that the Session then has. ``model``: the name of the DDP model; ``made``: the statement
-        that creates it; ``end``: the loop, or the call that leads to it. A needed remark is added if no optimizer is found.
-        Raises ``_Unknown``, for example if not exactly one loader is found for a loop over epochs."""
+        """Insert ``model, ... = session.prepare(model, ...)`` before the loop, after the statements that create its arguments;
+        without the model if ``_unwrap`` has prepared it already. Add remarks on other objects with state. Return the names of all
+        objects that the Session then has. ``model``: the name of the DDP model; ``made``: the statement that creates it; ``end``:
+        the loop, or the call that leads to it. A needed remark is added if no optimizer is found. Raises ``_Unknown``, for
+        example if not exactly one loader is found for a loop over epochs."""
         taken: dict[str, list[str]] = {kind: [] for kind in _ORDER}
         taken["model"], last, loaders = [model], made, self._loaders(loop) if isinstance(loop, Loop) else set[str]()
         for statement in self._statements(self._source.scope(made)):
@@ -517,8 +519,8 @@ class _Change:
 
     def _kind(self, target: ast.expr, value: ast.expr, model: str, loop: Loop | StepLoop) -> str | None:
         """Return the kind of object, as in ``_ORDER``, that ``value`` creates for ``session.prepare``: loader, scaler, scheduler,
-        generator or optimizer. Return None if ``session.prepare`` does not take it. ``target``: what ``value`` is assigned to;
-        ``model``: the name of the model."""
+        generator or optimizer. Return None for anything else, and for a generator that the loop does not use or a DataLoader has.
+        ``target``: what ``value`` is assigned to; ``model``: the name of the model."""
         origins = self._patching.origins.origins_of(value.func) if isinstance(value, ast.Call) else set()
         if origins & LOADERS:
             return "loader"
