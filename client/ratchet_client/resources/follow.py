@@ -62,8 +62,8 @@ class Following(Calls):
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
         """Return one curve per rank: the values of ``figure`` over the steps of ``hook_history``. ``figure``: a field of
         ``HookSummary`` (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value, and ranks that have no
-        value at all, are left out. If the job has no summary yet, the result is empty. Raises ``AttributeError`` if ``HookSummary`` has no field
-        ``figure``, but only if there is a summary.
+        value at all, are left out. If the job has no summary yet, the result is empty. Otherwise ``AttributeError`` is raised if
+        ``HookSummary`` has no field ``figure``.
 
         >>> norms = client.hook_series(job_id)
         >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0
