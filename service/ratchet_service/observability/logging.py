@@ -39,7 +39,9 @@ def log_fields(**fields: Any) -> Iterator[None]:
 
 
 def add_log_fields(**fields: Any) -> None:
-    """Add ``fields`` to the log records that this task makes from now on; a request is one task. None values are left out."""
+    """Add ``fields`` to the log records that this task makes from now on; a request is one task. Called in a worker thread, it
+    affects only the records that are made in that call of the thread. None values are left out. As in ``log_fields``, only names
+    in ``FIELDS`` are logged, and only in the JSON format."""
     _context_fields.set(
         {**_context_fields.get(), **{name: value for name, value in fields.items() if value is not None}}
     )

@@ -40,8 +40,9 @@ def initial_deadlines(clock: Clock) -> dict[str, Any]:
 
 
 def running_since(watch: Watch) -> dict[str, float]:
-    """Return name -> monotonic start of the deadlines that run now. The launch deadline runs until the first agent begins, but
-    not while the attempt is in an engine's queue. No deadline runs while the attempt is being killed."""
+    """Return name -> monotonic start of the deadlines that run now. The launch deadline runs until the first agent begins. It
+    does not run while the attempt is in its engine's queue, and starts again from 0 when the attempt leaves the queue, is
+    submitted again, or was not polled for a long time. No deadline runs while the attempt is being killed."""
     if watch.killing:
         return {}
     starts = watch.running_since is None and (watch.stored_reason is None or watch.stored_reason[0] != WAITING)
