@@ -126,10 +126,10 @@ def set_value(
 
 def _token_server(ctx: typer.Context) -> str:
     """Return the address of the server in use, which a new token is for: the one that ``find_target`` chooses from options,
-    variables and the configuration file. If it chooses a run directory instead, return the address of the service that runs for
-    it, and print a note with it.
+    variables and the configuration file. If it chooses a run directory instead, return the address of that directory's service,
+    and print a note with it.
 
-    Raises ``typer.BadParameter`` if neither gives an address, or if the service for the run directory is on another machine.
+    Raises ``typer.BadParameter`` if neither gives an address, or if that of the run directory is not a loopback address.
     """
     from ratchet_client.http.config_file import normalise_url
     from ratchet_client.http.discovery import find_target, is_loopback

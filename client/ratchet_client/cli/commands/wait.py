@@ -74,16 +74,16 @@ def poll(
 
 def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), deadline: float | None = None,
          as_json: bool = False) -> None:  # fmt: skip
-    """Wait until the job has ended or is in a phase of ``until``, and print each change of phase. Then print the job
-    with ``as_json``, else the results of a job that has ended. Return if the job is in a phase of ``until`` (if that is empty: is
-    SUCCEEDED), else raise ``typer.Exit`` with code 1. ``deadline``: in seconds, after which ``DeadlineReached`` is raised; None:
-    no limit."""
+    """Wait until the job has ended or is in a phase of ``until``, and print its phase now and at each change of phase or reason.
+    Then print the job with ``as_json``, else the results of a job that has ended. Return if the job is in a phase of ``until``
+    (if that is empty: is SUCCEEDED), else raise ``typer.Exit`` with code 1. ``deadline``: in seconds, after which
+    ``DeadlineReached`` is raised; None: no limit."""
     from ratchet_client.resources.client import TERMINAL
 
     once = ErrorsOnce()
 
     def print_change(job: JobView) -> None:
-        """Print the new phase of the job and its reason."""
+        """Print the phase of the job and the reason for it."""
         hint = f"; `ratchet resume {job.id}` continues it" if job.phase == "SUSPENDED" else ""
         told = client.attempt(job.id, job.attempt).message if job.message and job.attempt else None
         reason = once(reason_text(job), told)

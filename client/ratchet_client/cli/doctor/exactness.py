@@ -108,8 +108,8 @@ def prove(
 ) -> list[Proof]:
     """Return one proof for each hook in ``hooks`` and each device of this machine that supports it. Starts a temporary
     service (``temporary_service``), runs two jobs per proof and blocks until all have ended, per device at most
-    ``TIMEOUT_SECONDS``. If required packages are missing, nothing is started. Then, and if the service fails, the proofs have the
-    reason in ``problems``. ``python``: the interpreter that trains; None: the service's."""
+    ``TIMEOUT_SECONDS``. If torch or required packages are missing, nothing is started. Then, and if the service fails, proofs
+    without a result have the reason in ``problems``. ``python``: the interpreter that trains; None: the service's."""
     proofs = [proof for device in _devices(diagnosis) for proof in _planned_proofs(diagnosis, device, hooks)]
     lacking = [name for name in ("torch", "extra worker", "extra service") if diagnosis.failed(name)]
     if lacking:

@@ -143,8 +143,9 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
     """Return three values for the command: the spec, its digest, and the commands that prove the job. The spec is read from a
     spec file, else it is the one that ``ratchet init`` would write, with ``--nproc``, ``--name`` and ``--set`` applied; serious
     notes are printed. The digest identifies the command, so that the same command finds its job. It is that of the spec from the
-    file with these options, else of the command as typed: neither the script's text nor this machine's number of GPUs has an
-    effect on it. Raises ``Refused``, ``SpecError``, ``NotFound``, and ``typer.BadParameter`` for arguments after a spec file."""
+    file with these options, else of the training command in ``words`` with these options. Other options of ``ratchet run``, the
+    script's text and this machine's number of GPUs then have no effect on it. Raises ``Refused``, ``SpecError``, ``NotFound``,
+    and ``typer.BadParameter`` for arguments after a spec file."""
     from ratchet_client.cli.commands.submit import apply_overrides
     from ratchet_client.cli.run.beginning import command_digest
     from ratchet_client.init.command_line import count_ranks, parse_command

@@ -57,9 +57,9 @@ class RunService:
         wait_ready(self._process, self.paths)
 
     def restart_if_ended(self) -> bool:
-        """Return True if a private service has ended, after an attempt to start it again; its agents continue meanwhile. Return
-        False if it still runs or is not private. Called when the service did not respond; waits up to two seconds for its end. A
-        failed start is printed, not raised."""
+        """Return True if a private service has ended, after one attempt to start it again, successful or not; its agents continue
+        meanwhile. Return False if it still runs or is not private. Called when the service did not respond; waits up to two
+        seconds for its end. A failed start is printed, not raised."""
         if self._process is None:
             return False
         try:
@@ -95,9 +95,10 @@ class RunService:
 
 @contextmanager
 def run_service(base: Path, name: str) -> Iterator[RunService]:
-    """Yield the service that runs for the run directory ``base`` or for ``run/NAME`` below it; if none does, start a private one
-    in the latter and stop it on exit. Raises ``CannotStart``, and ``Refused`` if another ``ratchet run`` uses that directory.
-    Blocks while the service of a killed ``ratchet run`` ends, and raises ``DeadlineReached`` if that takes over 30 seconds."""
+    """Yield the service that runs for the run directory ``base`` or for ``run/NAME`` below it. It must respond, be ready, and not
+    be the private one of a ``ratchet run``. If there is none, start a private one in ``run/NAME`` and stop it on exit. Raises
+    ``CannotStart``, and ``Refused`` if another ``ratchet run`` uses that directory, or if it cannot be created or locked. Blocks
+    while the service of a killed ``ratchet run`` ends, and raises ``DeadlineReached`` if that takes over 30 seconds."""
     paths = HomePaths(HomePaths(base).runs / name)
     for shared in (HomePaths(base), paths):
         if _owner(shared) == "" and _is_responding(shared):

@@ -90,8 +90,8 @@ class RankOutput:
         self._first = max(self._first, newest)
 
     def _copy(self, path: Path, is_over: bool) -> None:
-        """Copy the new bytes of a log. ``is_over``: the attempt has ended; an incomplete last line is then ended, so that the
-        next output starts on a new line."""
+        """Copy the new bytes of a log. ``is_over``: nothing more of this attempt is copied; an incomplete last line is then
+        ended, so that the next output starts on a new line."""
         while data := self._read(path, _BLOCK):
             self._offsets[path] += len(data)
             self._open_line = not data.endswith(b"\n")
@@ -101,8 +101,8 @@ class RankOutput:
             self._write(b"\n")
 
     def _copy_lines(self, path: Path, prefix: bytes, is_over: bool) -> None:
-        """Copy the new whole lines of a log, each with ``prefix``. An incomplete line is copied only if the attempt has ended
-        (``is_over``), or if it is longer than a block."""
+        """Copy the new whole lines of a log, each with ``prefix``. An incomplete line is copied only if nothing more of the
+        attempt is copied (``is_over``), or if it fills a block: a longer line is cut, and each part gets the prefix."""
         while data := self._read(path, _BLOCK):
             end = data.rfind(b"\n") + 1
             if not end:
