@@ -8,6 +8,7 @@ message explains. In other results, each text of more than ``MOST_TEXT`` charact
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -32,6 +33,8 @@ MOST_BYTES: Final = 4 << 20
 """The most bytes to read of a file: results of a thousand ranks, each with a stack trace, are about 2 MiB."""
 MOST_TEXT: Final = 16_000
 """The most characters to keep of one text."""
+_REPLACED: Final = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENXIO})
+"""Errors that say that user code has put something else in the place of a file or a directory."""
 
 
 def read_bounded(path: Path) -> bytes | None:
@@ -139,19 +142,23 @@ def fence(paths: AttemptPaths) -> None:
     the attempt later; its ranks begin no further commit of a checkpoint; agents that run end once they see the file. The caller
     kills those agents after this call.
 
-    Raises ``OSError`` if the file cannot be created. Exception: the directory belongs to the user that users' code runs as, who
-    may have made it impossible. Then its mode is changed to 0700 and the file is created again; a second failure is ignored. No
-    agent can start from such a directory, and running agents must still be ended."""
+    User code may have made it impossible to create the file. Then the directories of job and attempt are made accessible to their
+    owner, and the file is created again. A second failure is ignored if the directory belongs to the user that users' code runs
+    as, or if the directory was replaced: no agent can start from such a directory, and running agents must still be ended. Raises
+    ``OSError`` for other failures."""
     with as_owner(paths.root):
         try:
             _fence(paths)
         except OSError:
-            if not is_foreign(paths.root):
-                raise
-            with suppress(OSError):
-                paths.root.chmod(0o700)
+            for folder in (paths.root.parent.parent, paths.root.parent, paths.root):
+                with suppress(OSError):
+                    folder.chmod(stat.S_IMODE(folder.stat().st_mode) | 0o700)
+            try:
                 paths.fence_file.unlink(missing_ok=True)
                 _fence(paths)
+            except OSError as error:
+                if not is_foreign(paths.root) and error.errno not in _REPLACED:
+                    raise
 
 
 def _fence(paths: AttemptPaths) -> None:
@@ -213,16 +220,21 @@ def read_message(path: Path, model: type[M]) -> M | None:
 
 def lock_is_held(path: Path) -> bool:
     """True if a live process of this machine holds the lock on the file. The kernel releases the lock when the last process that
-    has it open ends. False if the file does not exist. Also False if another user owns the file and it cannot be opened: that
-    user's processes can be found by their environment instead. Other errors raise ``OSError``. The call itself holds a shared
+    has it open ends. False if the file does not exist. Also False if it cannot be opened since another user owns it, or user code
+    has put something else in its place: processes can be found by their environment instead. A file that user code has closed is
+    made accessible to its owner. Other errors raise ``OSError``. The call itself holds a shared
     lock for a moment: call it only for an agent that has started, since a starting one could not take its lock then."""
     try:
         with as_owner(path):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            except PermissionError:
+                path.chmod(0o600)
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
         return False
-    except OSError:
-        if is_foreign(path):  # its processes can also be found by their environment
+    except OSError as error:
+        if is_foreign(path) or error.errno in _REPLACED:  # its processes can also be found by their environment
             return False
         raise
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 from collections.abc import Callable
@@ -11,17 +12,19 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths
 from ratchet_contract.phases import JobPhase
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Checkpoint, Job
 from ratchet_service.isolation import file_access
+from ratchet_service.launchers import attempt_files
 from ratchet_service.observability import health
 from ratchet_service.observability.health import Health, Unready
 from ratchet_service.reconciler import finish_attempt, supervise
+from ratchet_service.reconciler.attempt_watch import Timing
 from tests.support.control_plane import Plane
 from tests.support.run_as import AS_ROOT, UID, open_directory
-from tests.support.server import wait_for
+from tests.support.server import processes_below, wait_for
 
 LONG = {"steps": 100_000}
 NOWHERE = "n" * 300  # a link to it can neither be followed nor listed, whoever asks
@@ -32,20 +35,26 @@ def told(plane: Plane, job_id: str) -> list[str]:
 
 
 def test_unwritable_attempt_end_is_reported_once_and_retried(
-    control_plane: Plane, caplog: pytest.LogCaptureFixture
+    control_plane: Plane, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the place of a read-only disk: a link to where no file can be made."""
+    """In the place of a read-only disk: an error of the call that makes the file."""
     reconciler = control_plane.start_reconciler()
     poisoned = control_plane.submit(LONG)
     control_plane.wait_job(poisoned, lambda job: job.step > 5, "training")
-    fence = control_plane.attempt_paths(poisoned, 1).fence_file
-    fence.symlink_to("/nonexistent/fence")
+    real = attempt_files._fence
+
+    def fence(paths: AttemptPaths) -> None:
+        if poisoned in str(paths.root):
+            raise OSError(errno.EROFS, "Read-only file system")
+        real(paths)
+
+    monkeypatch.setattr(attempt_files, "_fence", fence)
     control_plane.post(f"/v1/jobs/{poisoned}/cancel")
     job = control_plane.wait_job(
         poisoned, lambda job: job.reason == "reconcile-error", "told that it cannot be looked after"
     )
     assert job.phase is JobPhase.STOPPING
-    assert job.message is not None and "FileNotFoundError: [Errno 2] No such file or directory" in job.message
+    assert job.message is not None and "OSError: [Errno 30] Read-only file system" in job.message
     watch = reconciler._watches[poisoned]
     wait_for(lambda: watch.failures >= 3, "two more tries", 30)
     other = control_plane.submit({"steps": 20})
@@ -55,10 +64,38 @@ def test_unwritable_attempt_end_is_reported_once_and_retried(
     assert len(tracebacks) == 1, "one for each try floods the log"
     assert watch.paused_until - control_plane.database.clock.monotonic() < 30
 
-    fence.unlink()
+    monkeypatch.setattr(attempt_files, "_fence", real)
     job = control_plane.wait(poisoned, JobPhase.CANCELLED)
     assert job.reason != "reconcile-error"
     assert len(told(control_plane, poisoned)) == 1
+
+
+def _lock_made_a_directory(paths: AttemptPaths) -> None:
+    paths.lock_file.unlink()
+    paths.lock_file.mkdir()
+
+
+def _fence_linked_to_nowhere(paths: AttemptPaths) -> None:
+    paths.fence_file.symlink_to("/nonexistent/fence")
+
+
+def _attempt_made_a_file(paths: AttemptPaths) -> None:
+    paths.root.rename(paths.root.with_name("before"))
+    paths.root.touch()
+
+
+@pytest.mark.parametrize("migrated_database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("damage", [_lock_made_a_directory, _fence_linked_to_nowhere, _attempt_made_a_file])
+def test_job_whose_code_replaced_files_of_its_attempt_can_be_cancelled(
+    control_plane: Plane, damage: Callable[[AttemptPaths], None]
+) -> None:
+    control_plane.start_reconciler(timing=Timing(kill_after=2.0))
+    job_id = control_plane.submit(LONG, policy={"stop_grace": 1})
+    control_plane.wait_job(job_id, lambda job: job.step > 5, "training")
+    damage(control_plane.attempt_paths(job_id, 1))
+    control_plane.post(f"/v1/jobs/{job_id}/cancel")
+    control_plane.wait(job_id, JobPhase.CANCELLED)
+    assert not processes_below(control_plane.settings.home)
 
 
 def test_reconcile_error_reason_is_cleared_once_the_row_is_readable(control_plane: Plane) -> None:

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import Cause, Desired
 from ratchet_contract.protocol.messages import AgentFile, AttemptResult
 from ratchet_service.launchers import attempt_files
 from ratchet_service.launchers.attempt_files import MOST_BYTES, MOST_TEXT
 from ratchet_service.launchers.base import AttemptRef, AttemptState
 from ratchet_service.lifecycle.attempt_result import Evidence, cause_of
+from tests.support.run_as import AS_ROOT, UID, open_directory
 
 AT = "2030-01-01T00:00:00+00:00"
 JOB: Any = SimpleNamespace(desired=Desired.RUN, desired_cause=None)
@@ -107,3 +108,22 @@ def test_attempt_result_invalid_or_of_other_attempt_is_ignored(ref: AttemptRef, 
     file = ref.paths.node(0).result_file
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     assert attempt_files.node_states(ref)[0].result is None
+
+
+@AS_ROOT
+@pytest.mark.parametrize("mode", [0, 0o444, 0o555])
+@pytest.mark.parametrize("closed", ["attempts/0001", "attempts", "."])
+def test_fence_is_made_in_directories_that_their_owner_has_closed(closed: str, mode: int) -> None:
+    """The service is no root, and its jobs run as its own user."""
+    with open_directory() as root:
+        root.chmod(0o777)
+        paths = JobPaths(root / "job-000000000001").attempt(1)
+        os.seteuid(UID)
+        try:
+            paths.root.mkdir(parents=True)
+            paths.lock_file.touch(mode)
+            (paths.root.parent.parent / closed).chmod(mode)
+            attempt_files.fence(paths)
+            assert paths.fence_file.exists() and not attempt_files.lock_is_held(paths.lock_file)
+        finally:
+            os.seteuid(0)
