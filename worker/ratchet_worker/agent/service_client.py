@@ -118,8 +118,9 @@ class ServiceLink:
             self._close()
 
     def _exchange(self, body: bytes, timeout: float) -> tuple[int, bytes]:
-        """Post ``body`` as a report; return the status and body of the response. The body is cut at ``_MAX_RESPONSE_BYTES``, and
-        the connection is then closed. Raises ``OSError``, ``HTTPException`` or, without an address, ``Unreachable``."""
+        """Post ``body`` as a report, and return status and body of the response. A body longer than ``_MAX_RESPONSE_BYTES`` is
+        cut, and the connection closed. ``timeout``: seconds for each network operation. Raises ``Unreachable`` without an
+        address. Raises ``OSError`` or ``HTTPException`` and leaves the connection unusable: the caller must ``_close`` it."""
         answer = self._request("POST", self._path, body, {"Content-Type": "application/json"}, timeout)
         data = answer.read(_MAX_RESPONSE_BYTES)
         if answer.will_close or not answer.isclosed():

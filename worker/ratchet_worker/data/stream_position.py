@@ -87,8 +87,10 @@ class StreamPosition(LoaderPosition):
             self.stream.epoch += 1
 
     def reach(self) -> None:
-        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``. Batches are read again for
-        that. Does nothing if none was loaded. Raises ``ValueError`` if the stream ends before the position."""
+        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``. A loader with ``state_dict`` is
+        restored to a few batches before it, and these are read again; of any other loader all used batches of the epoch are read
+        again. If they are not the batches that were used, nothing is raised, and ``inexact_reason`` says so. Does nothing if no
+        position was loaded. Raises ``ValueError`` if the stream ends before the position."""
         self.stream.reach()
         if not self.stream.position:
             return
