@@ -11,6 +11,7 @@ from typing import Final
 from ratchet_client.init.analysis import carried_variables, progress_bars, stateful_objects
 from ratchet_client.init.analysis.epoch_loops import Function, Loop, bind, exits
 from ratchet_client.init.analysis.import_origins import DDP, LOADERS
+from ratchet_client.init.analysis.loop_ranges import Range
 from ratchet_client.init.analysis.rank_variables import RankVariables
 from ratchet_client.init.analysis.script_source import Patching
 from ratchet_client.init.analysis.source_edits import Scope
@@ -32,6 +33,8 @@ _KEYS: Final = (
 """Arguments of DDP that the spec has under ``ddp``."""
 _SAME: Final = ("parameters", "train", "eval", "to", "cuda")
 _NOT_NEEDED: Final = ("device_ids", "output_device", "dim")
+_OPERANDS: Final = (ast.Name, ast.Constant, ast.Attribute, ast.Call, ast.Subscript)
+"""Expressions that need no parentheses as an operand."""
 
 
 class _Unknown(Exception):
@@ -130,7 +133,10 @@ class _Change:
             )
             self._patching.add_remark(node, f"{target.id} {text}")
             return
-        last = over.total if isinstance(over, Counted) or over.first else f"{over.total} - 1"
+        last = over.total
+        if isinstance(over, Range) and not over.first:
+            plain = isinstance(ast.parse(last, mode="eval").body, _OPERANDS)
+            last = f"{last if plain else f'({last})'} - 1"
         self._source.insert(f"{target.id} = {last}  # also where none was left to do", behind=node)
 
     def outline(self) -> None:

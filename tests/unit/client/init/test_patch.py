@@ -622,6 +622,21 @@ def test_patch_sets_loop_counter_after_loop_with_no_iterations_left() -> None:
     assert left.code == 5 and "epoch is read after the loop, which has no iteration if none is left" in left.said
 
 
+@pytest.mark.parametrize(
+    ("total", "last"),
+    [
+        ("args.epochs or 10", "(args.epochs or 10) - 1"),
+        ("3 if quick else 90", "(3 if quick else 90) - 1"),
+        ("count() << 1", "(count() << 1) - 1"),
+        ('config["epochs"]', 'config["epochs"] - 1'),
+        ("len(args.epochs)", "len(args.epochs) - 1"),
+    ],
+)
+def test_patch_computes_last_epoch_from_whole_total(total: str, last: str) -> None:
+    text = changed(LOOP.replace("range(3)", f"range({total})") + "print(epoch)\n")
+    assert f"\nepoch = {last}  # also where none was left to do\n" in text, text
+
+
 def test_patch_prepares_optimizer_returned_by_function() -> None:
     text = changed(STEPS.replace("torch.optim.SGD(net.parameters(), lr=0.1)", "net.configure_optimizers(0.1)"))
     assert "model, optimizer = session.prepare(net, optimizer)\n" in text
