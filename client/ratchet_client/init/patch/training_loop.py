@@ -116,9 +116,10 @@ class _Change:
         return [one for one in exits(loop.node.body) if not isinstance(loop, StepLoop) or one is not loop.removed_break]
 
     def _last_number(self, loop: Loop | StepLoop) -> None:
-        """Insert an assignment after the loop that gives the iteration variable its last value, if the script reads the variable
-        there: an attempt that starts after the last step runs no iteration. If a ``break``, ``continue`` or
-        ``return`` leaves an iteration, add a needed remark instead."""
+        """Insert an assignment before the loop that gives the iteration variable its last value, if the script reads the variable
+        after the loop: an attempt that starts after the last step runs no iteration. Add a needed remark instead if a ``break``,
+        ``continue`` or ``return`` leaves an iteration, or if the head of a ``for`` loop reads the variable or its body assigns
+        it."""
         node, over = loop.node, loop.over if isinstance(loop, StepLoop) else loop.range
         target = node.target if isinstance(node, ast.For) else over.counter if isinstance(over, Counted) else None
         if (
@@ -127,7 +128,12 @@ class _Change:
             or not carried_variables.is_read_after(self._source, node, target.id)
         ):
             return
-        if self._exits(loop):
+        reads = ast.walk(node.iter) if isinstance(node, ast.For) else ()
+        stores = (n for s in node.body for n in ast.walk(s) if not isinstance(getattr(n, "ctx", None), ast.Load))
+        used = isinstance(node, ast.For) and any(
+            isinstance(n, ast.Name) and n.id == target.id for n in (*reads, *stores)
+        )
+        if used or self._exits(loop):
             text = (
                 "is read after the loop, which has no iteration if none is left: give it a value before the loop, too"
             )
@@ -137,7 +143,7 @@ class _Change:
         if isinstance(over, Range) and not over.first:
             plain = isinstance(ast.parse(last, mode="eval").body, _OPERANDS)
             last = f"{last if plain else f'({last})'} - 1"
-        self._source.insert(f"{target.id} = {last}  # also where none was left to do", behind=node)
+        self._source.insert(f"{target.id} = {last}  # where none is left to do", before=node)
 
     def outline(self) -> None:
         """Add remarks that outline the change to make by hand, at each place whose line has no remark yet, and remarks on carried

@@ -611,13 +611,11 @@ def test_patch_turns_batch_drawing_loop_into_session_steps(head: str, test: str,
     assert "model, optimizer = session.prepare(net, optimizer)\n" in text
 
 
-def test_patch_sets_loop_counter_after_loop_with_no_iterations_left() -> None:
+def test_patch_sets_loop_counter_for_loop_with_no_iterations_left() -> None:
     counts = changed(STEPS.replace("    count += 1\n", "    count += 1\n    print(count)\n") + "print(count)\n")
-    assert "    count += 1\n    print(count)\ncount = 12  # also where none was left to do\nprint(net" in counts, counts
+    assert "\ncount = 12  # where none is left to do\nfor count in session.steps(12):\n" in counts, counts
     epochs = changed(LOOP + "print(epoch)\n")
-    assert "        optimizer.zero_grad()\nepoch = 3 - 1  # also where none was left to do\nprint(model" in epochs, (
-        epochs
-    )
+    assert "\nepoch = 3 - 1  # where none is left to do\nfor epoch in session.epochs(3):\n" in epochs, epochs
     left = Printed(LOOP.replace("    for inputs", "    if ended(): break\n    for inputs") + "print(epoch)\n")
     assert left.code == 5 and "epoch is read after the loop, which has no iteration if none is left" in left.said
 
@@ -634,7 +632,21 @@ def test_patch_sets_loop_counter_after_loop_with_no_iterations_left() -> None:
 )
 def test_patch_computes_last_epoch_from_whole_total(total: str, last: str) -> None:
     text = changed(LOOP.replace("range(3)", f"range({total})") + "print(epoch)\n")
-    assert f"\nepoch = {last}  # also where none was left to do\n" in text, text
+    assert f"\nepoch = {last}  # where none is left to do\nfor epoch in session.epochs({total}):\n" in text, text
+
+
+def test_patch_computes_last_epoch_before_loop_that_changes_its_total() -> None:
+    text = changed(LOOP.replace("range(3):\n", "range(count):\n    count = 5\n") + "print(epoch)\n")
+    assert "\nepoch = count - 1  # where none is left to do\nfor epoch in session.epochs(count):\n" in text, text
+
+
+@pytest.mark.parametrize(
+    ("head", "begin"), [("range(3)", "    epoch += 1\n"), ("range(epoch)", ""), ("tqdm(range(3), initial=epoch)", "")]
+)
+def test_patch_leaves_last_epoch_to_user_where_loop_uses_its_variable_otherwise(head: str, begin: str) -> None:
+    text = LOOP.replace("range(3):\n", f"{head}:\n{begin}") + "print(epoch)\n"
+    printed = Printed(text.replace("for epoch", "epoch = 3\nfor epoch"))
+    assert printed.code == 5 and "epoch is read after the loop, which has no iteration if none is left" in printed.said
 
 
 def test_patch_prepares_optimizer_returned_by_function() -> None:
