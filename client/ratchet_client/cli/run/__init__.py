@@ -296,7 +296,7 @@ def _print_results(
     """Print on standard error how the job ended or that it is suspended, its ``reason``, where its results are, and the commands
     to type next; return the exit code. ``proof``: the command that proves the job's exactness, printed for a job that has
     succeeded and has a checkpoint. ``outputs``: a directory into which the files of a successful job are copied, replacing
-    existing ones; None: no copy."""
+    existing ones; None: no copy. Files that could not be copied are named in notes."""
     from ratchet_client.cli.commands.files import escape_path, outputs_text
     from ratchet_client.cli.run.beginning import is_resumable
 
@@ -326,9 +326,14 @@ def _print_results(
     found = outputs_text(client, job)
     if found is not None:
         output.note(f"outputs: {found}, in {_short_path(paths.work_dir)}")
-    if job.phase == "SUCCEEDED" and found is not None and outputs is not None:
-        for file in client.fetch_files(job.id, outputs, force=True).files:
+    if job.phase == "SUCCEEDED" and outputs is not None:
+        copied = client.fetch_files(job.id, outputs, force=True)
+        for file in copied.files:
             output.note(f"copied: {escape_path(str(file))}")
+        for text in copied.notes:
+            output.note(f"note: {text}")
+        if not copied.files:
+            output.note(f"nothing was copied to {outputs}")
     home = shlex.quote(_short_path(service.paths.home))
     first = f"ratchet serve --home {home}, and in another terminal " if service.private else ""
     if job.phase != "SUCCEEDED":
