@@ -8,7 +8,7 @@ import ast
 from collections.abc import Collection, Iterator
 from typing import Final
 
-from ratchet_client.init.analysis.epoch_loops import Loop, Loops, exits, parameters
+from ratchet_client.init.analysis.epoch_loops import Loop, Loops, parameters
 from ratchet_client.init.analysis.loop_ranges import called_as
 from ratchet_client.init.analysis.script_source import Patching
 from ratchet_client.init.analysis.source_edits import Source
@@ -142,9 +142,7 @@ class _Carrying:
         resume within an epoch, that code runs again.
         """
         source, node = self._source, self.loop.node
-        kept, left = f"kept = {{session}}.keep({name}=...) before the loop", exits(node.body)
-        if isinstance(self.loop, StepLoop) and self.loop.removed_break in left:
-            left.remove(self.loop.removed_break)
+        kept, left = f"kept = {{session}}.keep({name}=...) before the loop", self.loop.exits
         if name in self._prepared:
             return "session.prepare returns it: give the other value another name"
         if any(called_as(call) in _NOT_SAVED for value in self._values(name) for call in _calls(value)):

@@ -43,6 +43,11 @@ class Loop:
         """The last statement of the loop's body."""
         return self.node.body[-1]
 
+    @property
+    def exits(self) -> list[ast.stmt]:
+        """The ``break``, ``continue`` and ``return`` statements that leave an iteration."""
+        return exits(self.node.body)
+
     def unsupported_reason(self, name: str) -> str | None:
         """Return the reason, as text, why the loop cannot be changed to iterate over ``name.epochs``; None if it can. ``name``:
         the variable with the Session or Accelerator."""

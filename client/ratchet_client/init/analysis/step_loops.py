@@ -48,6 +48,11 @@ class StepLoop:
         """The ``break`` statement that ``change`` removes; None if it removes none."""
         return self.over.exit.body[0] if isinstance(self.over, Counted) and self.over.exit is not None else None
 
+    @property
+    def exits(self) -> list[ast.stmt]:
+        """The ``break``, ``continue`` and ``return`` statements that leave an iteration, without ``removed_break``."""
+        return [one for one in exits(self.node.body) if one is not self.removed_break]
+
     def unsupported_reason(self, name: str) -> str | None:
         """Return the reason, as text, why the loop cannot be changed to iterate over ``name.steps``; None if it can. ``name``:
         the variable with the Session."""

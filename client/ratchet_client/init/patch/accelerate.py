@@ -8,6 +8,7 @@ from typing import Final
 from ratchet_client.init.analysis import carried_variables, progress_bars, stateful_objects
 from ratchet_client.init.analysis.epoch_loops import Function, Loops, parameters
 from ratchet_client.init.analysis.import_origins import ACCELERATORS
+from ratchet_client.init.analysis.last_number import set_last_number
 from ratchet_client.init.analysis.script_source import Patching
 
 _RESUMES: Final = ("load_state", "skip_first_batches")
@@ -55,8 +56,9 @@ def _class(patching: Patching, made: list[ast.Call]) -> str:
 
 
 def _epochs(patching: Patching, accelerator: str) -> None:
-    """Record the edits that make the only training loop iterate over ``epochs`` of the variable ``accelerator`` and save its
-    carried variables. If there is no loop, several, or one that cannot be changed, add remarks instead."""
+    """Record the edits that make the only training loop iterate over ``epochs`` of the variable ``accelerator``, save its carried
+    variables and set its iteration variable where no epoch is left. If there is no loop, several, or one that cannot be changed,
+    add remarks instead."""
     loops = Loops(patching.source).training_loops()
     if not loops:
         call = patching.calls(ACCELERATORS)[0]
@@ -77,6 +79,7 @@ def _epochs(patching: Patching, accelerator: str) -> None:
             loop.change(patching, accelerator)
             prepared = _prepared(patching, accelerator, patching.source.scope(loop.node))
             carried_variables.save_carried(patching, loop, f"{accelerator}.session", prepared)
+            set_last_number(patching, loop)
             stateful_objects.add_remarks(patching, loop, f"{accelerator}.session", {accelerator, *prepared})
             progress_bars.add_remarks(patching, loop, f"{accelerator}.session")
 

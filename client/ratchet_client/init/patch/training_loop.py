@@ -9,13 +9,13 @@ from itertools import pairwise
 from typing import Final
 
 from ratchet_client.init.analysis import carried_variables, progress_bars, stateful_objects
-from ratchet_client.init.analysis.epoch_loops import Function, Loop, bind, exits
+from ratchet_client.init.analysis.epoch_loops import Function, Loop, bind
 from ratchet_client.init.analysis.import_origins import DDP, LOADERS
-from ratchet_client.init.analysis.loop_ranges import Range
+from ratchet_client.init.analysis.last_number import set_last_number
 from ratchet_client.init.analysis.rank_variables import RankVariables
 from ratchet_client.init.analysis.script_source import Patching
 from ratchet_client.init.analysis.source_edits import Scope
-from ratchet_client.init.analysis.step_loops import Counted, StepLoop, training_loops
+from ratchet_client.init.analysis.step_loops import StepLoop, training_loops
 
 _GROUP: Final = ("torch.distributed", "torch.distributed.distributed_c10d")
 _INIT: Final = frozenset(f"{module}.init_process_group" for module in _GROUP)
@@ -33,8 +33,6 @@ _KEYS: Final = (
 """Arguments of DDP that the spec has under ``ddp``."""
 _SAME: Final = ("parameters", "train", "eval", "to", "cuda")
 _NOT_NEEDED: Final = ("device_ids", "output_device", "dim")
-_OPERANDS: Final = (ast.Name, ast.Constant, ast.Attribute, ast.Call, ast.Subscript)
-"""Expressions that need no parentheses as an operand."""
 
 
 class _Unknown(Exception):
@@ -87,9 +85,9 @@ class _Change:
         prepared = self._prepare(name, made, end, loop)
         loop.change(self._patching, self._session)
         carried_variables.save_carried(self._patching, loop, self._session, prepared)
-        self._last_number(loop)
+        set_last_number(self._patching, loop)
         self._shuffled(loop)
-        if any(isinstance(one, ast.Break) for one in self._exits(loop)):
+        if any(isinstance(one, ast.Break) for one in loop.exits):
             self._source.insert(f"{self._session}.finish()  # the loop may end early", behind=loop.node)
         self._bars(loop)
         for call in self._patching.calls(_DESTROY):
@@ -109,41 +107,6 @@ class _Change:
         if isinstance(loop, Loop) and samplers and not sets:
             text = f"without set_epoch all epochs had one order; {self._session}.epochs calls it: their orders differ from now on"
             self._patching.add_remark(samplers[0], text, needed=False)
-
-    def _exits(self, loop: Loop | StepLoop) -> list[ast.stmt]:
-        """Return the ``break``, ``continue`` and ``return`` statements that leave an iteration of ``loop``, without the ``break``
-        that the patch removes together with the step counter."""
-        return [one for one in exits(loop.node.body) if not isinstance(loop, StepLoop) or one is not loop.removed_break]
-
-    def _last_number(self, loop: Loop | StepLoop) -> None:
-        """Insert an assignment before the loop that gives the iteration variable its last value, if the script reads the variable
-        after the loop: an attempt that starts after the last step runs no iteration. Add a needed remark instead if a ``break``,
-        ``continue`` or ``return`` leaves an iteration, or if the head of a ``for`` loop reads the variable or its body assigns
-        it."""
-        node, over = loop.node, loop.over if isinstance(loop, StepLoop) else loop.range
-        target = node.target if isinstance(node, ast.For) else over.counter if isinstance(over, Counted) else None
-        if (
-            not isinstance(target, ast.Name)
-            or over is None
-            or not carried_variables.is_read_after(self._source, node, target.id)
-        ):
-            return
-        reads = ast.walk(node.iter) if isinstance(node, ast.For) else ()
-        stores = (n for s in node.body for n in ast.walk(s) if not isinstance(getattr(n, "ctx", None), ast.Load))
-        used = isinstance(node, ast.For) and any(
-            isinstance(n, ast.Name) and n.id == target.id for n in (*reads, *stores)
-        )
-        if used or self._exits(loop):
-            text = (
-                "is read after the loop, which has no iteration if none is left: give it a value before the loop, too"
-            )
-            self._patching.add_remark(node, f"{target.id} {text}")
-            return
-        last = over.total
-        if isinstance(over, Range) and not over.first:
-            plain = isinstance(ast.parse(last, mode="eval").body, _OPERANDS)
-            last = f"{last if plain else f'({last})'} - 1"
-        self._source.insert(f"{target.id} = {last}  # where none is left to do", before=node)
 
     def outline(self) -> None:
         """Add remarks that outline the change to make by hand, at each place whose line has no remark yet, and remarks on carried

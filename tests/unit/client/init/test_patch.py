@@ -788,6 +788,13 @@ def test_patch_replaces_accelerator_and_uses_accelerator_epochs() -> None:
     assert chosen == "\nfrom ratchet.accelerate import Accelerator\n" + loop.format(choice, "a.epochs(n)")
 
 
+def test_patch_with_accelerator_sets_epoch_for_loop_with_no_epochs_left() -> None:
+    made = changed(ACCELERATE.replace("step()\n", "step()\n    print(epoch)\n"))
+    assert "\n    epoch = count - 1  # where none is left to do\n    for epoch in accelerator.epochs(count):\n" in made
+    left = Printed(ACCELERATE.replace("step()\n", "step()\n        if ended(): break\n    print(epoch)\n"))
+    assert left.code == 5 and "epoch is read after the loop, which has no iteration if none is left" in left.said
+
+
 def test_patch_with_accelerator_reports_unprepared_user_object() -> None:
     made = "    optimizer = accelerator.prepare(optimizer)\n    own = Own()\n"
     text = ACCELERATE.replace("    for epoch", f"{made}    for epoch")
