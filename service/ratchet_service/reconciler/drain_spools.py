@@ -3,6 +3,7 @@ is stored exactly once."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
@@ -27,6 +28,7 @@ from ratchet_service.isolation.file_access import open_read
 
 BATCH: Final = 500
 _MAX_LINE_BYTES: Final = 16 << 20  # bytes of a line: as much as a report may have
+_OF_THE_SYSTEM: Final = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
@@ -82,10 +84,13 @@ def ingest_leftover(
 
 def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> Iterator[RankBatch]:
     """Like ``batches``, but ends at what cannot be read, and then appends to ``unread`` a text that names the file and the
-    error: user code can make its files unreadable, which is to keep no attempt from ending."""
+    error: user code can make its files unreadable, which is to keep no attempt from ending. Raises ``OSError`` for an error of
+    the disk or of this process, which a later try may not meet."""
     try:
         yield from batches(spool, rank, acked)
     except OSError as error:
+        if error.errno in _OF_THE_SYSTEM:
+            raise
         unread.append(f"{spool.name} is not read: {error}")
 
 

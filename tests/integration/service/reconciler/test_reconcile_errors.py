@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from ratchet_service.isolation import file_access
 from ratchet_service.launchers import attempt_files
 from ratchet_service.observability import health
 from ratchet_service.observability.health import Health, Unready
-from ratchet_service.reconciler import finish_attempt, supervise
+from ratchet_service.reconciler import drain_spools, finish_attempt, supervise
 from ratchet_service.reconciler.attempt_watch import Timing
 from tests.support.control_plane import Plane
 from tests.support.run_as import AS_ROOT, UID, open_directory
@@ -235,6 +236,27 @@ def test_attempt_ends_although_a_link_to_nowhere_replaced_its_files(
     assert told(control_plane, job_id) == []
     dropped = [event.message for event in control_plane.events(job_id) if event.type == "message-dropped"]
     assert bool(dropped) is place.startswith("spool"), dropped
+
+
+@pytest.mark.parametrize("migrated_database", ["sqlite"], indirect=True)
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_spool_that_the_disk_or_the_process_cannot_read_now_is_read_later(
+    control_plane: Plane, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    real, failed = drain_spools.open_read, list[Path]()
+
+    def open_read(path: Path) -> Any:
+        if not failed and path.name == "rank-00000.jsonl":
+            failed.append(path)
+            raise OSError(number, os.strerror(number))
+        return real(path)
+
+    monkeypatch.setattr(drain_spools, "open_read", open_read)
+    control_plane.start_reconciler()
+    job_id = control_plane.submit({"steps": 20, "every": 5})
+    control_plane.wait(job_id, JobPhase.SUCCEEDED)
+    assert failed and [c.step for c in control_plane.checkpoints(job_id)] == [5, 10, 15, 20]
+    assert not [event for event in control_plane.events(job_id) if event.type == "message-dropped"]
 
 
 @AS_ROOT
