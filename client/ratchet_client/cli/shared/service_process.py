@@ -98,9 +98,9 @@ def service_file(paths: HomePaths) -> ServiceFile | None:
 
 
 def kill_attempts(root: Path) -> None:
-    """Kill (SIGKILL) every process that was started for an attempt below the run directory ``root``, an absolute path without
-    symbolic links, as the service writes it. Block until none is left, for at most ``END_SECONDS``; then return without an error.
-    Processes whose environment is not readable are not found."""
+    """Kill (SIGKILL) every process that was started for an attempt below the run directory ``root``. Block until none is left,
+    for at most ``END_SECONDS``; then return without an error. Processes whose environment is not readable are not found."""
+    root = root.resolve()  # as the service writes it
 
     def none_left() -> bool:
         """Kill all such processes that exist now. Return True if there were none."""
@@ -119,8 +119,8 @@ def _pids() -> list[int]:
 
 
 def was_started_below(pid: int, root: Path) -> bool:
-    """Return True if the environment of the process shows that it was started for an attempt below ``root``, in the spelling of
-    ``kill_attempts``. False for zombies, whose environment is empty, and for processes whose environment is not readable."""
+    """Return True if the environment of the process shows that it was started for an attempt below ``root``, an absolute path
+    without symbolic links. False for zombies, whose environment is empty, and for processes whose environment is not readable."""
     try:
         return (environment_variable(pid, env_vars.ATTEMPT_DIR) or "").startswith(f"{root}/")
     except OSError:
