@@ -160,7 +160,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     assert model is not None and (folder / model[1] / "MANIFEST.json").is_file()
     assert outputs is not None and (folder / outputs[1] / "result.txt").read_text() == "done"
     assert (folder / "results" / "result.txt").read_text() == "done"
-    prepares, proves = said.splitlines()[-1].partition("killed? ratchet ")[2].split(" | ratchet ")
+    proof, copied = said.splitlines()[-2:]
+    assert copied == "copied: results/result.txt"
+    prepares, proves = proof.partition("killed? ratchet ")[2].split(" | ratchet ")
     assert proves == "--home .ratchet prove -"
     spec = yaml.safe_load(Cli(folder / ".ratchet", folder)(*shlex.split(prepares)).text)
     assert spec["world"]["ranks_per_node"] == 2 and spec["checkpoint"]["every_steps"] == 10
@@ -445,4 +447,5 @@ def test_invalid_run_arguments_are_refused_before_anything_is_started(tmp_path: 
     assert "has 1 rank, numbered from 0" in " ".join(cli("run", "--ranks", "1", "plain.py", expect=2).errors.split())
     mistyped = " ".join(cli("run", "--nprc", "2", "plain.py", expect=5).errors.split())
     assert "--nprc" in mistyped and "ratchet's own options come first" in mistyped
+    assert "does not exist: create it first" in cli("run", "-o", "a/b", "plain.py", expect=5).errors
     assert "looked in" in cli("run", "absent.py", expect=3).errors and not (tmp_path / "home").exists()

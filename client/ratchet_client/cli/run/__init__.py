@@ -104,6 +104,8 @@ def run(
         )
     spec, mark, proof = _spec(words, nproc, name, sets)
     shown = _ranks(ranks, parse_spec(spec).world.size)
+    if outputs is not None:
+        _check_outputs(outputs)
     _warn_slurm_nodes()
     place = f"{spec['name']}-{mark[:8]}"
     base = home_directory(settings(ctx).home)
@@ -216,6 +218,21 @@ def _ranks(text: str, size: int) -> Collection[int] | None:
     return found
 
 
+def _check_outputs(folder: Path) -> None:
+    """Raise ``Refused`` if files could not be copied into ``folder``: it is no directory, cannot be written to, or is missing and
+    cannot be created, since its parent is missing or cannot be written to. Nothing is created."""
+    from ratchet_contract.errors import Refused
+
+    place = folder if os.path.lexists(folder) else folder.absolute().parent
+    if not place.is_dir():
+        wrong = "is not a directory" if os.path.lexists(place) else "does not exist: create it first"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        wrong = "cannot be written to"
+    else:
+        return
+    raise Refused(f"--outputs {folder}: {place} {wrong}. Nothing was started")
+
+
 def _typed() -> str:
     """Return the command line as it was typed, quoted for a shell."""
     return shlex.join(["ratchet", *sys.argv[1:]])
@@ -296,7 +313,8 @@ def _print_results(
     """Print on standard error how the job ended or that it is suspended, its ``reason``, where its results are, and the commands
     to type next; return the exit code. ``proof``: the command that proves the job's exactness, printed for a job that has
     succeeded and has a checkpoint. ``outputs``: a directory into which the files of a successful job are copied, replacing
-    existing ones; None: no copy. Files that could not be copied are named in notes."""
+    existing ones; None: no copy. Files that could not be copied are named in notes. Raises what ``fetch_files`` raises, after all
+    else is printed."""
     from ratchet_client.cli.commands.files import escape_path, outputs_text
     from ratchet_client.cli.run.beginning import is_resumable
 
@@ -326,14 +344,6 @@ def _print_results(
     found = outputs_text(client, job)
     if found is not None:
         output.note(f"outputs: {found}, in {_short_path(paths.work_dir)}")
-    if job.phase == "SUCCEEDED" and outputs is not None:
-        copied = client.fetch_files(job.id, outputs, force=True)
-        for file in copied.files:
-            output.note(f"copied: {escape_path(str(file))}")
-        for text in copied.notes:
-            output.note(f"note: {text}")
-        if not copied.files:
-            output.note(f"nothing was copied to {outputs}")
     home = shlex.quote(_short_path(service.paths.home))
     first = f"ratchet serve --home {home}, and in another terminal " if service.private else ""
     if job.phase != "SUCCEEDED":
@@ -346,6 +356,14 @@ def _print_results(
     output.note(f"details: {first}{', or '.join(f'ratchet --home {home} {command}' for command in more)}")
     if job.last_checkpoint is not None:
         output.note(f"does it end with the same bits when it is killed? {proof}")
+    if outputs is not None:  # last, since it raises if the disk is full
+        copied = client.fetch_files(job.id, outputs, force=True)
+        for file in copied.files:
+            output.note(f"copied: {escape_path(str(file))}")
+        for text in copied.notes:
+            output.note(f"note: {text}")
+        if not copied.files:
+            output.note(f"nothing was copied to {outputs}")
     return Exit.OK
 
 
