@@ -84,6 +84,17 @@ class Transport:
         the configuration is invalid."""
         return (self.target.server or self.target.home).value
 
+    def _url(self, path: str, params: Params | None) -> str:
+        """Return the service's base URL (``Target.url``). Raises ``Refused``, too, if no request with ``path`` and ``params`` can
+        be sent there, as for a host name that cannot be encoded."""
+        url = self.target.url()
+        try:
+            parsed = httpx.URL(url + path, params=_without_none(params))
+            _ = parsed.host, parsed.raw_host.decode().encode("idna")
+        except (httpx.InvalidURL, UnicodeError) as error:
+            raise Refused(f"server address {url!r} is not valid: {error}", code="invalid-address") from None
+        return url
+
     def _authorization(self, url: str) -> dict[str, str]:
         """Return the header with the token for ``url``; an empty dict if no token is sent there. Warns (``TokenInClearWarning``)
         if ``url`` is plain HTTP on another machine."""
@@ -137,9 +148,9 @@ class Transport:
         """Send a GET request once and yield the open response, to be read incrementally; the response is closed on exit.
         ``read``: the maximum seconds without a byte. The default is enough for a stream of events, since the service sends
         comments while it has no event. Raises the service's problem as a ``RatchetError``, ``ServiceFault`` if another program
-        responds, and ``Refused`` for an invalid configuration or a service with another protocol. Raises ``ServiceUnreachable``
-        also if the connection breaks or ``read`` expires during the block."""
-        url = self.target.url()
+        responds, and ``Refused`` for an invalid address or configuration or a service with another protocol. Raises
+        ``ServiceUnreachable`` also if the connection breaks or ``read`` expires during the block."""
+        url = self._url(path, params)
         timeout = httpx.Timeout(self._timeout.connect, read=read)
         headers = {**headers, **self._authorization(url)}
         try:
@@ -187,7 +198,7 @@ class Transport:
         ``ServiceUnreachable`` error instead of raising it. Raises ``Refused`` for an invalid address or configuration and for
         another protocol, ``ServiceFault`` for a success from another program, and any error from producing the body."""
         try:
-            url = self.target.url()
+            url = self._url(path, params)
         except ServiceUnreachable as error:
             return error
         headers = headers | self._authorization(url)
@@ -202,8 +213,6 @@ class Transport:
             return response
         except httpx.TransportError as error:
             return self._unreachable(url, error)
-        except httpx.InvalidURL as error:
-            raise Refused(f"server address {url!r} is not valid: {error}", code="invalid-address") from None
 
     def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
         """Return True if a failed request may be sent again. Return False if the run directory has no ``service.json`` and no

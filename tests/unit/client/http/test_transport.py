@@ -11,11 +11,12 @@ import pytest
 
 from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.http.sse import parse_events, split_lines
+from ratchet_client.http.transport import Transport
 from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.api.requests import PatchRequest
 from ratchet_contract.code import tree
 from ratchet_contract.code.archive import write_archive
-from ratchet_contract.errors import Conflict, NotFound, SpecError
+from ratchet_contract.errors import Conflict, NotFound, Refused, SpecError
 from tests.support.scripted_server import HOOK, JOB, Reply, ok, problem, serving
 
 
@@ -120,6 +121,15 @@ def test_service_killed_during_response_is_reported_unreachable(tmp_path: Path) 
                 with pytest.raises(ServiceUnreachable, match="ratchet serve") as caught:
                     client.hooks()
                 assert "speak HTTP" not in caught.value.detail
+
+
+@pytest.mark.parametrize("server", ["http://*ü.x", "http://a..b", "http://xn--"])
+def test_server_address_with_impossible_host_name_is_refused(server: str) -> None:
+    transport = Transport(server, None, timeout=1.0, retry_for=0.0)
+    with pytest.raises(Refused, match=r"server address .* is not valid"):
+        transport.request("GET", "/v1/jobs")
+    with pytest.raises(Refused, match=r"server address .* is not valid"), transport.stream("/v1/jobs", None, {}):
+        pass
 
 
 def test_paginated_list_is_read_to_last_page() -> None:
