@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from ratchet_client.cli.shared import output
 from ratchet_contract.code.choice import IGNORE_FILES, choose
 from ratchet_contract.code.tree import UNLIMITED, TreeError, differing_paths, list_entries, tree_digest
-from ratchet_contract.errors import Conflict, Refused
+from ratchet_contract.errors import Conflict, RatchetError, Refused
 from ratchet_contract.paths import (
     MANIFEST_NAME,
     RUN_DIRECTORY,
@@ -112,23 +112,29 @@ def is_resumable(job: JobView) -> bool:
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
     """Resume ``job`` and return it, with its last attempt and event until now, which an earlier command has shown. If its code
     has changed, a queued or running job is suspended first, which blocks, and the job resumes with the new code. Raises
-    ``Conflict`` if determinism is strict and the code has changed; the job then stays suspended or failed."""
+    ``Conflict`` if determinism is strict and the code has changed; a queued or running job is then not stopped, or is resumed
+    with the code that it had. It is also resumed so if another error prevents the change."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
     if changed:
+        stopped = False
         if (
             not job.phase.terminal and job.phase is not JobPhase.SUSPENDED
         ):  # code is only replaced while no attempt can be alive
+            if _refuses_new_code(job):
+                raise _strict_conflict(changed, f"{job.id} keeps the code that it has, since its determinism is strict")
             output.note(f"the code has changed: {job.id} is stopped first")
             client.suspend(job.id)
-            client.wait(job.id, until=(JobPhase.SUSPENDED,))
+            stopped = client.wait(job.id, until=(JobPhase.SUSPENDED,)).phase is JobPhase.SUSPENDED
         try:
             client.resume(job.id, code=Path(job.spec["code"]["path"]), note=output.note)
-        except Conflict as error:  # strict determinism
-            cure = "`ratchet run --new ...` starts another job, with the code as it is now"
-            detail = f"{join_first(changed)} changed: {error.detail}; {cure}"
-            raise Conflict(detail, code=error.code) from None
+        except RatchetError as error:
+            if stopped:
+                with suppress(RatchetError):  # the first error is the one to report
+                    client.resume(job.id)
+                    output.note(f"{job.id} is resumed with the code that it had")
+            raise _strict_conflict(changed, error.detail) if isinstance(error, Conflict) else error from None
         words = f", with the code as it is now ({join_first(changed)} changed): not exact"
         if no_code := [path for path in changed if not path.endswith(".py")]:
             rest = "it is then neither copied nor compared"
@@ -138,6 +144,22 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
     step = _newest_step(home.job(job.id), job)
     output.note(f"continuing {job.id} from {f'step {step}' if step else 'its beginning'}{words}; --new starts another")
     return SelectedJob(client.view(job.id), job.attempt, event)
+
+
+def _refuses_new_code(job: JobView) -> bool:
+    """Return True if the service will refuse other code for the unfinished ``job``, which still has to be suspended: determinism
+    is strict, and there is a checkpoint, or the job trains, so that the suspension saves one."""
+    trains = job.phase.active and job.progress.step > 0
+    return job.spec.get("determinism") == "strict" and (job.last_checkpoint is not None or trains)
+
+
+def _strict_conflict(changed: list[str], detail: str) -> Conflict:
+    """Return, and do not raise, the error for code that strict determinism forbids to change. ``changed``: the changed files."""
+    cure = (
+        "the same command continues it when that is undone; `ratchet run --new ...` starts another job, with the code as it is "
+        "now, and cancels this one if it has not ended"
+    )
+    return Conflict(f"{join_first(changed)} changed: {detail}; {cure}", code="code-mismatch")
 
 
 def _newest_step(paths: JobPaths, job: JobView) -> int:
