@@ -20,23 +20,25 @@ _STRATEGIES: Final = frozenset(
 
 
 def patch(patching: Patching) -> bool:
-    """Patch a script with Lightning's Trainer or ``LightningCLI``, and return True; return False, without an edit, if it uses
-    neither. The recorded edits set ``SessionStrategy()`` as the strategy of the Trainer; for ``LightningCLI`` they only add
-    ``import ratchet.lightning``. Remarks are added on what cannot be changed, such as ``ckpt_path`` of ``fit`` or a Trainer of
-    ``pytorch_lightning``. If there are several Trainers, of which not exactly one is trained, nothing is changed, and each gets a
-    remark."""
-    old = patching.calls(OLD_LIGHTNING_TRAINERS)
+    """Patch a script with Lightning's Trainer or ``LightningCLI``, and return True; return False, without an edit or remark, if
+    it uses neither. The recorded edits set ``SessionStrategy()`` as the strategy of the Trainer; for ``LightningCLI`` they only
+    add ``import ratchet.lightning``. Remarks are added on what cannot be changed, such as ``ckpt_path`` of ``fit`` or a Trainer
+    of ``pytorch_lightning``. If there are several Trainers, of which not exactly one is trained, no Trainer is changed, and each
+    gets a remark."""
+    old, commands = patching.calls(OLD_LIGHTNING_TRAINERS), patching.calls(LIGHTNING_CLI)
+    trainers = patching.calls(LIGHTNING_TRAINERS)
+    if not (trainers or old or commands):
+        return False
     for call in old:
         patching.add_remark(call, "pytorch_lightning is the package from before lightning, whose Trainer takes no "
             "SessionStrategy: "
                              "import lightning in its place (pip install lightning)")  # fmt: skip
-    trainers = patching.calls(LIGHTNING_TRAINERS)
     training = [call for call in trainers if _trains(patching, call)] if len(trainers) > 1 else trainers
     if len(trainers) > 1 and len(training) != 1:
+        training = []
         for call in trainers:
             patching.add_remark(call, f"one of {len(trainers)} Trainers, of which a job trains one: give that one "
                                  f"strategy={_STRATEGY}, from ratchet.lightning import SessionStrategy")  # fmt: skip
-        return True
     for node in ast.walk(patching.source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "fit":
             for keyword in node.keywords:
@@ -47,14 +49,13 @@ def patch(patching: Patching) -> bool:
     changed = [call for call in training if _strategy(patching, call)]
     if changed:
         patching.add_import("from ratchet.lightning import SessionStrategy", patching.imports_of(LIGHTNING_TRAINERS))
-    commands = patching.calls(LIGHTNING_CLI)
     if commands:  # the import registers the strategy by its name
         patching.add_import("import ratchet.lightning", patching.imports_of(LIGHTNING_CLI))
     for call in commands:
         patching.add_remark(call, "LightningCLI makes its Trainer from its command line and YAML file: add --trainer."
             "strategy ratchet "
                              "to the command, or `strategy: ratchet` below `trainer` in the file")  # fmt: skip
-    return bool(trainers or old or commands)
+    return True
 
 
 def _trains(patching: Patching, call: ast.Call) -> bool:

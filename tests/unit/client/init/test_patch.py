@@ -901,6 +901,12 @@ def test_patch_does_not_report_counters_of_evaluation_loop() -> None:
             4,
             "ckpt_path of fit is refused",
         ),
+        ("import lightning as L\na, b = L.Trainer(), L.Trainer()\na.fit(m, ckpt_path='a')\n", 3, "ckpt_path of fit is"),
+        (
+            "from lightning.pytorch import Trainer, cli\nTrainer()\nTrainer()\ncli.LightningCLI()\n",
+            4,
+            "LightningCLI makes its Trainer",
+        ),
         (
             'import lightning as L\nL.Trainer(strategy="ddp_find_unused_parameters_true")\n',
             2,
@@ -921,6 +927,11 @@ def test_patch_lists_places_left_to_user_by_line(text: str, line: int, said: str
     rows = printed.said.splitlines()
     assert printed.code == 5 and "these places are left to you" in rows[-1]
     assert any(row.startswith(f"train.py, line {line}: ") and said in row for row in rows), printed.said
+
+
+def test_patch_says_nothing_of_ckpt_path_in_script_without_lightning() -> None:
+    printed = Printed(LOOP + "mine.fit(model, ckpt_path='a')\n")
+    assert printed.code == 0 and "ckpt_path" not in printed.said
 
 
 def test_patch_changes_only_the_trainer_that_calls_fit() -> None:
