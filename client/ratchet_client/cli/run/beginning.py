@@ -113,7 +113,8 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
     """Resume ``job`` and return it, with its last attempt and event until now, which an earlier command has shown. If its code
     has changed, a queued or running job is suspended first, which blocks, and the job resumes with the new code. Raises
     ``Conflict`` if determinism is strict and the code has changed; a queued or running job is then not stopped, or is resumed
-    with the code that it had. It is also resumed so if another error prevents the change."""
+    with the code that it had. It is also resumed so if another error prevents the change. Raises ``Conflict`` (``job-ended``) if
+    the job ends meanwhile and cannot be resumed."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
@@ -125,8 +126,7 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
             if _refuses_new_code(job):
                 raise _strict_conflict(changed, f"{job.id} keeps the code that it has, since its determinism is strict")
             output.note(f"the code has changed: {job.id} is stopped first")
-            client.suspend(job.id)
-            stopped = client.wait(job.id, until=(JobPhase.SUSPENDED,)).phase is JobPhase.SUSPENDED
+            stopped = _suspend_and_wait(client, job.id)
         try:
             client.resume(job.id, code=Path(job.spec["code"]["path"]), note=output.note)
         except RatchetError as error:
@@ -134,7 +134,9 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
                 with suppress(RatchetError):  # the first error is the one to report
                     client.resume(job.id)
                     output.note(f"{job.id} is resumed with the code that it had")
-            raise _strict_conflict(changed, error.detail) if isinstance(error, Conflict) else error from None
+            if error.code == "code-mismatch":
+                raise _strict_conflict(changed, error.detail) from None
+            raise
         words = f", with the code as it is now ({join_first(changed)} changed): not exact"
         if no_code := [path for path in changed if not path.endswith(".py")]:
             rest = "it is then neither copied nor compared"
@@ -144,6 +146,21 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
     step = _newest_step(home.job(job.id), job)
     output.note(f"continuing {job.id} from {f'step {step}' if step else 'its beginning'}{words}; --new starts another")
     return SelectedJob(client.view(job.id), job.attempt, event)
+
+
+def _suspend_and_wait(client: RatchetClient, job_id: str) -> bool:
+    """Suspend the queued or running job and block until it is suspended or has ended. Return True if it is suspended, False if it
+    has failed and can be resumed. Raises ``Conflict`` (``job-ended``) if it has ended otherwise."""
+    with suppress(Conflict):  # it has ended, or is being cancelled
+        client.suspend(job_id)
+    job = client.wait(job_id, until=(JobPhase.SUSPENDED,))
+    if not is_resumable(job):
+        raise Conflict(
+            f"{job_id} ended as {job.phase} before it could be stopped, with the code that it had; the same `ratchet run ...` "
+            "starts another job, with the code as it is then",
+            code="job-ended",
+        )
+    return not job.phase.terminal
 
 
 def _refuses_new_code(job: JobView) -> bool:

@@ -26,11 +26,13 @@ CHECKPOINT = {"last_checkpoint": "step-000000000001.a0001"}
 
 class Service:
     """A service with one job, whose code has changed. ``stops``: the phases of the job after a request to suspend it, one for
-    each look at it; ``refusal``: the answer to a resume with the new code, None: it is accepted."""
+    each look at it; ``refusal``: the answer to a resume with the new code, None: it is accepted; ``ends_first``:
+    the request to suspend comes after the job's end."""
 
     def __init__(self, folder: Path, determinism: str) -> None:
         self.stops = ["STOPPING", "SUSPENDED"]
         self.refusal: Reply | None = None
+        self.ends_first = False
         self.posted: list[str] = []
         code, self.home = folder / "code", HomePaths(folder / "home")
         code.mkdir()
@@ -51,10 +53,12 @@ class Service:
             return ok(self.job)
         new_code = bool(json.loads(body or b"{}").get("code"))
         self.posted.append(path.rpartition("/")[2] + " with code" * new_code)
-        if self.job["phase"] in ("SUCCEEDED", "CANCELLED"):
+        if self.job["phase"] == "SUCCEEDED":
             return problem(409, "job-ended")
         if path.endswith("/suspend"):
             self._left = list(self.stops)
+            if self.ends_first:
+                return problem(409, "job-ended")
         elif new_code and self.refusal is not None:
             return self.refusal
         else:
@@ -117,3 +121,30 @@ def test_suspended_job_stays_so_if_its_new_code_is_refused(service: Service) -> 
     with pytest.raises(Conflict, match="`ratchet run --new"):
         service.go_on(phase="SUSPENDED", **CHECKPOINT)
     assert service.posted == ["resume with code"] and service.job["phase"] == "SUSPENDED"
+
+
+@pytest.mark.parametrize("service", ["strict", "warn"], indirect=True)
+@pytest.mark.parametrize("stops", [["STOPPING", "SUCCEEDED"], ["SUCCEEDED"], ["CANCELLED"], ["FAILED"]])
+@pytest.mark.parametrize("before_request", [True, False])
+def test_job_that_ends_while_it_is_stopped_is_reported_as_ended(
+    service: Service, stops: list[str], before_request: bool
+) -> None:
+    service.stops, service.ends_first = stops, before_request
+    with pytest.raises(
+        Conflict, match=rf"{JOB['id']} ended as {stops[-1]} .*the same `ratchet run ...` starts another"
+    ):
+        service.go_on(phase="RUNNING")
+    assert service.posted == ["suspend"]
+
+
+@pytest.mark.parametrize("service", ["warn"], indirect=True)
+def test_job_that_fails_while_it_is_stopped_continues_with_the_new_code(service: Service) -> None:
+    service.stops = ["FAILED"]
+    service.go_on(phase="RUNNING", **CHECKPOINT)
+    assert service.posted == ["suspend", "resume with code"]
+
+
+def test_only_strict_determinism_is_named_as_the_cause_of_a_refusal(service: Service) -> None:
+    service.refusal = problem(409, "quota-exceeded")
+    with pytest.raises(Conflict, match=r"^told: quota-exceeded$"):
+        service.go_on(phase="FAILED", **CHECKPOINT)
