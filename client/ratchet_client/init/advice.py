@@ -77,8 +77,8 @@ def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> 
 
 
 def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
-    """Yield the note on how Ratchet runs the script, and a serious one if its Session would not be recognised or does not
-    exist."""
+    """Yield the note on how Ratchet runs the script, and a serious one if its Session would not be recognised or does not exist,
+    or if not all of its modules were read."""
     if way == "task":
         assert facts.task is not None
         yield Note(
@@ -103,6 +103,9 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
         named = f"{place.relative} names Ratchet's Session or ratchet_worker"
         text = f"{named} and so counts as managed, but no Session is made: make one ({_GUIDE})"
         yield Note("no-session", text, serious=True)
+    if facts.is_partial:
+        text = f"only {len(facts.files)} files of the script and its modules were read: a Session in another one is not known"
+        yield Note("files-left-out", text, serious=True)
 
 
 def training_place(facts: Facts) -> Where | None:

@@ -18,7 +18,7 @@ from ratchet_client.init.analysis.import_origins import (
 )
 from ratchet_client.init.script_facts import Facts, Framework, HookUse, Option, Place
 from ratchet_contract.errors import NotFound, Refused
-from ratchet_contract.script.module_imports import find_imports, module_files
+from ratchet_contract.script.module_imports import find_imports, module_files, relative_import_files
 from ratchet_contract.script.unmanaged_script import is_unmanaged
 from ratchet_hooks.specs.registry import HOOKS
 
@@ -48,25 +48,30 @@ _SPECS: Final = {entry.spec.__name__: entry.name for entry in HOOKS.values()}
 
 def read_script(script: Path, code: Path) -> Facts:
     """Return the facts about ``script`` and every module below its directory or ``code`` that it imports, directly or not.
-    Relative imports are not followed. Nothing is imported or run.
+    Nothing is imported or run.
 
-    At most 300 files are read; modules beyond that are left out without an error. Raises ``NotFound`` if a file cannot be read,
-    and ``Refused`` for a file that is not Python, is larger than 2 MiB or is nested too deeply.
+    At most 300 files are read; modules beyond that are left out, and ``Facts.is_partial`` is True. Raises ``NotFound`` if a file
+    cannot be read, and ``Refused`` for a file that is not Python, is larger than 2 MiB or is nested too deeply.
     """
     facts, certain = Facts(), set[str]()
     waiting, roots = [script], list(dict.fromkeys([script.parent, code]))
-    while waiting and len(facts.files) < _MAX_FILES:
+    while waiting:
         file = waiting.pop()
         if file in facts.files:
             continue
+        if len(facts.files) == _MAX_FILES:
+            facts.is_partial = True
+            break
         facts.files.append(file)
         shown = file.relative_to(code).as_posix() if file.is_relative_to(code) else file.name
         try:
             tree = _parse(file)
             _Reader(facts, tree, shown, main=file == script).read()
             imported = list(find_imports(tree))
+            relative = relative_import_files(tree, file)
         except (RecursionError, MemoryError):
             raise Refused(f"{file} is nested too deeply to be read") from None
+        waiting += [f for f in relative if any(f.is_relative_to(root) for root in roots)]
         for one in imported:
             found = [f for root in roots for f in module_files(one.name, root)]
             waiting += found

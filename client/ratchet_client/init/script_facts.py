@@ -74,7 +74,7 @@ class Facts:
     read; ``backends``: the calls of ``init_process_group``, with the backend as ``value`` (None: not given as a literal);
     ``cuda``: the calls ``x.cuda()`` and strings like ``"cuda:0"``. ``modules``: the top-level names of all other modules that are
     needed; ``perhaps``: those of them that are imported only in a function or under a condition. ``files``: the files that were
-    read.
+    read. ``is_partial``: other files were not read, since there are too many.
     """
 
     session: Place | None = None
@@ -94,3 +94,4 @@ class Facts:
     modules: set[str] = field(default_factory=set)
     perhaps: set[str] = field(default_factory=set)
     files: list[Path] = field(default_factory=list)
+    is_partial: bool = False

@@ -44,17 +44,29 @@ def find_imports(tree: ast.Module) -> Iterator[Import]:
             yield from (Import(f"{node.module}.{a.name}", node.lineno, False, id(node) in always) for a in node.names)
 
 
+def relative_import_files(tree: ast.Module, file: Path) -> list[Path]:
+    """Return the files that run for the relative imports in ``tree``, the syntax tree of ``file``, as far as they exist.
+    ``from .a import b`` gives both those of ``.a`` and of ``.a.b``."""
+    found: list[Path] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(file.parents):
+            module = f"{node.module}." if node.module else ""
+            found += [f for a in node.names for f in module_files(module + a.name, file.parents[node.level - 1])]
+    return found
+
+
 def module_files(module: str, root: Path) -> list[Path]:
     """Return the files that run when the module is imported from ``root``: the ``__init__.py`` of its packages and the module
-    itself, as far as they exist. A file ``NAME.py`` counts before a directory ``NAME``, and ends the search."""
+    itself, as far as they exist. As in Python, a file ``NAME.py`` counts before a directory ``NAME`` without ``__init__.py``; it
+    ends the search."""
     found: list[Path] = []
     folder = root
     for part in module.split("."):
-        if (folder / f"{part}.py").is_file():
-            return [*found, folder / f"{part}.py"]
-        folder = folder / part
-        if not folder.is_dir():
-            return found
+        file, folder = folder / f"{part}.py", folder / part
         if (folder / "__init__.py").is_file():
             found.append(folder / "__init__.py")
+        elif file.is_file():
+            return [*found, file]
+        elif not folder.is_dir():
+            return found
     return found

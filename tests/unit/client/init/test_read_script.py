@@ -224,6 +224,41 @@ def test_init_finds_session_in_imported_module() -> None:
     assert "lib/loop.py, line 3" in notes["session"] and "lib/loop.py" in notes["session-elsewhere"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "made"),
+    [
+        ("from .loop import fit", "", "loop.py"),
+        ("from . import loop", "from .sub.deep import fit", "sub/deep.py"),
+        ("from .sub import deep", "", "sub/deep.py"),
+        ("from .sub import deep", "from ..loop import fit", "loop.py"),
+    ],
+)
+def test_init_finds_session_in_relatively_imported_module(first: str, second: str, made: str) -> None:
+    write("from pkg import fit\nfrom ..... import beyond")
+    write(first, "pkg/__init__.py")
+    for file in ("loop.py", "sub/deep.py"):
+        write(second, f"pkg/{file}")
+    write("from ratchet_worker.session import Session\nwith Session() as s: ...\n", f"pkg/{made}")
+    _, notes, _ = look()
+    assert f"pkg/{made}, line 3" in notes["session"] and "unmanaged" not in notes
+
+
+def test_init_reads_package_and_not_module_of_same_name() -> None:
+    write("import a")
+    write("from ratchet_worker.session import Session\nwith Session() as s: ...\n", "a/__init__.py")
+    write("", "a.py")
+    assert "a/__init__.py, line 3" in look()[1]["session"]
+
+
+def test_init_notes_modules_that_were_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    write("import a, b")
+    write("import a", "a.py")
+    write("import a", "b.py")
+    assert "files-left-out" not in look()[1]
+    monkeypatch.setattr("ratchet_client.init.read_script._MAX_FILES", 2)
+    assert "only 2 files of the script and its modules were read" in look()[1]["files-left-out"]
+
+
 def test_init_notes_large_directories_included_in_snapshot(tmp_path: Path) -> None:
     write("")
     for name in ("dataset/a.bin", ".git/objects.bin", "env/pyvenv.cfg", "env/lib.bin"):
