@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from datetime import datetime
+from itertools import takewhile
 from typing import Any, Final, Literal
 
 from pydantic import BaseModel
@@ -124,7 +126,7 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
     """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
     fork has ended. If only metrics differ, a second fork does the same: metrics that differ between the forks, too, are not
     judged (``times``). Metrics are compared at steps for which the service has stored both values; a series that the fork does
-    not have at all is a difference. Meanwhile both checkpoints are pinned; nothing else of the job is changed. Raises
+    not have at all is a difference. Meanwhile both checkpoints are pinned (``_pin``); nothing else of the job is changed. Raises
     ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
     client = trials.client
     job = client.view(job_id)
@@ -133,7 +135,9 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
     if not older:
         raise Conflict(_too_few(job, len(stored)), code="too-few-checkpoints")
     newest, before = stored[0], older[0]
-    _pin(trials, newest)
+    since = next(client.jobs(page_size=1), job).created_at
+    for checkpoint in (newest, before):
+        _pin(trials, checkpoint, since)
     changes = {
         "labels": {LABEL: "again"},
         "env": dict(TRACKERS_OFF),
@@ -144,7 +148,6 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
         "trial": {"end_at": newest.step},
     }
     request = ForkRequest(checkpoint_id=before.id, name=f"{job.name[:48].rstrip('-')}-prove-again", spec=changes)
-    _unpin_later(trials, before)
 
     def run_again(words: str) -> Run:
         """Submit a fork, and return its run when it has ended."""
@@ -179,19 +182,20 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
     )
 
 
-def _pin(trials: Trials, checkpoint: CheckpointView) -> None:
-    """Pin the checkpoint, so that retention does not delete it during the proof, and unpin it at the end. Does nothing if it is
-    pinned already."""
-    if not checkpoint.pinned:
-        trials.client.pin(checkpoint.job_id, checkpoint.id)
-        trials.on_cleanup(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
+def _pin(trials: Trials, checkpoint: CheckpointView, since: datetime) -> None:
+    """Pin the checkpoint, so that retention does not delete it during the proof. Does nothing if it is pinned already. At the end
+    of the proof it is unpinned, unless a job exists that was forked from it after ``since``: that fork needs the pin, too."""
+    client, job_id = trials.client, checkpoint.job_id
 
+    def unpin() -> None:
+        """Unpin the checkpoint unless another fork needs the pin; those of the proof are deleted by now."""
+        later = takewhile(lambda job: job.created_at > since, client.jobs())
+        if not any(job.forked_from == f"{job_id}/{checkpoint.id}" for job in later):
+            client.pin(job_id, checkpoint.id, False)
 
-def _unpin_later(trials: Trials, checkpoint: CheckpointView) -> None:
-    """Unpin the checkpoint at the end of the proof, unless it was pinned before: a fork pins the checkpoint that it starts
-    from."""
-    if not checkpoint.pinned:
-        trials.on_cleanup(lambda: trials.client.pin(checkpoint.job_id, checkpoint.id, False))
+    if not client.checkpoint(job_id, checkpoint.id).pinned:
+        client.pin(job_id, checkpoint.id)
+        trials.on_cleanup(unpin)
 
 
 def _proof(verdict: Verdict, run: Run, comparison: ComparisonView, **more: Any) -> Proof:
