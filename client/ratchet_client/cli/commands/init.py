@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from ratchet_client.init.advice import Note
     from ratchet_client.init.command_line import Command
     from ratchet_client.init.proposal import Proposal
+
+_SPEC_REFUSALS: Final = (409, 413, 422)
+"""Statuses with which a service refuses a spec or its code; others, such as 401, say nothing about the spec."""
 
 
 def register(app: typer.Typer) -> None:
@@ -193,15 +196,16 @@ def _print_notes(notes: list[Note], command: Command) -> None:
 
 def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
     """Print the command to type next on standard error, and a running service's warnings about the written spec, or why it would
-    refuse the spec. The warning ``UNMANAGED`` is left out: ``init`` has printed it. For this check the code is uploaded to a
-    service on another machine. ``target``: the file of the spec.
+    refuse the spec or could not check it. The warning ``UNMANAGED`` is left out: ``init`` has printed it. For this check the code
+    is uploaded to a service on another machine. ``target``: the file of the spec.
 
     ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested if no service responds.
     """
     from ratchet_client.cli.commands.submit import print_warnings
+    from ratchet_client.cli.error_hints import hint
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.spec_file import read_spec
-    from ratchet_contract.errors import RatchetError
+    from ratchet_contract.errors import RatchetError, SpecError
 
     output.note(f"wrote {target}")
     submit = f"ratchet submit {shlex.quote(str(target))} --follow"
@@ -213,7 +217,12 @@ def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
         output.note(f"next: {prove}ratchet run {shlex.quote(str(target))}")
         output.note(f"or, with a service: ratchet serve (in another terminal), then: {submit}")
     except RatchetError as error:
-        output.note(f"the service would refuse this spec: {error.detail}\nnext: correct {target}, then: {submit}")
+        if isinstance(error, SpecError) or error.extra.get("status") in _SPEC_REFUSALS:
+            output.note(f"the service would refuse this spec: {error.detail}\nnext: correct {target}, then: {submit}")
+        else:
+            cure = hint(error, None)
+            output.note(f"the service has not checked this spec: {error.detail}" + (f"\n  {cure}" if cure else ""))
+            output.note(f"next, when that is settled: {submit}")
     else:
         print_warnings([warning for warning in plan.warnings if warning.code != UNMANAGED])  # printed above
         output.note(f"next: {submit}")

@@ -10,7 +10,9 @@ import yaml
 from typer.testing import CliRunner
 
 from ratchet_client.cli.app import app
+from ratchet_contract.processes import service_pointers
 from tests.support.cli import Cli
+from tests.support.scripted_server import problem, serving
 
 LADDER = Path(__file__).parents[4] / "examples" / "adoption"
 TRAIN = ("torchrun", "--nproc-per-node", "2", "train.py", "--epochs", "10", "--lr", "0.1")
@@ -59,6 +61,45 @@ def test_init_without_a_service_suggests_commands_that_need_none(tmp_path: Path)
     assert both["spec"]["world"]["ranks_per_node"] == 3 and both["spec"]["script"] == ["fit.py", "--lr", "1"]
     assert {note["code"] for note in both["found"]} >= {"unmanaged", "saves"} and "--standalone" in both["dropped"]
     assert both["file"] == str(tmp_path / "fit.yaml") and (tmp_path / "fit.yaml").is_file()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("status", "code", "of_spec"),
+    [
+        (422, "invalid-spec", True),
+        (422, "python-not-found", True),
+        (413, "too-many-files", True),
+        (401, "token-revoked", False),
+        (403, "not-allowed", False),
+        (429, "too-many-requests", False),
+        (500, "internal-error", False),
+        (503, "busy", False),
+    ],
+)
+def test_init_advises_to_correct_the_spec_only_if_the_service_refuses_the_spec(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int, code: str, of_spec: bool
+) -> None:
+    (tmp_path / "fit.py").write_text("import torch\n")
+    monkeypatch.chdir(tmp_path)
+    with serving(lambda *_: problem(status, code)) as server:
+        done = CliRunner().invoke(app, ["--server", server.url, "init", "fit.py"])
+    assert done.exit_code == 0 and f"told: {code}" in done.stderr
+    assert ("next: correct fit.yaml, then: ratchet submit" in done.stderr) == of_spec
+    assert ("the service would refuse this spec" in done.stderr) == of_spec
+    assert ("the service has not checked this spec" in done.stderr) != of_spec
+    assert "ratchet submit fit.yaml --follow" in done.stderr.splitlines()[-1]
+
+
+def test_init_with_several_services_does_not_blame_the_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fit.py").write_text("import torch\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RATCHET_HOME", raising=False)
+    monkeypatch.delenv("RATCHET_SERVER", raising=False)
+    homes = [tmp_path / "a", tmp_path / "b"]
+    monkeypatch.setattr(service_pointers, "running_services", lambda: homes)
+    said = CliRunner().invoke(app, ["init", "fit.py"]).stderr
+    assert "the service has not checked this spec: several services run" in said and "correct fit.yaml" not in said
 
 
 @pytest.mark.parametrize(
