@@ -202,7 +202,6 @@ def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
     ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested if no service responds.
     """
     from ratchet_client.cli.commands.submit import print_warnings
-    from ratchet_client.cli.error_hints import hint
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.spec_file import read_spec
     from ratchet_contract.errors import RatchetError, SpecError
@@ -220,8 +219,7 @@ def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
         if isinstance(error, SpecError) or error.extra.get("status") in _SPEC_REFUSALS:
             output.note(f"the service would refuse this spec: {error.detail}\nnext: correct {target}, then: {submit}")
         else:
-            cure = hint(error, None)
-            output.note(f"the service has not checked this spec: {error.detail}" + (f"\n  {cure}" if cure else ""))
+            output.note(f"the service has not checked this spec: {error.detail}")
             output.note(f"next, when that is settled: {submit}")
     else:
         print_warnings([warning for warning in plan.warnings if warning.code != UNMANAGED])  # printed above
