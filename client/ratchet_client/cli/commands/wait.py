@@ -39,35 +39,35 @@ _PLAIN_INTERVAL_SECONDS = 5.0
 
 
 class View(Protocol):
-    """What a view of a job must have. ``pump`` calls these methods: for each event, at each poll of the job's state, and once
-    when the service stops responding."""
+    """What a view of a job must have. ``pump`` calls these methods: for each event, at each poll of the job's state, and when
+    the service stops responding, as ``poll`` calls ``on_gap``."""
 
     def on_event(self, event: EventView) -> None: ...
     def on_progress(self, snapshot: Snapshot) -> None: ...
-    def on_disconnect(self, detail: str) -> None: ...
+    def on_disconnect(self, detail: str) -> object: ...
 
 
 def poll(
-    fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], None] = print_disconnect
+    fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], object] = print_disconnect
 ) -> Iterator[T]:
     """Yield the result of ``fetch`` every ``interval_seconds`` seconds, without an end. If the service stops responding, call
-    ``on_gap`` once with the error text and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that. If the
-    service has never responded, ``on_gap`` is not called, and the error is raised after ``RETRY_FOR`` seconds, or at once if no
-    service was started. Other errors of ``fetch`` are raised at once."""
+    ``on_gap`` with the error text and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that. If ``on_gap``
+    returns a true value, it is called again if the next try fails, too. If the service has never responded, ``on_gap`` is not
+    called, and the error is raised after ``RETRY_FOR`` seconds, or at once if no service was started. Other errors of ``fetch``
+    are raised at once."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.poll import retry_poll
 
-    away, reached = False, False
+    reported, reached = False, False
     for seen in retry_poll(fetch, PATIENCE, at_first=RETRY_FOR):
         if isinstance(seen, ServiceUnreachable):
             if not reached and seen.code == NEVER_STARTED:
                 raise seen
-            if reached and not away:
-                on_gap(seen.detail)
-            away = True
+            if reached and not reported:
+                reported = not on_gap(seen.detail)
         else:
-            away, reached = False, True
+            reported, reached = False, True
             yield seen
         time.sleep(interval_seconds)
 
@@ -294,8 +294,10 @@ class PlainView:
             self._print_line(f"{snapshot.job.phase}  {text}")
         self._last, self._next = text, time.monotonic() + self._interval_seconds
 
-    def on_disconnect(self, detail: str) -> None:
+    def on_disconnect(self, detail: str) -> bool:
+        """Print ``detail``, the error. Return False: it is not to be printed again while the service does not respond."""
         print_disconnect(detail)
+        return False
 
 
 class _JsonView:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ LOCK_FILE: Final = "command.lock"
 _END_SECONDS: Final = 30.0
 _CLOSED_SECONDS: Final = 2.0
 """A killed process may close its port up to this many seconds before it can be waited for."""
+_RESTART_SECONDS: Final = 10.0
 
 
 class RunService:
@@ -46,6 +48,7 @@ class RunService:
         self.paths = paths
         self.private = private
         self._process: subprocess.Popen[bytes] | None = None
+        self._next_start = 0.0
 
     def start(self) -> None:
         """Start a private service unless it runs, and block until it listens; do nothing for one that is not private. Raises
@@ -58,19 +61,23 @@ class RunService:
 
     def restart_if_ended(self) -> bool:
         """Return True if a private service has ended, after one attempt to start it again, successful or not; its agents continue
-        meanwhile. Return False if it still runs or is not private. Called when the service did not respond; waits up to two
-        seconds for its end. A failed start is printed, not raised."""
+        meanwhile. There is no attempt within ``_RESTART_SECONDS`` of a failed one. Return False if the service still runs or is
+        not private. Called when the service did not respond; waits up to two seconds for its end. A failed start is printed, not
+        raised."""
         if self._process is None:
             return False
         try:
             self._process.wait(_CLOSED_SECONDS)
         except subprocess.TimeoutExpired:
             return False
+        if time.monotonic() < self._next_start:
+            return True
         output.note("the service of this command ended: restarting it; training continues meanwhile")
         try:
             self.start()
         except CannotStart as error:
             output.note(f"it does not start: {error.detail}")
+            self._next_start = time.monotonic() + _RESTART_SECONDS
         return True
 
     def stop(self) -> None:

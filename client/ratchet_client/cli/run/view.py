@@ -33,7 +33,7 @@ def private_commands(text: str, job_id: str, home: str) -> str:
 
 class RunView(PlainView):
     """Prints events, progress and the last log lines of a failed rank while ``ratchet run`` trains. ``adapt_message``: adapts an
-    event's message to this command. ``revive``: called when the service does not respond; returns True if it was started again.
+    event's message to this command. ``revive``: called when the service does not respond; returns True if it has ended.
     ``ranks``: those whose output is shown anyway, so that their last lines are not printed; None: all. ``say``: prints a line."""
 
     def __init__(
@@ -46,9 +46,11 @@ class RunView(PlainView):
     ) -> None:
         super().__init__(say, _PROGRESS_EVERY, immediately=False)
         self._job, self._ranks, self._adapt_message, self._revive = job, ranks, adapt_message, revive
+        self._reported = False
 
     def on_progress(self, snapshot: Snapshot) -> None:
         """Print a progress line from time to time; nothing once the job has ended, since the command reports the end."""
+        self._reported = False  # the service responds
         if not snapshot.job.phase.terminal:  # the command reports the end
             super().on_progress(snapshot)
 
@@ -71,7 +73,10 @@ class RunView(PlainView):
     def _shown(self, rank: int) -> bool:
         return self._ranks is None or rank in self._ranks
 
-    def on_disconnect(self, detail: str) -> None:
-        """Start a private service again if it has ended; otherwise print ``detail``, the error."""
-        if not self._revive():
+    def on_disconnect(self, detail: str) -> bool:
+        """Start a private service again if it has ended; otherwise print ``detail``, the error, if it is the first since the
+        service responded. Return True, since a service that hangs may end later, and a failed start is tried again."""
+        if not self._revive() and not self._reported:
             super().on_disconnect(detail)
+            self._reported = True
+        return True
