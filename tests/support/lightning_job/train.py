@@ -117,6 +117,7 @@ class Keeps(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         assert {"state_dict", "callbacks", "loops", "optimizer_states", "lr_schedulers"} <= checkpoint.keys()
         checkpoint["optimizer_states"][0]["param_groups"][0]["given"] = {"names": [*self.average]}  # in place
+        checkpoint["loops"]["owner"] = self  # cannot be stored
         checkpoint["usual"] = checkpoint["state_dict"]
         checkpoint["state_dict"] = dict(self.average)
 

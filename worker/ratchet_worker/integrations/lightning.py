@@ -587,6 +587,7 @@ class _Progress:
         self._session, self._trainer = session, trainer
         loops = {"trainer": (trainer, _SETTINGS), "fit_loop": (trainer.fit_loop, ("max_epochs", "min_epochs"))}
         self._attributes = Attributes(loops, trainer.callbacks)
+        self._left_out: set[str] = set()  # entries that an event has named
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
@@ -618,19 +619,22 @@ class _Progress:
     # --- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with paths relative to the working directory. Calls the hooks ``on_save_checkpoint``."""
+        """Return the state, with paths relative to the working directory. Calls the hooks ``on_save_checkpoint``; what they put
+        into existing values and cannot be stored is left out, and an event of rank 0 names it once."""
         trainer, module = self._trainer, self._trainer.lightning_module
         checkpoint = self._checkpoint()
         additions = Additions(checkpoint)
         callbacks = checkpoint["callbacks"]
         call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
         call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+        changes = additions.changes()
+        self._note_left_out(additions.left_out)
         loop: Any = trainer.fit_loop
         state = {
             **self._epoch_facts(),
             "fit_loop": loop.state_dict(),
             "callbacks": callbacks,
-            "checkpoint": additions.changes(),
+            "checkpoint": changes,
             "should_stop": trainer.should_stop,
             "fetched": 0 if loop._data_fetcher is None else loop._data_fetcher.fetched,
             "reloaded": [loop._last_train_dl_reload_epoch, loop.epoch_loop.val_loop._last_val_dl_reload_epoch],
@@ -647,6 +651,14 @@ class _Progress:
         }
         found: dict[str, Any] = relative_paths(state, Path(self._session._runtime.launch.workdir))
         return found
+
+    def _note_left_out(self, names: list[str]) -> None:
+        """Report the entries that no checkpoint has, except those that an event has named."""
+        if new := sorted({*names} - self._left_out):
+            self._left_out.update(new)
+            if self._trainer.is_global_zero:
+                text = f"no checkpoint has what on_save_checkpoint changed in {', '.join(new)}: it cannot be stored"
+                self._session._runtime.reporter.note("checkpoint-entry-left-out", text, names=new)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Calls the hooks ``on_load_checkpoint`` and lets the loggers log again. Raises ``ValueError`` if

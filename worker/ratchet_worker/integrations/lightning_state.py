@@ -249,13 +249,16 @@ class Additions:
     """The changes that hooks make to a checkpoint: the keys they added, replaced or removed, without the original content.
 
     ``checkpoint`` is shared with the hooks, which change it in place. Changes within its dicts are tracked per entry, and what is
-    nested in an entry by its content (``_flat``).
+    nested in an entry by its content (``_flat``). A value that cannot be stored and that a hook put into a dict other than
+    ``TRACKED_PARTS``, or into a value of the checkpoint that is still the same object, is left out, with the entry that has it.
+    ``left_out``: the names of these entries, set by ``changes``.
     """
 
     TRACKED_PARTS: Final = ("state_dict", "callbacks")
 
     def __init__(self, checkpoint: State) -> None:
         self._checkpoint = checkpoint
+        self.left_out: list[str] = []
         self._before = dict(checkpoint)
         self._parts = {key: dict(value) for key, value in checkpoint.items() if isinstance(value, dict)}
         self._flat = {key: _flat(value) for key, value in checkpoint.items() if key not in self._parts}
@@ -263,15 +266,21 @@ class Additions:
 
     def changes(self) -> State:
         """Return the changes since construction; call it after the hooks have run."""
-        now = self._checkpoint
+        now, self.left_out = self._checkpoint, []
         put = {
             k: self._without_weights(v)
             for k, v in now.items()
-            if k not in self._before or v is not self._before[k] or (k in self._flat and _differs(self._flat[k], v))
+            if self._is_put(self._before, k, v)
+            or (k in self._flat and _differs(self._flat[k], v) and self._is_storable(k, v))
         }
         parts = {
             key: [
-                {n: v for n, v in now[key].items() if n not in part or _differs(self._flat_parts[key][n], v)},
+                {
+                    n: v
+                    for n, v in now[key].items()
+                    if (n not in part or _differs(self._flat_parts[key][n], v))
+                    and ((key in self.TRACKED_PARTS and self._is_put(part, n, v)) or self._is_storable(f"{key}.{n}", v))
+                },
                 [n for n in part if n not in now[key]],
             ]
             for key, part in self._parts.items()
@@ -279,6 +288,18 @@ class Additions:
         }
         gone = [key for key in self._before if key not in now]
         return {"put": put, "gone": gone, "parts": {key: part for key, part in parts.items() if any(part)}}
+
+    @staticmethod
+    def _is_put(before: State, key: str, value: Any) -> bool:
+        """True if ``value`` is another object than that in ``before``, or new."""
+        return key not in before or value is not before[key]
+
+    def _is_storable(self, name: str, value: Any) -> bool:
+        """True if the entry ``name`` can be stored; else its name is added to ``left_out``."""
+        if _storable(value):
+            return True
+        self.left_out.append(name)
+        return False
 
     def _without_weights(self, value: Any) -> State:
         """Return ``value`` for storage, with references in place of tensors that are the module's own under their own names, so

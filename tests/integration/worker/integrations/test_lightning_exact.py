@@ -109,6 +109,16 @@ def test_lightning_callback_resumes_exactly(tmp_path: Path, name: str) -> None:
     assert resume_differences(tmp_path, case, kills, unlike=TIMES) == []
 
 
+def test_what_a_hook_adds_and_cannot_be_stored_is_left_out_and_named(tmp_path: Path, jobs: list[Job]) -> None:
+    case = {"callbacks": ["Keeps"], "epochs": 1, "kills": [("batch", 5, 3)]}
+    jobs.append(job := LightningJob(tmp_path, case, "job"))
+    for cause in (Cause.RANK_KILLED, Cause.COMPLETED):
+        attempt = job.run()
+        assert attempt.wait().cause is cause, attempt.logs()
+        assert [note.data["names"] for note in attempt.notes()] == [["loops.owner"]]
+    assert attempt.report().sentence() == "exact"
+
+
 def test_csv_file_that_a_kill_left_empty_does_not_stop_the_job(tmp_path: Path, jobs: list[Job]) -> None:
     jobs.append(whole := LightningJob(tmp_path, {"csv": True, "epochs": 3}, "whole"))
     assert whole.run().wait().cause is Cause.COMPLETED

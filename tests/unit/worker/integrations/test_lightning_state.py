@@ -92,6 +92,24 @@ def test_content_that_contains_itself_is_compared() -> None:
     cycle: list[Any] = [1]
     cycle.append(cycle)
     additions = Additions(checkpoint := {"state_dict": {}, "callbacks": {}, "cycle": cycle})
-    assert additions.changes()["put"] == {}
+    assert additions.changes()["put"] == {} and additions.left_out == []
     checkpoint["cycle"][0] = 2
-    assert [*additions.changes()["put"]] == ["cycle"]
+    assert additions.changes()["put"] == {} and additions.left_out == ["cycle"]
+
+
+def test_object_that_cannot_be_stored_is_left_out_of_changes_in_place() -> None:
+    from ratchet_worker.integrations.lightning_state import Additions
+
+    checkpoint = _checkpoint(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)) | {"list": [1]}
+    additions = Additions(checkpoint)
+    checkpoint["hyper_parameters"].update(config=object(), lr=0.2)
+    checkpoint["loops"]["fit_loop"]["owner"] = checkpoint["state_dict"]["_extra_state"]["owner"] = object()
+    checkpoint["list"].append(object())
+    found = additions.changes()
+    assert found["put"] == {} and found["parts"] == {"hyper_parameters": [{"lr": 0.2}, []]}
+    assert additions.left_out == ["list", "state_dict._extra_state", "loops.fit_loop", "hyper_parameters.config"]
+    checkpoint["state_dict"]["head"] = owner = object()  # these need an answer of the script
+    checkpoint["mine"] = {"owner": owner}
+    found = additions.changes()
+    assert found["put"] == {"mine": {"value": {"owner": owner}}}
+    assert found["parts"]["state_dict"] == [{"head": owner}, []]
