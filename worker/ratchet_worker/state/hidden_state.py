@@ -13,8 +13,10 @@ moved on, a lambda that replaced a function, and a variable of a module, a class
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
+import threading
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -64,8 +66,8 @@ Reference: TypeAlias = tuple[Any, ...]
 """``("value", constant)``; ``("at", path)``: an object that the script builds; ``("new", number)``: one that training made;
 ``("covered", path)``: a tensor that is saved separately; ``("view", path, offset, shape, stride)``: a part of one; ``("member",
 module, class, name)``: of an enumeration; ``("flag", module, class, value)``; ``("code", module, name)``: a function or class;
-``("address", reference)``: an object's ``id``; ``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges,
-``("python", type, text)``."""
+``("bound", reference, name)``: a method of an object; ``("logger", name)``; ``("address", reference)``: an object's ``id``;
+``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges, ``("python", type, text)``."""
 
 References: TypeAlias = list[Reference] | dict[str, Any]
 """References of a container's items; ``{"plain": items}`` if all are numbers, strings and the like, ``{"packed": (dtype,
@@ -86,6 +88,7 @@ _VALUES: Final[dict[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]
     "PurePosixPath": (PurePosixPath, str, PurePosixPath),
 }
 """Constants of Python's standard library: type, function that writes them, function that reads them."""
+_LOCKS: Final[dict[str, Callable[[], Any]]] = {"Lock": threading.Lock, "RLock": threading.RLock}
 _PACKED: Final[dict[type, str]] = {float: "<f8", int: "<i8", bool: "|b1"}
 _PLAIN: Final = frozenset({float, int, bool, str, bytes, complex, type(None)})
 _LEAVES: Final = ("tensor", "array", "generator", "bytes")
@@ -354,6 +357,7 @@ class _Recorder:
         self._new: list[Any] = []
         self._unstorable: dict[int, str] = {}  # by the id of an object: the path, below it, of what cannot be stored
         self._unsaved: set[str] = set()
+        self._only_whole = False  # new objects are stored with all their attributes, or not at all
         self._arrays: Counter[int] | None = None  # number of arrays per memory address that they use
 
     def run(self) -> Changes:
@@ -497,13 +501,16 @@ class _Recorder:
                     self._unsaved.add(at)
             if not self._has_state(value) and not self._has_state(old):
                 continue
+            self._only_whole = old is None and path in self._with_state
             try:
                 found[name] = self._reference(at, value)
             except _Unstorable as error:
-                if old is None and path in self._with_state:
+                if self._only_whole:
                     made = True  # created when it is needed, and its position is in the state
                     continue
                 self._unsaved.add(str(error))
+            finally:
+                self._only_whole = False
         if made:  # a constant might say that the iterator exists, and for what it was made
             found = {name: reference for name, reference in found.items() if not is_constant(now.children[name])}
         return {"set": found, "gone": gone} if found or gone else None
@@ -525,7 +532,7 @@ class _Recorder:
         the object.
 
         If training made the object, its content is added to ``_new``, once for all references to it. There are two exceptions: a
-        tensor that is a view of a covered tensor becomes a ``view`` reference, and a function or class a ``code`` reference.
+        tensor that is a view of a covered tensor becomes a ``view`` reference; and code and loggers are found by their names.
         Raises ``_Unstorable`` with the path of what cannot be stored: ``path``, or a part below it.
         """
         if is_constant(item):
@@ -541,15 +548,27 @@ class _Recorder:
         if built is not None:
             return "at", built
         if node.kind in ("sealed", *_CODE):
-            code = _code_reference(item) if _is_code(item) else None
-            if code is None or code[1] not in self._imported:
-                raise _Unstorable(path)
-            return code
+            return self._code_in_new(path, node)
         if node.kind == "tensor" and (view := self._view(path, node)) is not None:
             return view
         if node.kind in ("tensor", "array") and self._shares_memory_of_array(item):
             raise _Unstorable(path)
         return self._new_reference(path, node)
+
+    def _code_in_new(self, path: str, node: Node) -> Reference:
+        """Return a reference to what a new object or container holds that is no state: a function, class or logger by its name, a
+        bound method by its object and name, a lock as a new object. Raises ``_Unstorable`` for anything else."""
+        item: Any = node.item
+        if _lock_kind(item) is not None:
+            return self._new_reference(path, node)
+        if isinstance(item, logging.Logger) and logging.Logger.manager.loggerDict.get(item.name, logging.root) is item:
+            return "logger", item.name
+        if isinstance(item, MethodType) and (name := _method_name(item)) is not None:
+            return "bound", self._reference(f"{path}.__self__", item.__self__), name
+        code = _code_reference(item) if _is_code(item) else None
+        if code is None or code[1] not in self._imported:
+            raise _Unstorable(path)
+        return code
 
     def _new_reference(self, path: str, node: Node) -> Reference:
         """Return a reference to an object that training made. The first call for an object adds its content to ``_new``. If that
@@ -626,6 +645,8 @@ class _Recorder:
             return {"made": _generator_source(path, item) if new else None, "state": GeneratorState(item).state_dict()}
         if kind == "object":
             return self._object(path, node)
+        if kind == "other":
+            return {"type": _lock_kind(item)}
         if isinstance(item, tuple) and hasattr(item, "_fields"):
             if getattr(item, "__dict__", None):
                 raise _Unstorable(path)
@@ -673,10 +694,14 @@ class _Recorder:
         )
 
     def _object(self, path: str, node: Node) -> Any:
-        """Return the class and the attributes of an object, from which the next attempt creates it again. Ignored attributes are
-        left out, except constants. Raises ``_Unstorable`` if the class is neither the user's nor an ``nn.Module``, if it has a
-        built-in base class that may keep contents outside of attributes, as ``Exception`` and ``int`` do, if it cannot be created
-        without arguments, or if an attribute cannot be stored, even one that cannot affect training (a logger)."""
+        """Return the class and the attributes of an object, from which the next attempt creates it again.
+
+        Ignored attributes are left out, except constants. So is an unstorable attribute that is no state (``_has_state``), such
+        as a lambda; its path is added to ``_unsaved``. Raises ``_Unstorable`` if the class is neither the user's nor an
+        ``nn.Module``, if it has a built-in base class that may keep contents outside of attributes, as ``Exception`` and ``int``
+        do, if it cannot be created without arguments, or if another attribute cannot be stored; for an ``nn.Module``, and under
+        ``_only_whole``: if any attribute cannot be stored.
+        """
         item: Any = node.item
         users: type = type(item)
         if not (is_user_class(users) or isinstance(item, nn.Module)) or _built_in_base(users) not in _WITHOUT_CONTENTS:
@@ -688,11 +713,17 @@ class _Recorder:
         held = attributes(item)
         ignored = held.keys() - node.children.keys()
         held = getattr(item, "__dict__", {}) | held  # also torch's own attributes of a module or an optimizer
-        found = {
-            name: self._reference(f"{path}.{name}", value)
-            for name, value in held.items()
-            if name not in ignored or is_constant(value)
-        }
+        whole = self._only_whole or isinstance(item, nn.Module)
+        found = {}
+        for name, value in held.items():
+            if name in ignored and not is_constant(value):
+                continue
+            try:
+                found[name] = self._reference(f"{path}.{name}", value)
+            except _Unstorable as error:
+                if whole or name not in node.children or self._has_state(value):
+                    raise
+                self._unsaved.add(str(error))
         return {"class": _qualified_name(path, users), "set": found}
 
 
@@ -720,6 +751,19 @@ def _code_reference(item: Any) -> Reference | None:
         return "value", None
     name = _name_of(item)
     return ("code", *name) if _find_by_name(*name) is item else None
+
+
+def _method_name(method: MethodType) -> str | None:
+    """Return the name under which the class of a bound method's object has the function. None if it has not: a class method, or
+    a function that was bound by hand."""
+    owner: type = type(method.__self__)
+    held = (name for base in owner.__mro__ for name, one in vars(base).items() if one is method.__func__)
+    return next((name for name in held if getattr(owner, name, None) is method.__func__), None)
+
+
+def _lock_kind(item: Any) -> str | None:
+    """Return the name of the function in ``threading`` that makes such a lock. None if ``item`` is no lock of ``_LOCKS``."""
+    return next((name for name, make in _LOCKS.items() if type(item) is type(make())), None)
 
 
 def _is_code(item: Any) -> bool:
@@ -961,6 +1005,10 @@ class _Restorer:
             return _VALUES[rest[0]][2](rest[1])
         if kind == "address":
             return id(self._resolve(rest[0]))
+        if kind == "logger":
+            return logging.getLogger(rest[0])
+        if kind == "bound":
+            return self._method(*rest)
         if kind == "code":
             return _require_imported(rest[0], rest[1])
         if kind == "flag":
@@ -972,6 +1020,15 @@ class _Restorer:
         if kind == "device":
             return torch.device(rest[0])
         return {"range": range, "slice": slice}[kind](*rest)
+
+    def _method(self, reference: Reference, name: str) -> MethodType:
+        """Return the method ``name`` of the class of the object that ``reference`` stands for, bound to the object. Raises
+        ``StateError`` if there is none this time."""
+        owner = self._resolve(reference)
+        kind: type = type(owner)
+        if not callable(function := getattr(kind, name, None)):
+            raise StateError(f"{kind.__module__}.{kind.__qualname__} has no method {name} this time")
+        return MethodType(function, owner)
 
     def _covered_tensor(self, path: str) -> Any:
         """Return the parameter or buffer that has this path now; it may be another tensor than the one that was built. Raises
@@ -1005,13 +1062,13 @@ class _Restorer:
                 self._created[number] = self._empty(kind, content)
                 if kind == "tensor":
                     self._set_attributes(self._created[number], content)
-                elif kind not in ("array", "bytes") and content.get("type") != "frozenset":
+                elif kind not in ("array", "bytes", "other") and content.get("type") != "frozenset":
                     self._fill("", self._created[number], kind, content)
         return self._created[number]
 
     def _empty(self, kind: str, content: Any) -> Any:
-        """Return a new object of this kind without its content, so that two objects can hold each other. Tensors, arrays, bytes
-        and frozensets are complete; a generator is not in its stored state yet."""
+        """Return a new object of this kind without its content, so that two objects can hold each other. Tensors, arrays, bytes,
+        frozensets and locks are complete; a generator is not in its stored state yet."""
         if kind == "tensor":
             value = content["value"]
             return (
@@ -1028,6 +1085,8 @@ class _Restorer:
             return {"random": random.Random, "torch": torch.Generator}[made]() if isinstance(made, str) else made
         if kind == "object":
             return _new_instance(_require_class(*content["class"]))
+        if kind == "other":
+            return _LOCKS[content["type"]]()
         if content["type"] == "deque":
             return deque(maxlen=content["longest"])
         if content["type"] == "defaultdict":

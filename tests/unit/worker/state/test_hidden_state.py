@@ -30,6 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ratchet_contract.errors import StateError
 from ratchet_hooks.state.encode import decode, encode
 from ratchet_worker.state.hidden_state import Changes, HiddenState
 from ratchet_worker.state.object_walk import Roots
@@ -79,6 +80,9 @@ class Private:
 
     def look(self) -> tuple[int, int, int]:
         return self.__hidden, self.shown, self.other
+
+
+class Slot(SimpleNamespace): ...
 
 
 class Setting(SimpleNamespace):
@@ -547,27 +551,83 @@ def test_hidden_state_names_new_object_whose_contents_are_not_all_stored(make: C
     assert changes == Changes({}, ["model.x", "model.y[0]"])
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda net: lambda: 1,
-        lambda net: net.layer.forward,
-        lambda net: partial(max, 1),
-        lambda net: torch.relu,  # no module has it under the name that it tells
-        lambda net: math,
-        lambda net: logging.getLogger("job"),
-        lambda net: threading.Lock(),
-    ],
-    ids=["lambda", "method", "partial", "torch.relu", "module", "logger", "lock"],
-)
-def test_hidden_state_names_unstorable_attribute_of_new_object(make: Callable[[Net], Any]) -> None:
-    """As it does an item of a new dictionary."""
+UNSTORABLE_CODE: dict[str, Callable[[], Any]] = {
+    "lambda": lambda: lambda: 1,
+    "partial": lambda: partial(max, 1),
+    "torch.relu": lambda: torch.relu,  # no module has it under the name that it tells
+    "module": lambda: math,
+    "logger that no name finds": lambda: logging.Logger("job"),
+    "method bound by hand": lambda: stepped.__get__(Bank()),
+}
+
+
+@pytest.mark.parametrize("make", UNSTORABLE_CODE.values(), ids=UNSTORABLE_CODE.keys())
+def test_unstorable_code_in_new_object_is_named_and_left_out(make: Callable[[], Any]) -> None:
+    """The object, and the others beside it, are restored without it. A new container or module that holds it is not restored."""
 
     def train(net: Net) -> None:
-        vars(net).update(x=SimpleNamespace(f=make(net)), y={"f": make(net)})
+        vars(net).update(x={"a": Slot(f=make(), n=3), "b": Slot(n=4)}, y={"f": make()}, z=[Net(f=make())])
 
-    _, changes = later(Net(x=None, y=None), train)
-    assert changes == Changes({}, ["model.x.f", "model.y['f']"])
+    build = lambda: Net(x=None, y=None, z=None)  # noqa: E731
+    _, changes = later(build(), train)
+    assert changes.unsaved == ["model.x['a'].f", "model.y['f']", "model.z[0].f"]
+    again = resumed(build, Changes(changes.stored, []))
+    assert (vars(again.x["a"]), vars(again.x["b"]), again.y, again.z) == ({"n": 3}, {"n": 4}, None, None)
+
+
+def test_state_that_cannot_be_stored_is_not_left_out_of_a_new_object() -> None:
+    """An object without its iterator would make the script fail after the resume."""
+    _, changes = later(Net(x=None), lambda n: vars(n).update(x=Slot(it=iter([1]), n=3)))
+    assert changes == Changes({}, ["model.x.it"])
+
+
+def test_lazily_made_iterator_with_code_of_an_object_with_a_state_dict_is_left_out_unnamed() -> None:
+    one, hidden = SimpleNamespace(it=None), HiddenState()
+    hidden.begin(Roots({"data": one}, covered_attributes={"data": frozenset()}))
+    one.it = Slot(f=lambda: 1, n=3)
+    assert hidden.changes() == Changes({}, [])
+
+
+class Meter:
+    """Holds in its attributes what cannot affect training, and methods."""
+
+    def __init__(self, lock: Any) -> None:
+        self.sum, self.lock, self.again = 0.0, lock, threading.RLock()
+        self.log, self.root = logging.getLogger("job.meter"), logging.getLogger()
+        self.f, self.hidden = self.up, self.__down
+
+    def up(self) -> None:
+        self.sum += 1
+
+    def __down(self) -> None:
+        self.sum -= 3
+
+
+def test_loggers_locks_and_methods_in_new_objects_are_restored() -> None:
+    def train(net: Net) -> None:
+        lock = threading.Lock()
+        net.meters = {"a": Meter(lock), "b": Meter(lock)}
+        net.meters["a"].f(), net.meters["b"].hidden()
+        net.others = [net.layer.forward, net.meters["a"].up, logging.getLogger("job")]
+
+    build = lambda: Net(meters=None, others=None)  # noqa: E731
+    _, changes = later(build(), train)
+    again = resumed(build, changes)
+    assert changes.unsaved == []
+    a, b = again.meters.values()
+    assert (a.sum, b.sum, a.log, a.root) == (1.0, -3.0, logging.getLogger("job.meter"), logging.getLogger())
+    assert a.f.__self__ is a and b.f.__self__ is b and again.others[0].__self__ is again.layer
+    a.f(), a.hidden(), again.others[1]()
+    assert a.sum == 0.0 and again.others[2] is logging.getLogger("job")
+    assert a.lock is b.lock and a.again is not b.again and type(a.again) is type(threading.RLock())
+    assert a.lock.acquire(blocking=False)
+
+
+def test_method_that_the_class_no_longer_has_is_refused() -> None:
+    _, hidden = begun_with(x=None)
+    content = {"set": {"x": ("bound", ("at", "it"), "up")}, "gone": []}
+    with pytest.raises(StateError, match=r"types\.SimpleNamespace has no method up this time"):
+        hidden.restore({"changed": {"it": {"kind": "object", "content": content}}, "new": []})
 
 
 def test_function_of_a_module_that_training_imports_is_named_in_new_objects(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,9 +637,9 @@ def test_function_of_a_module_that_training_imports_is_named_in_new_objects(monk
 
     def train(net: Net) -> None:
         monkeypatch.setitem(sys.modules, "imported_late", module)
-        vars(net).update(x=SimpleNamespace(f=module.f), y=[module.f])
+        vars(net).update(x=[SimpleNamespace(f=module.f)], y=[module.f])
 
-    assert later(Net(x=None, y=None), train)[1] == Changes({}, ["model.x.f", "model.y[0]"])
+    assert later(Net(x=None, y=None), train)[1].unsaved == ["model.x[0].f", "model.y[0]"]
 
 
 def test_ignored_attribute_of_new_object_is_left_out() -> None:
