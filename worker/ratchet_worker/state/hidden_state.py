@@ -355,6 +355,9 @@ class _Recorder:
         self._built, self._now, self._with_state, self._imported = built, now, with_state, imported
         self._numbers: dict[int, int] = {}  # places in `_new`, by the id of the object
         self._new: list[Any] = []
+        self._unfinished: dict[
+            int, bool
+        ] = {}  # by the place of an object whose content is not complete: is it referred to?
         self._unstorable: dict[int, str] = {}  # by the id of an object: the path, below it, of what cannot be stored
         self._unsaved: set[str] = set()
         self._only_whole = False  # new objects are stored with all their attributes, or not at all
@@ -572,23 +575,29 @@ class _Recorder:
 
     def _new_reference(self, path: str, node: Node) -> Reference:
         """Return a reference to an object that training made. The first call for an object adds its content to ``_new``. If that
-        raises, the content is removed again, together with all that was added meanwhile and may refer to it, and each further
-        call for the object raises ``_Unstorable``."""
+        raises, the content is removed again, and each further call for the object raises ``_Unstorable``. What was added
+        meanwhile stays, unless something in the object refers back to it: then all of that is removed, too."""
         key = id(node.item)
         if key in self._unstorable:
             raise _Unstorable(path + self._unstorable[key])
-        if key not in self._numbers:
-            number = self._numbers[key] = len(self._new)
+        number = self._numbers.setdefault(key, len(self._new))
+        if number in self._unfinished:
+            self._unfinished[number] = True
+        elif number == len(self._new):
             self._new.append(None)
+            self._unfinished[number] = False
             try:
                 self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
             except Exception as error:
-                while len(self._new) > number:
-                    self._new.pop()
-                    self._numbers.popitem()
+                if self._unfinished[number]:
+                    del self._new[number + 1 :]
+                    self._numbers = {key: place for key, place in self._numbers.items() if place <= number}
+                del self._numbers[key]
                 self._unstorable[key] = str(error).removeprefix(path) if isinstance(error, _Unstorable) else ""
                 raise
-        return "new", self._numbers[key]
+            finally:
+                del self._unfinished[number]
+        return "new", number
 
     def _unvisited_reference(self, path: str, item: Any) -> Reference:
         """Return a reference to a dict or set of constants that the walk does not visit, such as an internal one of a new module.

@@ -32,7 +32,7 @@ from torch import nn
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.state.encode import decode, encode
-from ratchet_worker.state.hidden_state import Changes, HiddenState
+from ratchet_worker.state.hidden_state import Changes, HiddenState, _Recorder
 from ratchet_worker.state.object_walk import Roots
 from tests.unit.hooks.state.test_encode import through_disk
 
@@ -756,6 +756,28 @@ def test_hidden_state_names_each_reference_to_a_shared_unstorable_object() -> No
     assert changes.unsaved == ["model.x[1]", "model.y[1]", "model.z[1][1]"]
     again = resumed(build, Changes(changes.stored, []))
     assert (again.x, again.y, again.z, again.good) == (None, None, None, [2])
+
+
+def test_parts_of_unstorable_objects_are_stored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not again for each unstorable object that refers to them. An unstorable object that refers to itself leaves nothing behind
+    that refers to it."""
+    visits: list[int] = []
+    contents = _Recorder._content
+    monkeypatch.setattr(
+        _Recorder, "_content", lambda self, *args, **more: visits.append(0) or contents(self, *args, **more)
+    )
+
+    def train(net: Net) -> None:
+        parts, own = [[number] for number in range(50)], Slot(part=Slot())
+        own.part.owner, own.it = own, iter([1])
+        vars(net).update({f"x{n}": [parts, own] for n in range(20)}, own=own, parts=parts, part=own.part)
+
+    build = lambda: Net(**{f"x{n}": None for n in range(20)}, own=None, parts=None, part=None)  # noqa: E731
+    _, changes = later(build(), train)
+    assert len(visits) < 200
+    assert changes.unsaved == sorted([*(f"model.x{n}[1].it" for n in range(20)), "model.own.it", "model.part.owner.it"])
+    again = resumed(build, Changes(changes.stored, []))
+    assert (again.parts, again.own, again.part) == ([[n] for n in range(50)], None, None)
 
 
 def test_hidden_state_restores_shared_dict_of_a_long_list_as_one() -> None:
