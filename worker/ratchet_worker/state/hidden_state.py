@@ -35,6 +35,7 @@ from uuid import UUID
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.algorithms.state_version import same_bits
@@ -467,8 +468,9 @@ class _Recorder:
         return other or a.keys() != b.keys() or any(self._is_other_argument(a[key], b[key]) for key in a)
 
     def _is_other_argument(self, old: Any, new: Any) -> bool:
-        """True if ``new`` is another object of those that the script has built, or differs from ``old``."""
-        if is_same(old, new):
+        """True if ``new`` is another object of those that the script has built, or differs from ``old``. False for two iterators
+        of DataLoaders: a script makes one for each epoch."""
+        if is_same(old, new) or (isinstance(old, _BaseDataLoaderIter) and isinstance(new, _BaseDataLoaderIter)):
             return False
         if _is_code(old) and _is_code(new):
             return self._is_other_code(old, new)

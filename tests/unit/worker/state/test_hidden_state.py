@@ -29,6 +29,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.state.encode import decode, encode
@@ -861,11 +862,12 @@ def test_hidden_state_does_not_name_a_bound_method_or_partial_that_is_made_again
             partial(max, [1], key=lambda x: -x),
             partial(net.a.call),
             partial(min, net.a),
+            iter(net.loader).__next__,
         ]
         return {f"f{number}": code for number, code in enumerate(codes)}
 
     def build() -> Net:
-        net = Net(a=Counting())
+        net = Net(a=Counting(), loader=DataLoader([1, 2]))  # type: ignore[arg-type]
         vars(net).update(made(net))
         return net
 
