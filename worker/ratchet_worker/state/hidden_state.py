@@ -499,10 +499,11 @@ class _Recorder:
                 or (_is_code(old) and value is None)
                 or (old is None and _is_code(value))
             ):
-                if (code := _code_reference(value)) is not None:
+                code = _code_reference(value)
+                if code is not None and (value is None or code[1] in self._imported):
                     found[name] = code
                     continue
-                if old is not None:
+                if old is not None or code is not None:
                     self._unsaved.add(at)
             if not self._has_state(value) and not self._has_state(old):
                 continue
@@ -541,7 +542,7 @@ class _Recorder:
         Raises ``_Unstorable`` with the path of what cannot be stored: ``path``, or a part below it.
         """
         if is_constant(item):
-            return _constant_reference(path, item)
+            return _constant_reference(path, item, self._imported)
         at = self._now.path_of(item)
         if at is None:
             return self._unvisited_reference(path, item)
@@ -662,7 +663,7 @@ class _Recorder:
             if getattr(item, "__dict__", None):
                 raise _Unstorable(path)
             items = [self._reference(f"{path}[{number}]", one) for number, one in enumerate(item)]
-            return {"class": _qualified_name(path, type(item)), "items": items}
+            return {"class": _qualified_name(path, type(item), self._imported), "items": items}
         name = type(item).__name__
         if _TYPES.get(name) is not node.item.__class__:
             raise _Unstorable(path)
@@ -683,7 +684,7 @@ class _Recorder:
                 self._reference(f"{path}{path_step(kind, key)}", one) for key, one in item.items()
             ]
             if type(item) is defaultdict:
-                content["factory"] = _qualified_name(path, item.default_factory)
+                content["factory"] = _qualified_name(path, item.default_factory, self._imported)
             if new and (held := getattr(item, "__dict__", None)):  # as the versions of a module's state_dict
                 content["set"] = {name: ("value", _storable(f"{path}.{name}", one)) for name, one in held.items()}
         else:
@@ -735,7 +736,7 @@ class _Recorder:
                 if whole or name not in node.children or self._has_state(value):
                     raise
                 self._unsaved.add(str(error))
-        return {"class": _qualified_name(path, users), "set": found}
+        return {"class": _qualified_name(path, users, self._imported), "set": found}
 
 
 def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
@@ -806,9 +807,9 @@ def _plain_references(path: str, items: list[Any]) -> References | None:
         return None
 
 
-def _constant_reference(path: str, item: Any) -> Reference:
-    """Return a reference to ``item``, a constant. Raises ``_Unstorable``, naming ``path``, if it cannot be written and read back
-    unchanged."""
+def _constant_reference(path: str, item: Any, imported: Collection[str]) -> Reference:
+    """Return a reference to ``item``, a constant. ``imported``: modules in which the next attempt finds a class. Raises
+    ``_Unstorable``, naming ``path``, if ``item`` cannot be written and read back unchanged."""
     if type(item).__name__ in _VALUES:
         kind, write, read = _VALUES[type(item).__name__]
         if type(item) is not kind or repr(read(write(item))) != repr(item):
@@ -817,11 +818,11 @@ def _constant_reference(path: str, item: Any) -> Reference:
     if type(item) is tuple and not all(
         type(one) in (int, float, str, bool, bytes, complex, type(None)) for one in item
     ):
-        return "tuple", [_constant_reference(path, one) for one in item]
+        return "tuple", [_constant_reference(path, one, imported) for one in item]
     if isinstance(item, Flag):  # not every version of Python names a combination of members
-        return "flag", *_qualified_name(path, type(item)), item.value
+        return "flag", *_qualified_name(path, type(item), imported), item.value
     if isinstance(item, Enum):
-        return "member", *_qualified_name(path, type(item)), item.name
+        return "member", *_qualified_name(path, type(item), imported), item.name
     if isinstance(item, (torch.dtype, torch.memory_format)):
         return "torch", str(item).removeprefix("torch.")
     if isinstance(item, torch.device):
@@ -855,13 +856,13 @@ def _generator_source(path: str, generator: Any) -> Any:
     raise _Unstorable(path)
 
 
-def _qualified_name(path: str, item: Any) -> tuple[str, str]:
+def _qualified_name(path: str, item: Any, imported: Collection[str]) -> tuple[str, str]:
     """Return module and name by which a later process finds a class or factory; two empty strings for None. Raises
-    ``_Unstorable`` if that name does not find the object."""
+    ``_Unstorable`` if that name does not find the object, or if the module is not in ``imported``."""
     if item is None:
         return "", ""
     name = _name_of(item)
-    if _find_by_name(*name) is not item:
+    if name[0] not in imported or _find_by_name(*name) is not item:
         raise _Unstorable(path)
     return name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import itertools
 import logging
 import math
@@ -18,8 +19,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, Flag, auto
 from functools import partial
+from pathlib import Path
 from queue import Queue
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 from weakref import WeakKeyDictionary
@@ -631,16 +633,45 @@ def test_method_that_the_class_no_longer_has_is_refused() -> None:
         hidden.restore({"changed": {"it": {"kind": "object", "content": content}}, "new": []})
 
 
-def test_function_of_a_module_that_training_imports_is_named_in_new_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+LATE = """
+from enum import Enum, Flag
+from typing import NamedTuple
+def f(): ...
+class Made: ...
+class Phase(Enum): WARM = 1
+class Mode(Flag): LOUD = 1
+class Pair(NamedTuple):
+    first: object
+"""
+
+
+@pytest.mark.parametrize(
+    ("set_to", "name"),
+    [
+        (lambda m: {"x": [SimpleNamespace(f=m.f)]}, "x[0].f"),
+        (lambda m: {"x": [m.f]}, "x[0]"),
+        (lambda m: {"x": m.f}, "x"),
+        (lambda m: {"y": m.f}, "y"),
+        (lambda m: {"y": m.Made}, "y"),
+        (lambda m: {"x": m.Made()}, "x"),
+        (lambda m: {"x": m.Phase.WARM}, "x"),
+        (lambda m: {"x": (1, m.Mode.LOUD)}, "x"),
+        (lambda m: {"x": m.Pair([])}, "x"),
+        (lambda m: {"x": defaultdict(m.Made)}, "x"),
+    ],
+)
+def test_what_is_of_a_module_that_training_imports_is_named(
+    set_to: Callable[[Any], dict[str, Any]], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next attempt has not imported it when it restores."""
-    module: Any = ModuleType("imported_late")
-    exec("def f(): ...", vars(module))
-
-    def train(net: Net) -> None:
-        monkeypatch.setitem(sys.modules, "imported_late", module)
-        vars(net).update(x=[SimpleNamespace(f=module.f)], y=[module.f])
-
-    assert later(Net(x=None, y=None), train)[1].unsaved == ["model.x[0].f", "model.y[0]"]
+    (tmp_path / "imported_late.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "imported_late", raising=False)
+    build = lambda: Net(x=None, y=len)  # noqa: E731
+    _, changes = later(build(), lambda n: vars(n).update(set_to(importlib.import_module("imported_late"))))
+    monkeypatch.delitem(sys.modules, "imported_late")
+    assert changes.unsaved == [f"model.{name}"]
+    assert resumed(build, Changes(changes.stored, [])).y is len
 
 
 def test_ignored_attribute_of_new_object_is_left_out() -> None:
