@@ -94,6 +94,11 @@ class Cause(StrEnum):
     def budget(self) -> Budget:
         return _OUTCOMES[self][1]
 
+    @property
+    def is_failure(self) -> bool:
+        """True if the attempt failed or was lost: the end of one rank or node by such a cause ends the others."""
+        return self.outcome in (Outcome.FAILED, Outcome.LOST)
+
 
 _P, _F, _L = (Outcome.PREEMPTED, Budget.PREEMPTIONS), (Outcome.FAILED, Budget.FAILURES), (Outcome.LOST, Budget.FAILURES)
 _OUTCOMES: Final[dict[Cause, tuple[Outcome, Budget]]] = {

@@ -65,7 +65,7 @@ def combine_ends(
     if not results:
         return None
     primary = [r for r in results if not r.secondary] or list(results)
-    failures = [r for r in primary if r.cause.outcome in (Outcome.FAILED, Outcome.LOST)]
+    failures = [r for r in primary if r.cause.is_failure]
     if failures:
         return _end_of(_root_failure(failures), nodes)
     chosen = min(primary, key=lambda r: (CAUSE_PRECEDENCE.index(r.cause), r.node))

@@ -15,7 +15,7 @@ from sqlalchemy.orm import Session, defer
 
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.paths import HomePaths, is_job_id
-from ratchet_contract.phases import AttemptPhase, Cause, Outcome
+from ratchet_contract.phases import AttemptPhase, Cause
 from ratchet_contract.protocol.messages import (
     AGENT_RANK,
     AgentReport,
@@ -287,8 +287,7 @@ def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | N
     ranks of this node would wait for that node's in vain. None if there is none."""
     for other, result in sorted(attempt.results.items()):
         cause = Cause(result["cause"])
-        failed = cause.outcome in (Outcome.FAILED, Outcome.LOST)
-        if int(other) != node and (failed or not result["ranks"]):
+        if int(other) != node and (cause.is_failure or not result["ranks"]):
             return cause, f"node {other} has ended with {cause}: {result['message'] or 'no message'}"
     return None
 

@@ -13,7 +13,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.phases import Cause, Desired, JobPhase, Outcome
+from ratchet_contract.phases import Cause, Desired, JobPhase
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.db import models
 from ratchet_service.db.leases import Lease
@@ -126,7 +126,7 @@ def is_over(state: AttemptState) -> bool:
     of other nodes."""
     results = state.results
     return len(results) == len(state.nodes) or any(
-        not r.secondary and (r.cause.outcome in (Outcome.FAILED, Outcome.LOST) or not r.ranks) for r in results
+        not r.secondary and (r.cause.is_failure or not r.ranks) for r in results
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract.paths import AttemptPaths
-from ratchet_contract.phases import Cause, Outcome
+from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import AGENT_RANK, LaunchFile
 from ratchet_worker.agent import checkpoint_download
 from ratchet_worker.agent.checkpoint_upload import AgentMessages, Uploader
@@ -57,7 +57,7 @@ class ObjectStoreSync:
             self._uploader.abandon()
         else:
             seconds = max(0.0, remaining_grace - min(_MARGIN, remaining_grace / 10))
-            if cause.outcome in (Outcome.FAILED, Outcome.LOST):
+            if cause.is_failure:
                 seconds = min(seconds, _FAILURE_UPLOAD_SECONDS)
             self._uploader.finish(seconds)
         self._messages.close()

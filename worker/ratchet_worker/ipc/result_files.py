@@ -117,7 +117,7 @@ def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusi
     if evidence.peer_end is not None:
         return peer_failure(evidence.peer_end, evidence.killed_at)
     causes = [(cause, e) for e in ends if (cause := cause_of(e.end, oom=e.end.rank in evidence.oom)) is not None]
-    failures = [(c, e) for c, e in causes if c.outcome in (Outcome.FAILED, Outcome.LOST)]
+    failures = [(c, e) for c, e in causes if c.is_failure]
     if failures:
         return _conclusion(*_root_failure(failures))
     if evidence.overdue and evidence.stop is not None:
