@@ -116,14 +116,14 @@ class Keeps(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         assert {"state_dict", "callbacks", "loops", "optimizer_states", "lr_schedulers"} <= checkpoint.keys()
-        checkpoint["optimizer_states"][0]["param_groups"][0]["given"] = {"names": [*self.average]}  # in place
-        checkpoint["loops"]["owner"] = self  # cannot be stored
+        checkpoint["loops"]["given"] = {"names": [*self.average]}  # in place
+        checkpoint["loops"]["type"] = torch.float32  # cannot be stored
         checkpoint["usual"] = checkpoint["state_dict"]
         checkpoint["state_dict"] = dict(self.average)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         self.average = {k: v.clone() for k, v in checkpoint["state_dict"].items()}
-        assert checkpoint["optimizer_states"][0]["param_groups"][0]["given"] == {"names": [*self.average]}
+        assert checkpoint["loops"]["given"] == {"names": [*self.average]}
         pl_module.load_state_dict(checkpoint["usual"])
 
 

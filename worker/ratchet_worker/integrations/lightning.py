@@ -86,6 +86,7 @@ try:
     from ratchet_worker.integrations.lightning_state import (
         Additions,
         Attributes,
+        has_save_hook,
         metric_states,
         restore_metrics,
         restore_results,
@@ -623,12 +624,8 @@ class _Progress:
         into existing values and cannot be stored is left out, and an event of rank 0 names it once."""
         trainer, module = self._trainer, self._trainer.lightning_module
         checkpoint = self._checkpoint()
-        additions = Additions(checkpoint)
         callbacks = checkpoint["callbacks"]
-        call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
-        call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
-        changes = additions.changes()
-        self._note_left_out(additions.left_out)
+        changes = self._call_save_hooks(checkpoint)
         loop: Any = trainer.fit_loop
         state = {
             **self._epoch_facts(),
@@ -652,13 +649,22 @@ class _Progress:
         found: dict[str, Any] = relative_paths(state, Path(self._session._runtime.launch.workdir))
         return found
 
-    def _note_left_out(self, names: list[str]) -> None:
-        """Report the entries that no checkpoint has, except those that an event has named."""
-        if new := sorted({*names} - self._left_out):
+    def _call_save_hooks(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Call the hooks ``on_save_checkpoint``, if there are any, and return what they changed in ``checkpoint``. Report the
+        entries that are left out, except those that an event has named."""
+        trainer = self._trainer
+        if not has_save_hook(trainer.lightning_module, trainer.callbacks):
+            return {"put": {}, "gone": [], "parts": {}}
+        additions = Additions(checkpoint)
+        call._call_callbacks_on_save_checkpoint(trainer, checkpoint)
+        call._call_lightning_module_hook(trainer, "on_save_checkpoint", checkpoint)
+        changes = additions.changes()
+        if new := sorted({*additions.left_out} - self._left_out):
             self._left_out.update(new)
-            if self._trainer.is_global_zero:
+            if trainer.is_global_zero:
                 text = f"no checkpoint has what on_save_checkpoint changed in {', '.join(new)}: it cannot be stored"
                 self._session._runtime.reporter.note("checkpoint-entry-left-out", text, names=new)
+        return changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state. Calls the hooks ``on_load_checkpoint`` and lets the loggers log again. Raises ``ValueError`` if

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import builtins
 import operator
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
+from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, SpikeDetection, WeightAveraging
 from lightning.pytorch.trainer.connectors.logger_connector.result import (
     _Metadata,
@@ -245,23 +247,33 @@ def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
 # --- on_save_checkpoint ------------------------------------------------------------------------------------------------
 
 
+def has_save_hook(module: LightningModule, callbacks: Iterable[Callback]) -> bool:
+    """True if the module or a callback has an ``on_save_checkpoint`` other than Lightning's empty one."""
+    empty: list[Any] = [LightningModule.on_save_checkpoint, Callback.on_save_checkpoint]
+    owners: list[Any] = [module, *callbacks]
+    return any(getattr(one.on_save_checkpoint, "__func__", None) not in empty for one in owners)
+
+
 class Additions:
     """The changes that hooks make to a checkpoint: the keys they added, replaced or removed, without the original content.
 
     ``checkpoint`` is shared with the hooks, which change it in place. Changes within its dicts are tracked per entry, and what is
     nested in an entry by its content (``_flat``). A value that cannot be stored and that a hook put into a dict other than
     ``TRACKED_PARTS``, or into a value of the checkpoint that is still the same object, is left out, with the entry that has it.
-    ``left_out``: the names of these entries, set by ``changes``.
+    ``left_out``: the names of these entries, set by ``changes``. Changes within ``RESTORED`` are not tracked: the job restores
+    optimizers and schedulers itself, and a change would store a second copy of their tensors.
     """
 
     TRACKED_PARTS: Final = ("state_dict", "callbacks")
+    RESTORED: Final = ("optimizer_states", "lr_schedulers")
 
     def __init__(self, checkpoint: State) -> None:
         self._checkpoint = checkpoint
         self.left_out: list[str] = []
         self._before = dict(checkpoint)
         self._parts = {key: dict(value) for key, value in checkpoint.items() if isinstance(value, dict)}
-        self._flat = {key: _flat(value) for key, value in checkpoint.items() if key not in self._parts}
+        whole = checkpoint.keys() - self._parts.keys() - {*self.RESTORED}
+        self._flat = {key: _flat(checkpoint[key]) for key in whole}
         self._flat_parts = {key: {n: _flat(v) for n, v in part.items()} for key, part in self._parts.items()}
 
     def changes(self) -> State:
@@ -335,10 +347,14 @@ class Additions:
         return checkpoint
 
 
+_PLAIN: Final = {type(None), bool, int, float, str, bytes}
+
+
 def _flat(value: Any, seen: set[int] | None = None) -> list[Any]:
     """Return the nested content of ``value`` as a list for ``_differs``: types, keys, numbers, strings, the bytes of arrays, and
-    other objects themselves. A nested tensor is followed by the number of its changes in place. If ``value`` itself is a tensor,
-    it stands alone: a checkpoint has the module's own memory anyway. ``seen``: ids of the containers in the list so far."""
+    other objects themselves. A container's plain values are one item, if it has no others. A nested tensor is followed by the
+    number of its changes in place. If ``value`` itself is a tensor, it stands alone: a checkpoint has the module's own memory
+    anyway. ``seen``: ids of the containers in the list so far."""
     if isinstance(value, torch.Tensor):
         return [value] if seen is None else [value, version_of(value)]
     if isinstance(value, np.ndarray):
@@ -347,12 +363,14 @@ def _flat(value: Any, seen: set[int] | None = None) -> list[Any]:
         return [type(value), frozenset(value)]
     if not isinstance(value, dict | list | tuple | deque):
         return [repr(value) if isinstance(value, float | complex) else value]
+    keys, items = ([*value], tuple(value.values())) if isinstance(value, dict) else ([], tuple(value))
+    kinds = tuple(map(type, items))
+    if {*kinds} <= _PLAIN:  # their types, and the signs of zeros, which == does not compare
+        return [type(value), *keys, kinds, items, array("d", [one for one in items if type(one) is float]).tobytes()]
     seen = set() if seen is None else seen
     if id(value) in seen:
         return [value]
     seen.add(id(value))
-    keys = [*value] if isinstance(value, dict) else []
-    items = value.values() if isinstance(value, dict) else value
     return [type(value), len(value), *keys, *(part for item in items for part in _flat(item, seen))]
 
 

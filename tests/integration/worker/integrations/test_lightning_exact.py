@@ -115,7 +115,7 @@ def test_what_a_hook_adds_and_cannot_be_stored_is_left_out_and_named(tmp_path: P
     for cause in (Cause.RANK_KILLED, Cause.COMPLETED):
         attempt = job.run()
         assert attempt.wait().cause is cause, attempt.logs()
-        assert [note.data["names"] for note in attempt.notes()] == [["loops.owner"]]
+        assert [note.data["names"] for note in attempt.notes()] == [["loops.type"]]
     assert attempt.report().sentence() == "exact"
 
 

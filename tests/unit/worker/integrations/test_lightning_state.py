@@ -41,7 +41,7 @@ def _checkpoint(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         "epoch": 1,
         "state_dict": {"weight": torch.zeros(2), "_extra_state": {"version": [1]}},
         "callbacks": {"mine": {"best": 0.5}},
-        "loops": {"fit_loop": {"done": [1.0, float("nan")]}},
+        "loops": {"fit_loop": {"done": [0.0, float("nan")]}},
         "optimizer_states": [optimizer.state_dict()],
         "hyper_parameters": {"lr": 0.1, "sizes": {"hidden": [8, 8]}, "table": np.zeros(2), "backbone": object()},
     }
@@ -55,8 +55,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an array": lambda c: c["hyper_parameters"]["table"].fill(1),
     "a loop": lambda c: c["loops"]["fit_loop"]["done"].pop(),
     "extra state": lambda c: c["state_dict"]["_extra_state"]["version"].append(2),
-    "a setting of an optimizer": lambda c: c["optimizer_states"][0]["param_groups"][0].update(scale=2),
-    "a tensor of an optimizer": lambda c: c["optimizer_states"][0]["state"][0]["momentum_buffer"].mul_(2),
+    "the sign of a zero": lambda c: c["loops"]["fit_loop"]["done"].__setitem__(0, -0.0),
+    "other optimizers": lambda c: c.update(optimizer_states=[{"scale": 2}]),
     "a new dict": lambda c: c.update(hyper_parameters={"lr": 0.1}),
 }
 
@@ -113,3 +113,47 @@ def test_object_that_cannot_be_stored_is_left_out_of_changes_in_place() -> None:
     found = additions.changes()
     assert found["put"] == {"mine": {"value": {"owner": owner}}}
     assert found["parts"]["state_dict"] == [{"head": owner}, []]
+
+
+def test_changes_within_the_states_of_optimizers_and_schedulers_are_left_out() -> None:
+    from ratchet_worker.integrations.lightning_state import Additions
+
+    checkpoint = _checkpoint(torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)) | {
+        "lr_schedulers": [{"lr": 1}]
+    }
+    additions = Additions(checkpoint)
+    checkpoint["optimizer_states"][0]["param_groups"][0]["scale"] = checkpoint["lr_schedulers"][0]["lr"] = 2
+    assert additions.changes() == {"put": {}, "gone": [], "parts": {}}
+
+
+@pytest.mark.parametrize(
+    "values", [[0.5] * 1000, ("a.png", None, 1, 1.5, True) * 200, dict.fromkeys(map(str, range(1000)), 0)]
+)
+def test_many_plain_values_are_compared_at_once(values: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ratchet_worker.integrations import lightning_state
+
+    calls, flat = [0], lightning_state._flat
+
+    def counted(*args: Any) -> list[Any]:
+        calls[0] += 1
+        return flat(*args)
+
+    monkeypatch.setattr(lightning_state, "_flat", counted)
+    additions = lightning_state.Additions({"state_dict": {}, "callbacks": {"mine": {"history": values}}})
+    assert additions.changes()["parts"] == {} and calls[0] < 10
+
+
+def test_only_a_hook_of_the_script_makes_a_checkpoint_that_is_compared() -> None:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+
+    from ratchet_worker.integrations.lightning_state import has_save_hook
+
+    class Hooked(LightningModule):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    given = Callback()
+    given.on_save_checkpoint = print  # type: ignore[method-assign]
+    assert not has_save_hook(LightningModule(), [Callback(), ModelCheckpoint()])
+    assert has_save_hook(Hooked(), [])
+    assert has_save_hook(LightningModule(), [given]) and has_save_hook(LightningModule(), [EMAWeightAveraging()])
