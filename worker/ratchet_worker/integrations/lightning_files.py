@@ -222,9 +222,9 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list
     """Cut each logger's CSV file after its number of rows in ``rows``, without the header; a file with number 0 is left alone.
     Without this, Lightning would begin an empty file. Redone steps then write their rows again.
 
-    If a kill or a full disk cut the file off while Lightning rewrote it, or if it was removed, the lost rows are left empty: a
-    later attempt counts them. Return a message for each such file. ``own``: the rows were recorded by this job; False at a fork's
-    start, which need not have its parent's file, and has no message."""
+    If a kill or a full disk cut the file off while Lightning rewrote it, the lost rows are left empty: a later attempt counts
+    them. Return a message for each such file. Where no file exists, as in a directory that the script names anew at each start,
+    the logger begins one. ``own``: the rows were recorded by this job; False at a fork's start, which has no message."""
     found = [
         _rewind_csv(logger, number, own)
         for logger, number in zip(loggers, rows, strict=False)
@@ -241,7 +241,9 @@ def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
     before = file.with_name(
         ".metrics.csv.before"
     )  # kept while the logger begins its file, which deletes the existing one
-    if not before.exists() and file.exists():
+    if not before.exists():
+        if not file.exists():
+            return None
         file.rename(before)
     found = _complete_rows(before)[: rows + 1]
     lost = rows + 1 - max(1, len(found)) if own else 0
@@ -255,16 +257,14 @@ def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
         with file.open("w", newline="", errors="surrogateescape") as lines:
             csv.writer(lines).writerows(found)
         experiment.metrics_keys = [*found[0]]
-    before.unlink(missing_ok=True)
+    before.unlink()
     if not lost:
         return None
-    return f"{file}: {lost} of {rows} rows are lost, since the file was cut off or removed; they are left empty"
+    return f"{file}: {lost} of {rows} rows are lost, since the file was cut off; they are left empty"
 
 
 def _complete_rows(file: Path) -> list[list[str]]:
-    """Return the rows of a CSV file, header first, without a last one that was cut off; empty if the file does not exist."""
-    if not file.exists():
-        return []
+    """Return the rows of a CSV file, header first, without a last one that was cut off."""
     with file.open(newline="", errors="surrogateescape") as lines:
         text = lines.read()
     return list(csv.reader(io.StringIO(text[: text.rfind("\n") + 1], newline="")))

@@ -130,10 +130,9 @@ def test_csv_logger_rows_of_lost_steps_are_removed(tmp_path: Path) -> None:
         ("", ["step", '""', '""']),
         ("loss,st", ["step", '""', '""']),
         ("loss,step\r\n0.5,1\r\n0.2", ["loss,step", "0.5,1", ","]),
-        (None, ["step", '""', '""']),
     ],
 )
-def test_csv_rows_that_were_cut_off_are_named_and_left_empty(tmp_path: Path, left: str | None, kept: list[str]) -> None:
+def test_csv_rows_that_were_cut_off_are_named_and_left_empty(tmp_path: Path, left: str, kept: list[str]) -> None:
     """The file as a kill leaves it while Lightning rewrites its header; an attempt that was killed then had 2 rows saved."""
     from lightning.pytorch.loggers import CSVLogger
 
@@ -141,8 +140,7 @@ def test_csv_rows_that_were_cut_off_are_named_and_left_empty(tmp_path: Path, lef
 
     file = tmp_path / "lightning_logs/version_0/metrics.csv"
     file.parent.mkdir(parents=True)
-    if left is not None:
-        file.with_name(".metrics.csv.before").write_bytes(left.encode())  # an earlier attempt has failed at this
+    file.with_name(".metrics.csv.before").write_bytes(left.encode())  # an earlier attempt has failed at this
     logger = CSVLogger(tmp_path, version=0)
     (message,) = rewind_csv([logger], [2], own=True)
     assert str(file) in message and f"{kept[1:].count(kept[-1])} of 2 rows are lost" in message
@@ -154,12 +152,14 @@ def test_csv_rows_that_were_cut_off_are_named_and_left_empty(tmp_path: Path, lef
     assert csv_rows([again]) == [2]
 
 
-def test_fork_without_the_csv_file_of_its_parent_begins_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_logger_in_a_directory_without_the_csv_file_begins_one(tmp_path: Path, own: bool) -> None:
+    """As for a fork, and for a script that names the directory after the time of the start."""
     from lightning.pytorch.loggers import CSVLogger
 
     from ratchet_worker.integrations.lightning_files import csv_rows, rewind_csv
 
-    logger = CSVLogger(tmp_path, version=0)
-    assert rewind_csv([logger], [2], own=False) == [] and not any(tmp_path.iterdir())
+    logger = CSVLogger(tmp_path, version="12-30")
+    assert rewind_csv([logger], [2], own=own) == [] and not any(tmp_path.iterdir())
     logger.log_metrics({"loss": 0.5}, 1)
     assert csv_rows([logger]) == [1]
