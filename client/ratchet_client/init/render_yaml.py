@@ -66,7 +66,7 @@ def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> di
             raise Refused(f"{task} takes no argument {flag}; its constructor has: {', '.join(known) or 'none'}")
         if not equals:
             value = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
-        found[name] = load_spec_text(value)
+        found[name] = load_spec_text(value, "task.args")
     return found
 
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
-from typing import Any, get_args
+from typing import Any, Final, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -238,8 +238,7 @@ def _without(data: dict[Any, Any], place: list[Any]) -> dict[Any, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that refuses a key that is given twice, since YAML forbids it, but PyYAML takes the last one. Numbers like
-    ``1e-3`` are numbers, as in YAML 1.2 and JSON; for PyYAML they are texts unless they have a point and the exponent a sign."""
+    """YAML loader that refuses a key that is given twice: YAML forbids it, but PyYAML takes the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Construct a mapping. Raises ``ConstructorError`` for a key that is given twice."""
@@ -252,19 +251,23 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+\Z"),
-    list("-+.0123456789"),
-)
+_EXPONENT: Final = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]+")
+_NUMERIC_KEYS: Final = (("task", "args"), ("hook",))
+"""Keys of a spec below which ``1e-3`` is a number, as in JSON. Elsewhere (arguments of a script, variables, labels) it stays the
+text that PyYAML takes it for: the text may be a digest."""
 
 
-def load_spec_text(text: str) -> Any:
-    """Return the data in a spec file's text, YAML or JSON. JSON is parsed as YAML, too: it must not be indented with tabs. Raises
-    ``SpecError`` for text that is not valid YAML, and for a key that is given twice; the error names the line and the column, if
-    they are known."""
+def load_spec_text(text: str, key: str = "") -> Any:
+    """Return the data in a spec file's text, YAML or JSON. JSON is parsed as YAML, too: it must not be indented with tabs.
+    ``key``: the dotted key of a spec whose value ``text`` is; empty: ``text`` is a whole spec. Raises ``SpecError`` for text that
+    is not valid YAML, and for a key that is given twice; the error names the line and the column, if they are known."""
     try:
-        return yaml.load(text, _Loader)
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _mark_numbers(node, tuple(key.split(".")) if key else ())
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -275,6 +278,21 @@ def load_spec_text(text: str) -> Any:
         # YAML's constructors raise these for dates that do not exist, numbers that are too long, and unhashable keys
         problem = "nested too deeply" if isinstance(error, RecursionError) else str(error)[:300]
         raise SpecError(f"not valid YAML: {problem}", code="invalid-yaml") from None
+
+
+def _mark_numbers(node: yaml.Node, place: tuple[str, ...]) -> None:
+    """Make unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS`` numbers. ``place``: the keys of the spec that lead to ``node``."""
+    if any(place[: len(keys)] == keys for keys in _NUMERIC_KEYS):
+        if isinstance(node, yaml.ScalarNode) and node.style is None and _EXPONENT.fullmatch(node.value):
+            node.tag = "tag:yaml.org,2002:float"
+    elif not any(keys[: len(place)] == place for keys in _NUMERIC_KEYS):
+        return
+    if isinstance(node, yaml.MappingNode):
+        for name, value in node.value:
+            _mark_numbers(value, (*place, str(name.value)))
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _mark_numbers(item, place)
 
 
 def _summary(problems: Sequence[FieldProblem]) -> str:

@@ -141,7 +141,7 @@ def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str
                 raise typer.BadParameter(f"--set {dotted}: {part} is not a mapping in this spec")
             place[part] = inner = {} if inner is None else inner
             place = inner
-        place[last] = json_value(load_spec_text(text), f"--set {dotted}")
+        place[last] = json_value(load_spec_text(text, dotted), f"--set {dotted}")
     if labels:
         spec["labels"] = {**(spec.get("labels") or {}), **labels}
 

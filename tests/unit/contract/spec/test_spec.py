@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+import yaml
 
 from ratchet_contract.errors import SpecError
 from ratchet_contract.spec.job import JobSpec
@@ -306,12 +307,27 @@ def test_checkpoint_first_accepts_step_auto_and_yaml_off() -> None:
 
 
 @pytest.mark.parametrize("text", ["1e-3", "1E-3", "1.0e-3", "1.e-3", "+1e-3", ".1e-2"])
-def test_number_with_an_exponent_in_a_spec_file_is_a_number(text: str) -> None:
-    """As in JSON. It must not reach a task as a text."""
-    found = load_spec_text(f"lr: {text}\nlist: [{text}]\nquoted: '{text}'")
-    assert found == {"lr": 1e-3, "list": [1e-3], "quoted": text} and type(found["lr"]) is float
+def test_number_with_an_exponent_in_arguments_of_a_task_is_a_number(text: str) -> None:
+    """As in JSON. It must not reach a task or a hook as a text."""
+    found = load_spec_text(f"task: {{args: {{lr: {text}, all: [{text}], quoted: '{text}'}}}}\nhook: {{start: {text}}}")
+    assert found == {"task": {"args": {"lr": 1e-3, "all": [1e-3], "quoted": text}}, "hook": {"start": 1e-3}}
+    assert load_spec_text(text, "task.args.lr") == 1e-3
+
+
+def test_text_like_a_number_with_an_exponent_stays_a_text_where_a_spec_wants_texts() -> None:
+    """Arguments of a script as they were typed, and abbreviated digests."""
+    spec = {
+        "name": "a",
+        "script": ["train.py", "--lr", "1e-3"],
+        "env": {"COMMIT": "12e45678"},
+        "labels": {"commit": "1e5"},
+    }
+    text = yaml.safe_dump(spec)
+    assert "'" not in text and load_spec_text(text) == spec
+    assert load_spec_text("1234e56", "env.COMMIT") == "1234e56" and load_spec_text("1e3") == "1e3"
+    assert parse_spec(load_spec_text(text + "code: {path: /tmp}")).script == ["train.py", "--lr", "1e-3"]
 
 
 @pytest.mark.parametrize("text", ["1e", "e3", "1e-3x", "v1e3", "1e3.5", "1-e3"])
-def test_text_that_resembles_a_number_in_a_spec_file_stays_a_text(text: str) -> None:
-    assert load_spec_text(f"name: {text}") == {"name": text}
+def test_text_that_only_resembles_a_number_in_arguments_of_a_task_stays_a_text(text: str) -> None:
+    assert load_spec_text(text, "task.args.name") == text
