@@ -78,7 +78,7 @@ def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> 
 
 def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
     """Yield the note on how Ratchet runs the script, and a serious one if its Session would not be recognised or does not exist,
-    or if not all of its modules were read."""
+    or if none was found and a module beside the script was not read."""
     if way == "task":
         assert facts.task is not None
         yield Note(
@@ -104,8 +104,9 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
         text = f"{named} and so counts as managed, but no Session is made: make one ({_GUIDE})"
         yield Note("no-session", text, serious=True)
     if facts.is_partial:
-        text = f"only {len(facts.files)} files of the script and its modules were read: a Session in another one is not known"
-        yield Note("files-left-out", text, serious=True)
+        read = pluralize(len(facts.files), "file")
+        text = f"read only {read} of the script and its modules: a Session in another one is not known"
+        yield Note("files-left-out", text, serious=facts.lacks_own and facts.session is None)
 
 
 def training_place(facts: Facts) -> Where | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -18,11 +19,11 @@ from ratchet_client.init.analysis.import_origins import (
 )
 from ratchet_client.init.script_facts import Facts, Framework, HookUse, Option, Place
 from ratchet_contract.errors import NotFound, Refused
-from ratchet_contract.script.module_imports import find_imports, module_files, relative_import_files
+from ratchet_contract.script.module_imports import Import, find_imports, module_files, relative_import_files
 from ratchet_contract.script.unmanaged_script import is_unmanaged
 from ratchet_hooks.specs.registry import HOOKS
 
-_MAX_FILES: Final = 300
+_MAX_FILES: Final = 60
 _MAX_DEPTH: Final = 20
 _MAX_BYTES: Final = 2 << 20
 """Maximum size of one file; parsing a larger one takes minutes."""
@@ -50,28 +51,33 @@ def read_script(script: Path, code: Path) -> Facts:
     """Return the facts about ``script`` and every module below its directory or ``code`` that it imports, directly or not.
     Nothing is imported or run.
 
-    At most 300 files are read; modules beyond that are left out, and ``Facts.is_partial`` is True. Raises ``NotFound`` if a file
-    cannot be read, and ``Refused`` for a file that is not Python, is larger than 2 MiB or is nested too deeply.
+    At most 60 files are read, the nearest in imports first. Relative imports outside the script's directory are followed only
+    until a Session is found. Modules that cannot be read (not Python, larger than 2 MiB, nested too deeply) or are too many are
+    left out, and ``Facts.is_partial`` is True. Raises ``NotFound`` if the script itself cannot be read, and ``Refused`` if it is
+    not Python, is larger than 2 MiB or is nested too deeply.
     """
-    facts, certain = Facts(), set[str]()
-    waiting, roots = [script], list(dict.fromkeys([script.parent, code]))
+    facts, certain, seen = Facts(), set[str](), set[Path]()
+    waiting, roots = deque([script]), list(dict.fromkeys([script.parent, code]))
     while waiting:
-        file = waiting.pop()
-        if file in facts.files:
+        file = waiting.popleft()
+        if file in seen:
             continue
-        if len(facts.files) == _MAX_FILES:
-            facts.is_partial = True
-            break
-        facts.files.append(file)
-        shown = file.relative_to(code).as_posix() if file.is_relative_to(code) else file.name
+        seen.add(file)
         try:
+            if len(seen) > _MAX_FILES:
+                raise Refused("too many files")
             tree = _parse(file)
-            _Reader(facts, tree, shown, main=file == script).read()
-            imported = list(find_imports(tree))
-            relative = relative_import_files(tree, file)
-        except (RecursionError, MemoryError):
-            raise Refused(f"{file} is nested too deeply to be read") from None
-        waiting += [f for f in relative if any(f.is_relative_to(root) for root in roots)]
+            shown = file.relative_to(code).as_posix() if file.is_relative_to(code) else file.name
+            imported, relative = _read(facts, tree, file, shown, main=file == script)
+        except (NotFound, Refused):
+            if file == script:
+                raise
+            facts.is_partial = True
+            facts.lacks_own = facts.lacks_own or file.parent == script.parent
+            continue
+        facts.files.append(file)
+        if facts.session is None or file.parent == script.parent:
+            waiting += [f for f in relative if any(f.is_relative_to(root) for root in roots)]
         for one in imported:
             found = [f for root in roots for f in module_files(one.name, root)]
             waiting += found
@@ -82,13 +88,25 @@ def read_script(script: Path, code: Path) -> Facts:
     return facts
 
 
+def _read(facts: Facts, tree: ast.Module, file: Path, shown: str, *, main: bool) -> tuple[list[Import], list[Path]]:
+    """Add the facts about ``file``, whose syntax tree is ``tree``, and return its imports and the files of its relative imports.
+    ``shown``, ``main``: as for ``_Reader``. Raises ``Refused`` if the file is nested too deeply."""
+    try:
+        _Reader(facts, tree, shown, main=main).read()
+        return list(find_imports(tree)), relative_import_files(tree, file)
+    except (RecursionError, MemoryError):
+        raise Refused(f"{file} is nested too deeply to be read") from None
+
+
 def _parse(file: Path) -> ast.Module:
     """Return the syntax tree of ``file``. Raises ``NotFound`` if it cannot be read, and ``Refused`` if it is larger than 2 MiB or
-    not valid Python."""
+    not valid Python or nested too deeply."""
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise Refused(f"{file} is larger than {_MAX_BYTES >> 20} MiB: too much to be read as a script")
         return ast.parse(file.read_bytes(), str(file))
+    except (RecursionError, MemoryError):
+        raise Refused(f"{file} is nested too deeply to be read") from None
     except OSError as error:
         raise NotFound(f"cannot read {file}: {error.strerror or error}") from None
     except (SyntaxError, ValueError) as error:

@@ -74,7 +74,8 @@ class Facts:
     read; ``backends``: the calls of ``init_process_group``, with the backend as ``value`` (None: not given as a literal);
     ``cuda``: the calls ``x.cuda()`` and strings like ``"cuda:0"``. ``modules``: the top-level names of all other modules that are
     needed; ``perhaps``: those of them that are imported only in a function or under a condition. ``files``: the files that were
-    read. ``is_partial``: other files were not read, since there are too many.
+    read. ``is_partial``: other files were not read, since there are too many or they cannot be read. ``lacks_own``: one of them
+    is directly in the script's directory.
     """
 
     session: Place | None = None
@@ -95,3 +96,4 @@ class Facts:
     perhaps: set[str] = field(default_factory=set)
     files: list[Path] = field(default_factory=list)
     is_partial: bool = False
+    lacks_own: bool = False

@@ -256,7 +256,39 @@ def test_init_notes_modules_that_were_not_read(monkeypatch: pytest.MonkeyPatch) 
     write("import a", "b.py")
     assert "files-left-out" not in look()[1]
     monkeypatch.setattr("ratchet_client.init.read_script._MAX_FILES", 2)
-    assert "only 2 files of the script and its modules were read" in look()[1]["files-left-out"]
+    assert "read only 2 files of the script and its modules" in look()[1]["files-left-out"]
+
+
+@pytest.mark.parametrize("text", ['print "of Python 2"', f"x = '{'x' * (2 << 20)}'", "x = " + "(" * 5000])
+@pytest.mark.parametrize(
+    ("first", "name", "serious"),
+    [("import pkg", "pkg/odd.py", False), ("import pkg.odd", "pkg/odd.py", False), ("import odd", "odd.py", True)],
+)
+def test_init_leaves_out_modules_that_cannot_be_read(text: str, first: str, name: str, serious: bool) -> None:
+    write(first)
+    write("try:\n    from . import odd\nexcept SyntaxError: ...\nfrom . import fine", "pkg/__init__.py")
+    write("x.cuda()", "pkg/fine.py")
+    write(text, name)
+    facts = read_script(Path("train.py").resolve(), Path.cwd())
+    assert facts.is_partial and (serious or facts.cuda)
+    place = project.locate("train.py", None)
+    notes = advice.notes(parse_command(["train.py"], {}), facts, place, None)
+    assert [note.serious for note in notes if note.code == "files-left-out"] == [serious]
+
+
+def test_init_reads_few_files_of_package_beside_script_with_session() -> None:
+    made = "from ratchet_worker.session import Session\nwith Session() as s: ...\n"
+    write("".join(f"from . import m{n}\n" for n in range(100)), "big/__init__.py")
+    for n in range(100):
+        write("", f"big/m{n}.py")
+    write(f"import big, own\n{made}")
+    write("", "own.py")
+    assert sorted(file.name for file in read_script(Path("train.py").resolve(), Path.cwd()).files) == [
+        "__init__.py", "own.py", "train.py",
+    ]  # fmt: skip
+    write("import big, own")
+    facts = read_script(Path("train.py").resolve(), Path.cwd())
+    assert facts.is_partial and not facts.lacks_own and len(facts.files) == 60
 
 
 def test_init_notes_large_directories_included_in_snapshot(tmp_path: Path) -> None:
