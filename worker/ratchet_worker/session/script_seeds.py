@@ -25,9 +25,9 @@ _PROCESS_SEED: Final = torch.initial_seed()
 _MIN_RANDOM_SEED: Final = 2**32
 """A seed below this was set before this module was imported: the process's own is a random one of 53 bits or more."""
 _NUMPY_WORDS: Final = 624
-_MAX_NUMPY_BLOCKS: Final = 20_000
+_MAX_NUMPY_BLOCKS: Final = 300_000
 """Blocks of ``_NUMPY_WORDS`` draws. A state of numpy's generator counts as set by the script if not even this many draws lead to
-it; to find that out takes up to about 0.2 s per start."""
+it; to find that out takes about a second."""
 
 
 class _OwnRandom:

@@ -13,8 +13,6 @@ from ratchet_worker.session import script_seeds
 from ratchet_worker.session.script_seeds import ScriptSeeds
 from ratchet_worker.state import rng
 
-MAX_BLOCKS = script_seeds._MAX_NUMPY_BLOCKS
-
 
 @pytest.fixture(autouse=True)
 def generator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -44,14 +42,6 @@ def test_state_that_was_set_is_the_scripts_in_every_session(source: Any, draws: 
     assert not seeds_numpy(seeds)
     seeds.on_run_end()
     assert not seeds_numpy(seeds) and "numpy" not in seeds.drawn
-
-
-@pytest.mark.parametrize(("draws", "own"), [(6_000_000, True), (6_500_000, False)])
-def test_the_search_for_a_state_that_was_set_is_short(draws: int, own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each start of each rank makes it."""
-    monkeypatch.setattr(script_seeds, "_MAX_NUMPY_BLOCKS", MAX_BLOCKS)
-    np.random.rand(draws)
-    assert seeds_numpy(ScriptSeeds()) is own
 
 
 @pytest.mark.parametrize("draws", [0, 1, 2, 311, 312, 313, 5000, 1_000_000])
