@@ -92,7 +92,8 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
             sweep(paths.checkpoints, dead_attempts=range(1, attempt + 1))
         except (CheckpointError, OSError) as error:
             refused.append(str(error))
-        _delete_reserve_files(paths, attempt)
+        with suppress(OSError):
+            _delete_reserve_files(paths, attempt)
         try:
             found = ((step, of) for step, of, at in checkpoint_dirs(paths.checkpoints) if (at / MANIFEST_NAME).exists())
             return OnDisk(frozenset(found), complete_checkpoints(paths.checkpoints, segments), refused)
@@ -160,7 +161,8 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
 
 def _delete_reserve_files(paths: JobPaths, attempt: int) -> None:
     """Delete the files with which the attempt reserved disk space for the results of its ranks and agents: these are dead, and
-    killed ones have not released the space. Called within ``as_owner``. Errors are ignored."""
+    killed ones have not released the space. Called within ``as_owner``. What cannot be deleted stays, without an error; raises
+    ``OSError`` if the disk or this process cannot list the directories now."""
     root = paths.attempt(attempt).root
     nodes = [root / name for name in names_in(root) if name.startswith("node-")]
     for folder in (root, root / "results", *nodes):

@@ -33,6 +33,8 @@ from ratchet_service.isolation.sandbox import User
 
 MAX_NAMES: Final = 200_000
 """The most entries to list of a directory that user code writes to: listing them takes 0.1 s of one core."""
+OF_THE_SYSTEM: Final = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Errors of the disk or of this process, which a later try may not meet; user code does not cause them."""
 
 
 @contextmanager
@@ -179,11 +181,13 @@ def replace_file(path: Path, text: str) -> None:
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
     """Return at most ``limit`` names in the directory, in no order; empty if it does not exist, is no directory or cannot be
     read. Called within ``as_owner``. User code may have made millions of files where a handful is expected: names beyond
-    ``limit`` are ignored."""
+    ``limit`` are ignored. Raises ``OSError`` for the errors ``OF_THE_SYSTEM``."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in islice(found, max(0, limit))]
-    except OSError:
+    except OSError as error:
+        if error.errno in OF_THE_SYSTEM:
+            raise
         return []
 
 

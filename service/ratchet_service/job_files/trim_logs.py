@@ -78,7 +78,7 @@ def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
     """Delete files of old attempts up to ``attempt`` that nothing reads any more. These are the spools of all but the last
     ``bounds.log_attempts`` attempts, whose messages were all stored when the attempt ended; and the step fingerprints of all but
     the last ``RING_ATTEMPTS`` attempts. What cannot be deleted stays, without an error."""
-    with as_owner(paths.root):
+    with as_owner(paths.root), suppress(OSError):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):
             number = parse_attempt_dir_name(name)

@@ -3,7 +3,6 @@ is stored exactly once."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from itertools import islice
@@ -24,11 +23,10 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.leases import Lease, lock_leased_job
 from ratchet_service.db.models import Attempt, AttemptNode
 from ratchet_service.db.transitions import add_event
-from ratchet_service.isolation.file_access import open_read
+from ratchet_service.isolation.file_access import OF_THE_SYSTEM, open_read
 
 BATCH: Final = 500
 _MAX_LINE_BYTES: Final = 16 << 20  # bytes of a line: as much as a report may have
-_OF_THE_SYSTEM: Final = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
@@ -89,7 +87,7 @@ def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> 
     try:
         yield from batches(spool, rank, acked)
     except OSError as error:
-        if error.errno in _OF_THE_SYSTEM:
+        if error.errno in OF_THE_SYSTEM:
             raise
         unread.append(f"{spool.name} is not read: {error}")
 

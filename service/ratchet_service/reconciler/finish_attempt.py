@@ -207,7 +207,8 @@ def _newest_checkpoint(session: Session, job: Job, attempt: int, base: Base | No
 
 def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
     """Return the last step that any rank finished: from the agents' results, and if one is missing, also from the ranks' counter
-    files, which remain after the ranks have ended. 0: none."""
+    files, which remain after the ranks have ended. 0: none. Raises ``OSError`` if the disk or this process
+    cannot list them now."""
     results = evidence.state.results
     reported = max((result.last_step for result in results), default=0)
     if len(results) == len(evidence.state.nodes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -10,17 +11,20 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from ratchet_contract.errors import SpecError
 from ratchet_contract.paths import HomePaths, JobPaths
-from ratchet_contract.protocol.counter_layout import finished_step
+from ratchet_contract.protocol.counter_layout import COUNTER_MAGIC, COUNTER_WORDS, finished_step
 from ratchet_contract.spec.job import JobSpec
+from ratchet_service.checkpoints import cleanup
+from ratchet_service.config.output_limits import DEFAULT_BOUNDS
 from ratchet_service.isolation import file_access, subprocess_query
 from ratchet_service.isolation.sandbox import NO_SANDBOX
-from ratchet_service.job_files import delete_job
+from ratchet_service.job_files import delete_job, trim_logs
 from ratchet_service.job_files import log_files as log_files_module
 from ratchet_service.job_files.log_files import LogFilter, log_files
 from ratchet_service.job_files.rank_log import tail_offset
@@ -99,6 +103,31 @@ def test_log_listing_reads_a_bounded_number_of_directory_entries(
     with file_access.as_owner(job.root):
         assert len(file_access.names_in(paths.spool(0).parent, 7)) == 7
         assert file_access.names_in(paths.log(0), 7) == file_access.names_in(job.root / "none") == []
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EMFILE])
+def test_counters_that_the_disk_or_the_process_cannot_list_now_are_listed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The last step of a killed attempt is stored once: 0 would stay."""
+    job = HomePaths(tmp_path).job(JOB)
+    paths = job.attempt(1)
+    for folder in (paths.counter(0).parent, paths.spool(0).parent):
+        folder.mkdir(parents=True)
+    paths.counter(0).write_bytes(COUNTER_WORDS.pack(COUNTER_MAGIC, 7, 7, 7, 0, 0, 0, 0))
+    evidence: Any = SimpleNamespace(state=SimpleNamespace(results=[], nodes=[None]))
+    real = os.scandir
+
+    def scandir(folder: Any) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OSError, match=os.strerror(number)):
+        finish_attempt._last_step(evidence, paths)
+    trim_logs.drop_spools(job, 1, DEFAULT_BOUNDS)
+    cleanup.scan_disk(job, [], 1)
+    monkeypatch.setattr(os, "scandir", real)
+    assert finish_attempt._last_step(evidence, paths) == 7
 
 
 def test_log_listing_leaves_out_the_oldest_attempts_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
