@@ -281,7 +281,7 @@ def load_spec_text(text: str, key: str = "") -> Any:
 
 
 def _mark_numbers(node: yaml.Node, place: tuple[str, ...]) -> None:
-    """Make unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS`` numbers. ``place``: the keys of the spec that lead to ``node``."""
+    """Make numbers of unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS``. ``place``: the keys that lead to ``node``."""
     if any(place[: len(keys)] == keys for keys in _NUMERIC_KEYS):
         if isinstance(node, yaml.ScalarNode) and node.style is None and _EXPONENT.fullmatch(node.value):
             node.tag = "tag:yaml.org,2002:float"

@@ -27,7 +27,7 @@ _MIN_RANDOM_SEED: Final = 2**32
 _NUMPY_WORDS: Final = 624
 _MAX_NUMPY_BLOCKS: Final = 300_000
 """Blocks of ``_NUMPY_WORDS`` draws. A state of numpy's generator counts as set by the script if not even this many draws lead to
-it; to find that out takes about a second."""
+it; to find that out takes one to four seconds, at each start of a script that sets the state."""
 
 
 class _OwnRandom:
