@@ -122,9 +122,9 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
     _check(file)
     if _is_in_wal_mode(file):
         raise StartError(
-            f"{file} is not what `backup` wrote: it was copied with cp, and lacks what the write-ahead log had then. Use a "
-            f"backup. If no process had the database open during the copy, it is complete: `sqlite3 {shlex.quote(str(file))} "
-            "'PRAGMA journal_mode = DELETE'` makes it one that can be restored"
+            f"{file} is in WAL mode, so it may be a copy made with cp, which lacks what the write-ahead log had then. Use a "
+            "file that `backup` wrote. If SQLite's .backup made it, or no process had the database open during the copy, it is "
+            f"complete: `sqlite3 {shlex.quote(str(file))} 'PRAGMA journal_mode = DELETE'` makes it one that can be restored"
         )
     _check_revision(file)
     settings.home.mkdir(mode=0o700, parents=True, exist_ok=True)

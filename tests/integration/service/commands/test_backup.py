@@ -169,7 +169,18 @@ def test_restore_refuses_running_services_and_unusable_backup_files(
     (tmp_path / "copied.db-wal").write_bytes(b"x")
     refused("copied with cp", tmp_path / "copied.db")
     (tmp_path / "copied.db-wal").unlink()
-    refused("copied with cp, and lacks", tmp_path / "copied.db")
+    refused("may be a copy made with cp", tmp_path / "copied.db")
+    kept = tmp_path / "kept.db"
+    with closing(sqlite3.connect(target)) as source, closing(sqlite3.connect(kept)) as copy:
+        source.backup(copy)  # as the command ``.backup``
+    refused("in WAL mode, so it may be a copy", kept)
+    refused("If SQLite's .backup made it", kept)
+    with closing(sqlite3.connect(kept)) as copy:
+        copy.execute("PRAGMA journal_mode = DELETE")
+    assert command(home, "restore", "--replace", str(kept)) == 0
+    assert jobs_in(target) == ["first"]
+    for path in home.glob("*.before-*"):
+        path.unlink()
     assert not list(home.glob("*.before-*"))
 
 
