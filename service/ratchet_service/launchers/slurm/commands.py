@@ -26,6 +26,10 @@ class Refused(Exception):
     """The command failed, and a retry would fail, too. The exception's text is the command's error message."""
 
 
+class CannotRun(EngineUnreachable):
+    """The command is not installed where the service runs, or the service may not execute it."""
+
+
 class Commands:
     """Runs Slurm's commands. ``folder``: the directory that contains them (None: they are on PATH); ``seconds``: time limit of
     each command; ``environ``: the service's environment."""
@@ -39,7 +43,8 @@ class Commands:
     def run(self, name: str, *arguments: str, text: str = "", environ: Mapping[str, str] | None = None) -> str:
         """Run the command ``name``, wait for its end, and return its standard output. ``text``: its standard input; ``environ``:
         its environment, None for the service's. Variables with Slurm options are removed from it. Raises ``EngineUnreachable`` if
-        Slurm does not answer, the command does not exist or takes too long, and ``Refused`` for any other failure."""
+        Slurm does not answer or the command takes too long, as ``CannotRun`` if the command does not exist, and ``Refused`` for
+        any other failure."""
         program = name if self._folder is None else f"{self._folder}/{name}"
         command = [program, *arguments]
         if self._setpriv is not None:  # an sbatch that outlived the service could submit a job a second time
@@ -57,12 +62,16 @@ class Commands:
             )
         except subprocess.TimeoutExpired:
             raise EngineUnreachable(f"Slurm: {name} has not answered within {self._seconds:.0f} s") from None
+        except (FileNotFoundError, PermissionError) as error:
+            raise CannotRun(f"Slurm: {name} cannot be run: {error}") from None
         except OSError as error:
             raise EngineUnreachable(f"Slurm: {name} cannot be run: {error}") from None
         if done.returncode == 0:
             return done.stdout
         message = _error_text(done.stderr, name) or f"exit code {done.returncode}"
-        if done.returncode == 127 or _UNREACHABLE_ERROR.search(message):
+        if done.returncode == 127:  # of setpriv, or of a command that lacks a library
+            raise CannotRun(f"Slurm: {name} cannot be run: {message}")
+        if _UNREACHABLE_ERROR.search(message):
             raise EngineUnreachable(f"Slurm: {name}: {message}")
         raise Refused(message)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from ratchet_service.launchers.base import EngineUnreachable
-from ratchet_service.launchers.slurm.commands import Commands, Refused, own_user
+from ratchet_service.launchers.slurm.commands import CannotRun, Commands, Refused, own_user
 from ratchet_service.launchers.slurm.job_status import JobRecord, decode_wait_status
 
 JSON_SINCE: Final = (23, 11)
@@ -179,8 +179,9 @@ class Queue:
 
     def accounting_records(self, name: str) -> list[JobRecord]:
         """Return the records of jobs of that name, which squeue has forgotten, from Slurm's accounting or else its completion
-        log, for the last 30 days. Empty if the cluster keeps neither or has no such record. Raises ``EngineUnreachable`` if none
-        was found and one of the two does not answer; for at least 10 s after that, the same error is raised without a query."""
+        log, for the last 30 days. Empty if the cluster keeps neither or has no such record, or without ``sacct``. Raises
+        ``EngineUnreachable`` if none was found and one of the two does not answer; for at least 10 s after that, the same
+        error is raised without a query."""
         if self._accounting_unreachable_until is not None and self._clock() < self._accounting_unreachable_until[0]:
             raise self._accounting_unreachable_until[1]
         unreachable: EngineUnreachable | None = None
@@ -194,7 +195,7 @@ class Queue:
         for more in (["--allocations"], ["--completion"]):
             try:
                 listed = parse_sacct_text(self._commands.run("sacct", *arguments, *more))
-            except Refused:  # the cluster does not keep it
+            except (Refused, CannotRun):  # the cluster does not keep it
                 continue
             except EngineUnreachable as error:
                 unreachable = error

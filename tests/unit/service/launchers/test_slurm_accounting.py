@@ -90,3 +90,13 @@ def test_job_of_which_slurm_keeps_no_record_ends_with_an_unknown_cause_at_once(s
     assert cause is Cause.UNKNOWN and "keeps no record" in message
     site.end()
     assert site.calls.read_text().split().count("sacct") == 2
+
+
+@pytest.mark.parametrize("setpriv", [True, False], ids=["exit code 127", "ENOENT"])
+def test_job_on_a_host_without_sacct_ends_with_an_unknown_cause_at_once(site: Site, setpriv: bool) -> None:
+    if setpriv:
+        site.command("sacct", "echo 'setpriv: failed to execute sacct: No such file or directory' >&2; exit 127")
+    else:
+        site.launcher._commands._setpriv = None
+    cause, message = site.end()
+    assert cause is Cause.UNKNOWN and "keeps no record" in message
