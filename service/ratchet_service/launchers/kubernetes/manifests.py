@@ -250,9 +250,20 @@ def _container_security() -> dict[str, Any]:
 
 def _restrict_added_containers(pod: dict[str, Any]) -> None:
     """Give each container that the job's patch has added to the pod's spec ``pod``, in ``pod`` itself, those settings of
-    ``_container_security`` that the patch does not set for it."""
+    ``_container_security`` that the patch does not set for it. If the patch names capabilities to drop, ALL is added to them."""
     for container in pod.get("initContainers", ()):
-        container["securityContext"] = merge(_container_security(), container.get("securityContext", {}))
+        context = merge(_container_security(), container.get("securityContext", {}))
+        capabilities = context.get("capabilities") if isinstance(context, dict) else None
+        dropped = capabilities.get("drop") if isinstance(capabilities, dict) else None
+        if isinstance(dropped, list) and dropped and not drops_all(dropped):
+            context = merge(context, {"capabilities": {"drop": [*dropped, "ALL"]}})
+        container["securityContext"] = context
+
+
+def drops_all(dropped: list[Any]) -> bool:
+    """True if ``dropped``, the ``capabilities.drop`` of a security context, names all capabilities. Case does not matter, as in
+    the runtimes of containers."""
+    return any(isinstance(name, str) and name.upper() == "ALL" for name in dropped)
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:

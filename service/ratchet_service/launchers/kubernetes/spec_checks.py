@@ -245,7 +245,7 @@ def _missing_restrictions(pod: dict[str, Any]) -> Iterator[tuple[tuple[str, ...]
             if (
                 own.get("allowPrivilegeEscalation") is not False
                 or not isinstance(dropped, list)
-                or "ALL" not in dropped
+                or not manifests.drops_all(dropped)
             ):
                 text = "its securityContext lacks allowPrivilegeEscalation: false or capabilities: {drop: [ALL]}"
                 yield (*here, kind), f"{name}: {text}"

@@ -511,6 +511,21 @@ def test_added_container_gets_the_restrictions_of_the_agents_unless_the_site_all
     assert contexts(allow_host_access=True) == [None, None, {"runAsUser": 7, "capabilities": {"drop": ["ALL", "KILL"]}}]
 
 
+def test_capabilities_that_an_added_container_drops_are_dropped_besides_all() -> None:
+    drops = [["NET_RAW"], ["all"], ["NET_RAW", "All"]]
+    given = [
+        {"name": f"log-{i}", "image": "l", "securityContext": {"capabilities": {"drop": drop}}}
+        for i, drop in enumerate(drops)
+    ]
+    spec = spec_of(SMALL, launcher={"pod_patch": {"spec": {"initContainers": given}}})
+    assert launcher().check(spec)[1] == []
+    made = launcher().plan(launch_of(spec)).request["manifests"][0]["spec"]["template"]["spec"]["initContainers"]
+    dropped = [container["securityContext"]["capabilities"]["drop"] for container in made]
+    assert dropped == [["NET_RAW", "ALL"], ["all"], ["NET_RAW", "All"]]
+    agent = {"containers": [{"name": "agent", "securityContext": {"capabilities": {"drop": ["all"]}}}]}
+    assert launcher().check(spec_of(SMALL, launcher={"pod_patch": {"spec": agent}}))[1] == []
+
+
 def test_refusal_of_another_user_claims_no_owner_of_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     """A service that is not root leaves the files to its own user, here 4711, whoever the pods' user is."""
     monkeypatch.setattr(os, "getuid", lambda: 4711)
