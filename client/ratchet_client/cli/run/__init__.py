@@ -181,9 +181,8 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
         spec |= {} if made.python is None else {"python": str(made.python)}
     if name is not None:
         spec["name"] = name
-    parse_spec(spec)  # before a directory is named after it, and a service started
-    world = spec["world"]
-    changed = [] if nproc is None else [f"world.ranks_per_node={world['ranks_per_node']}"]
+    world = parse_spec(spec).world  # before a directory is named after the spec, and a service started
+    changed = [] if nproc is None else [f"world.ranks_per_node={world.ranks_per_node}"]
     changed += [] if nproc is None or device == "auto" else [f"world.device={device}"]
     changed += sets
     options = [part for one in changed for part in ("--set", one)]
