@@ -223,7 +223,7 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list
     Without this, Lightning would begin an empty file. Redone steps then write their rows again.
 
     If a kill or a full disk cut the file off while Lightning rewrote it, the lost rows are left empty: a later attempt counts
-    them. Return a message for each such file. Where no file exists, as in a directory that the script names anew at each start,
+    them. Return a message for each such file. Where no file exists, as in a directory that the script names again at each start,
     the logger begins one. ``own``: the rows were recorded by this job; False at a fork's start, which has no message."""
     found = [
         _rewind_csv(logger, number, own)
