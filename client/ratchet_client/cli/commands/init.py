@@ -112,9 +112,9 @@ def init(
 
 def _patch(words: list[str]) -> None:
     """Print the diff that patches the script on standard output. The changes left to the user, one line each, and the next
-    commands go to standard error. For a script that already uses Ratchet there is no diff: print only notes on standard error,
-    and return. Raises ``typer.Exit`` (``REFUSED``) after the output if there is no diff for another script, or if the diff lacks
-    a needed change. Raises ``Refused`` if the script is not below the current directory. No file is written."""
+    commands go to standard error. For a script that already uses Ratchet there is no diff: only notes are printed, on standard
+    error. Raises ``typer.Exit`` (``REFUSED``) after the output if there is no diff for another script, or if a needed change is
+    left to the user. Raises ``Refused`` if the script is not below the current directory. No file is written."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -128,9 +128,13 @@ def _patch(words: list[str]) -> None:
     if name.startswith(".."):
         raise Refused(f"patch takes no path from above: cd {shlex.quote(str(place.code))} first")
     if not is_unmanaged(place.script.read_bytes()):
-        output.note(f"{name} already uses Ratchet: no change is needed")
-        for remark in remaining_remarks(place.script):
+        remarks = remaining_remarks(place.script)
+        output.note(f"{name} already uses Ratchet{'' if remarks else ': no change is needed'}")
+        for remark in remarks:
             output.note(f"{name}, line {remark.line}: {remark.text}")
+        if any(remark.needed for remark in remarks):
+            output.note("these places are left to you (docs/adoption.md)")
+            raise typer.Exit(Exit.REFUSED)
         return
     made = patch_of(place.script, name)
     sys.stdout.buffer.write(made.diff.encode(made.encoding))

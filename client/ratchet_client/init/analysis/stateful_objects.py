@@ -58,7 +58,7 @@ def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str, known: 
     """Add remarks on objects, copies of models and iterators with state that the loop uses and the Session does not have, and on
     random numbers that an epoch draws before its batches. ``session``: the name of the Session; ``known``: names of objects that
     the Session already has."""
-    _add_object_remarks(patching, loop, session, known)
+    add_object_remarks(patching, loop, session, known)
     if isinstance(loop, Loop):
         _add_draw_remarks(patching, loop, session)
 
@@ -69,14 +69,16 @@ def is_stepped(loop: Loop | StepLoop, name: str) -> bool:
     return any(func.attr == "step" and ast.unparse(func.value) == name for func in calls)
 
 
-def _add_object_remarks(patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str]) -> None:
+def add_object_remarks(
+    patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str], *, iterators: bool = True
+) -> None:
     """Add one remark for each object with state that the loop uses, except those in ``known``. ``session``: the name of the
-    Session."""
+    Session. ``iterators``: also for iterators and files that the loop reads."""
     said = {*known}
     inner = {n.id for n in ast.walk(loop.node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     for node in ast.walk(loop.node):
         of, why = _used_with_state(patching, loop, node)
-        if of is None or of in said:
+        if of is None or of in said or (why == "next" and not iterators):
             continue
         said.add(of)
         cure = f"give it to {session}.prepare" if of in inner else f"{of} = {session}.prepare({of})"

@@ -5,18 +5,25 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from ratchet_client.init.analysis import carried_variables
+from ratchet_client.init.analysis import carried_variables, stateful_objects
+from ratchet_client.init.analysis.epoch_loops import parameters
+from ratchet_client.init.analysis.loop_ranges import called_as
 from ratchet_client.init.analysis.script_source import Patching, Remark
 from ratchet_client.init.analysis.source_edits import Source, moved_lines, unified_diff
-from ratchet_client.init.analysis.step_loops import training_loops
+from ratchet_client.init.analysis.step_loops import StepLoop, training_loops
 from ratchet_client.init.patch import accelerate, lightning, trainer, training_loop
 from ratchet_contract.errors import NotFound, Refused
 
 _KINDS: Final = (lightning.patch, trainer.patch, accelerate.patch, training_loop.patch)
+_SESSIONS: Final = frozenset({"ratchet.Session", "ratchet_worker.Session", "ratchet_worker.session.Session"})
+_GIVES: Final = frozenset({"prepare", "keep", "register", "wrap", "register_for_checkpointing"})
+"""Methods of a Session, or of an Accelerator, that take objects whose state checkpoints have."""
+_PACKAGES: Final = frozenset({"ratchet", "ratchet_worker", "ratchet_hooks"})
 
 
 @dataclass
@@ -51,12 +58,65 @@ def patch_of(script: Path, name: str) -> Patch:
 
 
 def remaining_remarks(script: Path) -> list[Remark]:
-    """Return remarks on the variables that training loops carry from one iteration to the next, for a script that already uses
-    Ratchet. Raises ``NotFound`` and ``Refused`` as ``patch_of`` does."""
+    """Return remarks on the variables that training loops carry from one iteration to the next, and on objects with state that
+    they use and the Session does not have, for a script that already uses Ratchet. Raises ``NotFound`` and ``Refused`` as
+    ``patch_of`` does."""
     _, _, patching = _read(script)
-    for loop in training_loops(patching):
-        carried_variables.add_remarks(patching, loop, "session")
+    session, known = _session(patching), _known_names(patching)
+    for loop in _steps_loops(patching) or training_loops(patching):
+        carried_variables.add_remarks(patching, loop, session)
+        own = parameters(patching.source.scope(loop.node))
+        stateful_objects.add_object_remarks(patching, loop, session, known | own, iterators=False)
     return _sorted(patching)
+
+
+def _steps_loops(patching: Patching) -> list[StepLoop]:
+    """Return the loops over ``session.steps(...)``, also those with loops over the parts of a batch."""
+    loops = (n for n in ast.walk(patching.source.tree) if isinstance(n, ast.For))
+    return [StepLoop(n, None) for n in loops if any(called_as(c) == "steps" for c in _calls(n.iter))]
+
+
+def _calls(node: ast.AST) -> Iterator[ast.Call]:
+    return (n for n in ast.walk(node) if isinstance(n, ast.Call))
+
+
+def _session(patching: Patching) -> str:
+    """Return the name of the script's Session, ``x.session`` for an Accelerator ``x`` of Ratchet; ``session`` if unknown."""
+    for made, target in _named_calls(patching):
+        if isinstance(target, ast.Name):
+            origins = patching.origins.origins_of(made.func)
+            if origins & _SESSIONS:
+                return target.id
+            if any(origin.startswith("ratchet") and origin.endswith(".Accelerator") for origin in origins):
+                return f"{target.id}.session"
+    return "session"
+
+
+def _known_names(patching: Patching) -> set[str]:
+    """Return the names that are passed to ``session.prepare``, ``keep``, ``register`` or ``wrap``, or are assigned their results
+    or the results of any of Ratchet's functions and classes."""
+    found: set[str] = set()
+    for node in ast.walk(patching.source.tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GIVES:
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            found |= {n.id for value in given for n in ast.walk(value) if isinstance(n, ast.Name)}
+    for made, target in _named_calls(patching):
+        is_given = isinstance(made.func, ast.Attribute) and made.func.attr in _GIVES
+        if is_given or any(origin.partition(".")[0] in _PACKAGES for origin in patching.origins.origins_of(made.func)):
+            found |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return found
+
+
+def _named_calls(patching: Patching) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield each call whose result ``=`` or ``with`` binds, with the target."""
+    for node in ast.walk(patching.source.tree):
+        match node:
+            case ast.Assign(targets=targets, value=ast.Call() as made):
+                yield from ((made, target) for target in targets)
+            case ast.AnnAssign(target=target, value=ast.Call() as made):
+                yield made, target
+            case ast.withitem(context_expr=ast.Call() as made, optional_vars=ast.expr() as target):
+                yield made, target
 
 
 def _sorted(patching: Patching) -> list[Remark]:

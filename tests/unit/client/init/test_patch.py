@@ -678,8 +678,40 @@ def test_patch_of_patched_script_reports_carried_variables() -> None:
         "        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        best = max(best, 1)\n"
     )
     again = Printed(Printed(UNRUNNABLE + text).applied())
-    assert again.code == 0 and not again.diff and "already uses Ratchet" in again.said
+    assert again.code == 5 and not again.diff and "already uses Ratchet\n" in again.said
     assert "best is carried from one iteration to the next, and no checkpoint contains it" in again.said, again.said
+
+
+@pytest.mark.parametrize(
+    ("line", "is_known"),
+    [
+        ("", False), ("own = session.prepare(own)\n", True), ("session.register(own=own)\n", True),
+        ("kept = session.keep(own=own)\n", True), ("if session.checkpoint(): pass\n", False),
+    ],
+)  # fmt: skip
+def test_patch_of_patched_script_reports_objects_that_session_lacks(line: str, is_known: bool) -> None:
+    first = Printed(OWN + LOOP.replace(ENDS, ENDS + "    if own.draw(): pass\n"))
+    text = first.applied().replace("for epoch", f"{line}for epoch")
+    again = Printed(text.replace(ENDS, f"{ENDS}    if session.checkpoint(): pass\n"))
+    (cure,) = [row.partition(": ")[2].partition(" (line")[0] for row in first.said.splitlines() if " own: " in row]
+    assert again.code == (0 if is_known else 5) and (cure in again.said) is not is_known, again.said
+    assert ("no change is needed" in again.said) is is_known and "session:" not in again.said, again.said
+
+
+@pytest.mark.parametrize("folder", ["reference", "user_project", "adoption/2_session", "image_loop", "trainer_clm"])
+def test_patch_of_examples_with_session_needs_no_change(folder: str) -> None:
+    printed = Printed((EXAMPLES / folder / "train.py").read_text())
+    assert (printed.code, printed.said) == (0, "train.py already uses Ratchet: no change is needed\n")
+
+
+def test_patch_of_example_with_steps_reports_only_objects_that_session_lacks() -> None:
+    text = (EXAMPLES / "token_loop" / "train.py").read_text()
+    assert Printed(text).said == "train.py already uses Ratchet: no change is needed\n"
+    text = text.replace("    best = math.inf\n", "    best = math.inf\n    own = Own()\n")
+    text = text.replace("        optimizer.step()\n", "        optimizer.step()\n        own.draw()\n")
+    again = Printed(text.replace("def main(", "class Own: ...\ndef main("))
+    assert again.code == 5 and "own = session.prepare(own) before the loop" in again.said, again.said
+    assert again.said.count("train.py, line") == 1, again.said
 
 
 def test_patch_reports_ddp_settings_and_hooks_to_move_to_spec() -> None:
