@@ -49,43 +49,49 @@ def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepar
         again = [name for name in names if is_read_after(source, node, name)]
         if again:
             source.insert(f"{', '.join(again)} = {', '.join(f'{kept}.{name}' for name in again)}", behind=node)
-    _add_remarks(patching, carrying, session, names)
+        _add_remarks(patching, carrying, session, names, f"add {{names}} to the line `{line}` of this patch", kept)
+    else:
+        _add_remarks(patching, carrying, session)
 
 
 def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str) -> None:
     """Add the remarks of ``_add_remarks`` on all variables that the loop carries from one iteration to the next. No edit is
     recorded. ``session``: the name of the Session."""
-    _add_remarks(patching, _Carrying(patching, loop, ()), session, ())
+    _add_remarks(patching, _Carrying(patching, loop, ()), session)
 
 
-def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: Collection[str]) -> None:
+def _add_remarks(
+    patching: Patching,
+    carrying: _Carrying,
+    session: str,
+    saved: Collection[str] = (),
+    keep: str = "",
+    kept: str = "kept",
+) -> None:
     """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. For a loop over epochs, also for
     variables that a loop over batches carries. The remark is optional for variables that are only displayed, and for those of a
-    loop over batches in another function."""
+    loop over batches in another function.
+
+    ``keep``: how to keep variables, with the placeholder ``{names}``; by default ``_keep``. ``kept``: the variable with the kept
+    ones in that case.
+    """
     loop = carrying.loop
+    cures: list[tuple[ast.Name, str, str, str, bool]] = []  # place, variable, what is the case, cure, needed
     for name, node in carrying.needed.items():
         if name not in saved:
-            cure = (
-                carrying.obstacle(name)
-                or f"kept = {{session}}.keep({name}=...) before the loop, and kept.{name} from there on"
-            )
-            text = (
-                f"{name} is carried from one iteration to the next, and no checkpoint contains it: "
-                f"{cure.format(session=session)}"
-            )
-            patching.add_remark(node, text)
+            cure = carrying.obstacle(name) or f"{{keep}}, and {{kept}}.{name} from there on"
+            text = f"{name} is carried from one iteration to the next, and no checkpoint contains it: "
+            cures.append((node, name, text, cure, True))
     for name, node in carrying.shown.items():
         patching.add_remark(
             node, f"{name} starts from its initial value after a resume; it is only printed", needed=False
         )
-    if isinstance(loop, StepLoop):
-        return
     loops, scope = Loops(patching.source), patching.source.scope(loop.node)
     inner = (n for n in ast.walk(loop.node) if isinstance(n, ast.For) and n is not loop.node)
     own = [(batches, loop.node) for batches in inner if loops.trains(batches)]
-    others = [(one.node, patching.source.scope(one.node)) for one in loop.passes]
+    others = [(one.node, patching.source.scope(one.node)) for one in (loop.passes if isinstance(loop, Loop) else ())]
     others = [(batches, function) for batches, function in others if function is not scope]
-    for batches, around in (*own, *others):
+    for batches, around in (*own, *others) if isinstance(loop, Loop) else ():
         found = _assigned_before(batches, around)
         shown = only_displayed(around, found)
         for name, node in found.items():
@@ -93,12 +99,33 @@ def _add_remarks(patching: Patching, carrying: _Carrying, session: str, saved: C
                 continue
             text = f"{name} starts from its initial value where a resume continues within an epoch"
             if name in shown:
-                text += "; it is only printed"
+                patching.add_remark(node, f"{text}; it is only printed", needed=False)
             else:
-                text += (
-                    f": keep it by kept = {session}.keep({name}=...) and reset kept.{name} only if loader.start == 0"
-                )
-            patching.add_remark(node, text, needed=around is loop.node and name not in shown)
+                cure = f"{{keep}}, and reset {{kept}}.{name} only if loader.start == 0"
+                cures.append((node, name, f"{text}: ", cure, around is loop.node))
+    together = list(dict.fromkeys(name for _, name, _, cure, _ in cures if "{keep}" in cure))
+    if not keep:
+        keep, kept = _keep(patching, loop, session, together)
+    for node, name, text, cure, needed in cures:
+        filled = cure.format(session=session, keep=keep.format(names=f"{name}=..."), kept=kept)
+        patching.add_remark(node, text + filled, needed=needed)
+
+
+def _keep(patching: Patching, loop: Loop | StepLoop, session: str, names: list[str]) -> tuple[str, str]:
+    """Return how to keep variables, as text with the placeholder ``{names}``, and the variable with the kept ones: in the file's
+    last ``session.keep(...)`` before the loop, since a second one would replace its variable. Without one, in a new call for all
+    ``names`` together. ``session``: the name of the Session."""
+    found: list[tuple[int, str, str]] = []
+    for node in ast.walk(patching.source.scope(loop.node)):
+        match node:
+            case ast.Assign(targets=[target], value=ast.Call(func=ast.Attribute(attr="keep") as called)):
+                if node.lineno < loop.node.lineno:
+                    found.append((node.lineno, ast.unparse(called), ast.unparse(target)))
+    if found:
+        line, called_text, kept = max(found)
+        return f"add {{names}} to the {called_text}(...) in line {line}", kept
+    listed = ", ".join(f"{name}=..." for name in names)
+    return f"kept = {session}.keep({listed}) before the loop", "kept"
 
 
 class _Carrying:
@@ -136,27 +163,28 @@ class _Carrying:
 
     def obstacle(self, name: str) -> str | None:
         """Return None if two lines preserve the variable ``name``: one at the beginning of each iteration and one at its end.
-        Else return, as text with the placeholder ``{session}``, what to do by hand.
+        Else return, as text with the placeholders ``{keep}`` and ``{kept}``, what to do by hand.
 
         Obstacles are, for example, a ``continue`` in the loop, and a change of the variable before an epoch's batches: after a
         resume within an epoch, that code runs again.
         """
         source, node = self._source, self.loop.node
-        kept, left = f"kept = {{session}}.keep({name}=...) before the loop", self.loop.exits
+        left = self.loop.exits
         if name in self._prepared:
             return "session.prepare returns it: give the other value another name"
         if any(called_as(call) in _NOT_SAVED for value in self._values(name) for call in _calls(value)):
             return "a checkpoint cannot contain an iterator or a file: create it again from the step number"
         if self._is_changed_elsewhere(name):
-            return f"{kept}, and kept.{name} wherever a function uses it"
+            return f"{{keep}}, and {{kept}}.{name} wherever a function uses it"
         if not self._is_assigned_before(name):
-            return f"give it a value on every rank before the loop, then {kept}, and kept.{name} from there on"
+            return f"give it a value on every rank before the loop, then {{keep}}, and {{kept}}.{name} from there on"
         if node.orelse or any(isinstance(one, ast.Continue) for one in left):
-            return f"{kept}, {name} = kept.{name} first in each iteration, and kept.{name} = {name} before each exit from it"
+            held = f"{{kept}}.{name}"
+            return f"{{keep}}, {name} = {held} first in each iteration, and {held} = {name} before each exit from it"
         if left and is_read_after(source, node, name):
-            return f"{kept}, and kept.{name} in the loop and after it"
+            return f"{{keep}}, and {{kept}}.{name} in the loop and after it"
         if node.body[0].lineno == node.lineno:
-            return f"{kept}, and kept.{name} from there on"
+            return f"{{keep}}, and {{kept}}.{name} from there on"
         if isinstance(self.loop, StepLoop):
             return None
         training = [s for s in node.body if self._loops.trains(s)]
@@ -165,7 +193,7 @@ class _Carrying:
             if around not in training and change.lineno < training[-1].lineno:
                 return "code before an epoch's batches runs again on a resume: change it after them"
             if around in training and not self._is_within_steps(around, change):
-                return f"{kept}, and kept.{name} where the batches change it"
+                return f"{{keep}}, and {{kept}}.{name} where the batches change it"
         return None
 
     def _values(self, name: str) -> Iterator[ast.expr]:

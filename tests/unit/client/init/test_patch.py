@@ -682,6 +682,29 @@ def test_patch_of_patched_script_reports_carried_variables() -> None:
     assert "best is carried from one iteration to the next, and no checkpoint contains it" in again.said, again.said
 
 
+def test_patch_adds_variables_to_existing_keep_instead_of_second_one() -> None:
+    body = f"{ENDS}        total = total + 1\n        seen.append(total)\n    best = max(best, 1)\n    save(best, total, seen)\n"
+    text = CARRIED.replace("    total = 0.0\n", "").replace(
+        "total, seen, steps = 0.0, None", "total, seen, steps = 0.0, 0"
+    )
+    printed = Printed(text.replace(ENDS, body))
+    assert printed.code == 5 and " = session.keep(total" not in printed.said, printed.said
+    added = "add total=... to the line `kept = session.keep(best=best, seen=seen)` of this patch, and kept.total where"
+    assert added in printed.said, printed.said
+    held = text.replace("for epoch", "held = session.keep(a=a)\nfor epoch")
+    held = held.replace('dist.init_process_group("gloo")', "from ratchet import Session\nsession = Session()").replace(
+        ENDS, body
+    )
+    line = held.splitlines().index("held = session.keep(a=a)") + 1
+    again = Printed(held)
+    assert f"add total=... to the session.keep(...) in line {line}, and held.total " in again.said, again.said
+    assert f"add best=... to the session.keep(...) in line {line}, and held.best " in again.said, again.said
+    assert "kept" not in again.said, again.said
+    alone = Printed(held.replace("held = session.keep(a=a)\n", ""))
+    (first, *more) = re.findall(r"kept = session\.keep\(.*?\)", alone.said)
+    assert "best=..., " in first and {*more} == {first}, alone.said
+
+
 @pytest.mark.parametrize(
     ("line", "is_known"),
     [
