@@ -35,7 +35,6 @@ from uuid import UUID
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.algorithms.state_version import same_bits
@@ -470,7 +469,7 @@ class _Recorder:
     def _is_other_argument(self, old: Any, new: Any) -> bool:
         """True if ``new`` is another object of those that the script has built, or differs from ``old``. False for two iterators
         of DataLoaders: a script makes one for each epoch."""
-        if is_same(old, new) or (isinstance(old, _BaseDataLoaderIter) and isinstance(new, _BaseDataLoaderIter)):
+        if is_same(old, new) or (_is_loader_iterator(old) and _is_loader_iterator(new)):
             return False
         if _is_code(old) and _is_code(new):
             return self._is_other_code(old, new)
@@ -746,6 +745,12 @@ def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
     if old_class is not new_class:
         yield f"{path}.__class__"
     yield from (f"{path}.{name}" for name in {**old, **new} if old.get(name) != new.get(name))
+
+
+def _is_loader_iterator(item: Any) -> bool:
+    """True for what ``iter`` of a torch ``DataLoader`` returns, whose classes have no public names."""
+    kind = type(item)
+    return kind.__module__ == "torch.utils.data.dataloader" and kind.__name__.endswith("DataLoaderIter")
 
 
 def _bound_to(item: Any) -> dict[Any, Any]:
