@@ -79,6 +79,7 @@ def prove(
                 trials(client, say) as made,
             ):
                 proof = prove_spec(made, spec, steps, upload)
+            proof = proof.model_copy(update={"unseen": [*proof.unseen, *_objects_without_session(spec)]})
         else:
             if steps is not None or sets or upload is not None:
                 raise typer.BadParameter(
@@ -105,6 +106,19 @@ def prove(
         raise typer.Exit(Exit.NOT_FOUND)
     if proof.verdict != "proved":
         raise typer.Exit(Exit.JOB_FAILED)
+
+
+def _objects_without_session(spec: dict[str, Any]) -> list[str]:
+    """Return the objects with state that the script of ``spec`` uses in its loop, and that its Session does not have. No
+    checkpoint has them, so no comparison sees them. Empty for a Task, and if the code is not on this machine."""
+    from pathlib import Path
+
+    from ratchet_client.init.patch.diff import objects_without_session
+
+    code, script = spec.get("code"), spec.get("script")
+    if not (isinstance(code, dict) and isinstance(code.get("path"), str) and isinstance(script, list) and script):
+        return []
+    return objects_without_session(Path(code["path"], str(script[0])))
 
 
 @contextmanager
@@ -159,6 +173,8 @@ def _lines(proof: Proof) -> list[str]:
         out = [f"DIFFERS: {how} of {proof.what} did not end as the undisturbed one: {_first(proof)}"]
         if proof.reports:
             out += ["Causes, from the resume reports:", *(f"  {text}" for text in proof.reports)]
+        if proof.unseen:
+            out.append(f"In no checkpoint, and perhaps the cause: {'; '.join(proof.unseen)}")
         return [*out, *different, *_metrics(proof)]
     done = (
         f"interrupted {pluralize(len(proof.interruptions), 'time')}, {pluralize(proof.redone, 'step')} done again"

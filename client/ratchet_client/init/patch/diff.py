@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
 from ratchet_client.init.analysis import carried_variables, stateful_objects
-from ratchet_client.init.analysis.epoch_loops import parameters
+from ratchet_client.init.analysis.epoch_loops import Loop, parameters
 from ratchet_client.init.analysis.loop_ranges import called_as
 from ratchet_client.init.analysis.script_source import Patching, Remark
 from ratchet_client.init.analysis.source_edits import Source, moved_lines, unified_diff
@@ -62,12 +62,34 @@ def remaining_remarks(script: Path) -> list[Remark]:
     they use and the Session does not have, for a script that already uses Ratchet. Raises ``NotFound`` and ``Refused`` as
     ``patch_of`` does."""
     _, _, patching = _read(script)
-    session, known = _session(patching), _known_names(patching)
-    for loop in _steps_loops(patching) or training_loops(patching):
-        carried_variables.add_remarks(patching, loop, session)
-        own = parameters(patching.source.scope(loop.node))
-        stateful_objects.add_object_remarks(patching, loop, session, known | own, iterators=False)
+    for loop in _session_loops(patching):
+        carried_variables.add_remarks(patching, loop, _session(patching))
+    _add_object_remarks(patching)
     return _sorted(patching)
+
+
+def objects_without_session(script: Path) -> list[str]:
+    """Return, as ``ema (train.py, line 12)``, the objects with state that the training loops of a script with a Session use, and
+    that the Session does not have. Empty if the file cannot be read or is not valid Python."""
+    try:
+        _, _, patching = _read(script)
+    except (NotFound, Refused):
+        return []
+    _add_object_remarks(patching)
+    return [f"{remark.text.partition(':')[0]} ({script.name}, line {remark.line})" for remark in _sorted(patching)]
+
+
+def _add_object_remarks(patching: Patching) -> None:
+    """Add remarks on the objects with state that training loops use and the script's Session does not have."""
+    known = _known_names(patching)
+    for loop in _session_loops(patching):
+        own = parameters(patching.source.scope(loop.node))
+        stateful_objects.add_object_remarks(patching, loop, _session(patching), known | own, iterators=False)
+
+
+def _session_loops(patching: Patching) -> Sequence[Loop | StepLoop]:
+    """Return the training loops of a script with a Session."""
+    return _steps_loops(patching) or training_loops(patching)
 
 
 def _steps_loops(patching: Patching) -> list[StepLoop]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ratchet_client.cli.prove import _lines, proof
+from pathlib import Path
+
+from ratchet_client.cli.prove import _lines, _objects_without_session, proof
 from ratchet_contract.api.views import ResumeReportView
 from ratchet_contract.checkpoint.resume_report import EnvironmentDifference
 
@@ -56,3 +58,33 @@ def test_not_repeatable_proof_lists_unsaved_and_uncompared_state() -> None:
     proved = {**data, "verdict": "proved", "comparison": same, "unseen": ["best (train.py, line 3)"]}
     line = "not compared: files that the script itself writes; best (train.py, line 3)"
     assert line in _lines(proof.Proof.model_validate(proved))
+    differs = proof.Proof.model_validate({**proved, "verdict": "differs", "comparison": ids | found})
+    assert "In no checkpoint, and perhaps the cause: best (train.py, line 3)" in _lines(differs)
+
+
+def test_proof_names_objects_of_the_loop_that_the_session_does_not_have(tmp_path: Path) -> None:
+    """An average in a class of the script's own is in no checkpoint, so the comparison cannot see that it starts again."""
+    script = """
+class Average:
+    def __init__(self, model): self.values = [p.clone() for p in model.parameters()]
+    def update(self, model): self.values = [0.9 * v + 0.1 * p for v, p in zip(self.values, model.parameters())]
+
+session = Session()
+model, optimizer, loader = session.prepare(model, optimizer, loader)
+average = Average(model)
+for epoch in session.epochs(2):
+    for x, y in loader:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        average.update(model)
+"""
+    (tmp_path / "train.py").write_text("from ratchet import Session\n" + script)
+    spec = {"code": {"path": str(tmp_path)}, "script": ["train.py", "--lr", "1"]}
+    assert _objects_without_session(spec) == ["average (train.py, line 16)"]
+    given = script.replace("average = Average(model)", "average = session.prepare(Average(model))")
+    (tmp_path / "train.py").write_text("from ratchet import Session\n" + given)
+    assert _objects_without_session(spec) == []
+    assert _objects_without_session({"task": {"entrypoint": "a:B"}}) == []
+    assert _objects_without_session({**spec, "script": ["nothing.py"]}) == []
