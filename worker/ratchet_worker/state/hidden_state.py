@@ -360,7 +360,6 @@ class _Recorder:
         ] = {}  # by the place of an object whose content is not complete: is it referred to?
         self._unstorable: dict[int, str] = {}  # by the id of an object: the path, below it, of what cannot be stored
         self._unsaved: set[str] = set()
-        self._only_whole = False  # new objects are stored with all their attributes, or not at all
         self._arrays: Counter[int] | None = None  # number of arrays per memory address that they use
 
     def run(self) -> Changes:
@@ -506,16 +505,13 @@ class _Recorder:
                     self._unsaved.add(at)
             if not self._has_state(value) and not self._has_state(old):
                 continue
-            self._only_whole = old is None and path in self._with_state
             try:
                 found[name] = self._reference(at, value)
             except _Unstorable as error:
-                if self._only_whole:
+                if old is None and path in self._with_state:
                     made = True  # created when it is needed, and its position is in the state
                     continue
                 self._unsaved.add(str(error))
-            finally:
-                self._only_whole = False
         if made:  # a constant might say that the iterator exists, and for what it was made
             found = {name: reference for name, reference in found.items() if not is_constant(now.children[name])}
         return {"set": found, "gone": gone} if found or gone else None
@@ -707,11 +703,10 @@ class _Recorder:
     def _object(self, path: str, node: Node) -> Any:
         """Return the class and the attributes of an object, from which the next attempt creates it again.
 
-        Ignored attributes are left out, except constants. So is an unstorable attribute that is no state (``_has_state``), such
-        as a lambda; its path is added to ``_unsaved``. Raises ``_Unstorable`` if the class is neither the user's nor an
+        Ignored attributes are left out, except constants. Raises ``_Unstorable`` if the class is neither the user's nor an
         ``nn.Module``, if it has a built-in base class that may keep contents outside of attributes, as ``Exception`` and ``int``
-        do, if it cannot be created without arguments, or if another attribute cannot be stored; for an ``nn.Module``, and under
-        ``_only_whole``: if any attribute cannot be stored.
+        do, if it cannot be created without arguments, or if an attribute cannot be stored: without it, the object would fail
+        after the resume, while a script that finds no object makes a whole one.
         """
         item: Any = node.item
         users: type = type(item)
@@ -724,17 +719,11 @@ class _Recorder:
         held = attributes(item)
         ignored = held.keys() - node.children.keys()
         held = getattr(item, "__dict__", {}) | held  # also torch's own attributes of a module or an optimizer
-        whole = self._only_whole or isinstance(item, nn.Module)
-        found = {}
-        for name, value in held.items():
-            if name in ignored and not is_constant(value):
-                continue
-            try:
-                found[name] = self._reference(f"{path}.{name}", value)
-            except _Unstorable as error:
-                if whole or name not in node.children or self._has_state(value):
-                    raise
-                self._unsaved.add(str(error))
+        found = {
+            name: self._reference(f"{path}.{name}", value)
+            for name, value in held.items()
+            if name not in ignored or is_constant(value)
+        }
         return {"class": _qualified_name(path, users, self._imported), "set": found}
 
 

@@ -565,8 +565,8 @@ UNSTORABLE_CODE: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", UNSTORABLE_CODE.values(), ids=UNSTORABLE_CODE.keys())
-def test_unstorable_code_in_new_object_is_named_and_left_out(make: Callable[[], Any]) -> None:
-    """The object, and the others beside it, are restored without it. A new container or module that holds it is not restored."""
+def test_new_object_with_unstorable_code_is_named_and_not_restored(make: Callable[[], Any]) -> None:
+    """Without it, the object would fail after the resume, while the script makes a whole one where it finds none."""
 
     def train(net: Net) -> None:
         vars(net).update(x={"a": Slot(f=make(), n=3), "b": Slot(n=4)}, y={"f": make()}, z=[Net(f=make())])
@@ -575,7 +575,7 @@ def test_unstorable_code_in_new_object_is_named_and_left_out(make: Callable[[], 
     _, changes = later(build(), train)
     assert changes.unsaved == ["model.x['a'].f", "model.y['f']", "model.z[0].f"]
     again = resumed(build, Changes(changes.stored, []))
-    assert (vars(again.x["a"]), vars(again.x["b"]), again.y, again.z) == ({"n": 3}, {"n": 4}, None, None)
+    assert (again.x, again.y, again.z) == (None, None, None)
 
 
 def test_state_that_cannot_be_stored_is_not_left_out_of_a_new_object() -> None:
