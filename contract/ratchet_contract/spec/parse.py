@@ -266,7 +266,7 @@ def load_spec_text(text: str, key: str = "") -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _mark_numbers(node, tuple(key.split(".")) if key else ())
+        _mark_numbers(node, tuple(key.split(".")) if key else (), set())
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -280,8 +280,12 @@ def load_spec_text(text: str, key: str = "") -> Any:
         raise SpecError(f"not valid YAML: {problem}", code="invalid-yaml") from None
 
 
-def _mark_numbers(node: yaml.Node, place: tuple[str, ...]) -> None:
-    """Make numbers of unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS``. ``place``: the keys that lead to ``node``."""
+def _mark_numbers(node: yaml.Node, place: tuple[str, ...], visited: set[int]) -> None:
+    """Make numbers of unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS``. ``place``: the keys that lead to ``node``;
+    ``visited``: ids of nodes that were visited: an anchor may be referred to any number of times."""
+    if id(node) in visited:
+        return
+    visited.add(id(node))
     if any(place[: len(keys)] == keys for keys in _NUMERIC_KEYS):
         if isinstance(node, yaml.ScalarNode) and node.style is None and _EXPONENT.fullmatch(node.value):
             node.tag = "tag:yaml.org,2002:float"
@@ -289,10 +293,10 @@ def _mark_numbers(node: yaml.Node, place: tuple[str, ...]) -> None:
         return
     if isinstance(node, yaml.MappingNode):
         for name, value in node.value:
-            _mark_numbers(value, (*place, str(name.value)))
+            _mark_numbers(value, (*place, str(name.value)), visited)
     elif isinstance(node, yaml.SequenceNode):
         for item in node.value:
-            _mark_numbers(item, place)
+            _mark_numbers(item, place, visited)
 
 
 def _summary(problems: Sequence[FieldProblem]) -> str:

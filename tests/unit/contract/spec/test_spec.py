@@ -331,3 +331,11 @@ def test_text_like_a_number_with_an_exponent_stays_a_text_where_a_spec_wants_tex
 @pytest.mark.parametrize("text", ["1e", "e3", "1e-3x", "v1e3", "1e3.5", "1-e3"])
 def test_text_that_only_resembles_a_number_in_arguments_of_a_task_stays_a_text(text: str) -> None:
     assert load_spec_text(text, "task.args.name") == text
+
+
+def test_spec_with_many_references_to_anchors_is_read_at_once() -> None:
+    """Each level refers ten times to the level before: a walk that follows all of them does not end."""
+    levels = ["a0: &a0 [1e-3]"] + [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    text = "hook:\n" + "\n".join(f"  {level}" for level in levels)
+    found = load_spec_text(text)["hook"]
+    assert found["a0"] == [1e-3] and found["a11"][0] is found["a10"]
