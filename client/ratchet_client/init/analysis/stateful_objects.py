@@ -70,15 +70,17 @@ def is_stepped(loop: Loop | StepLoop, name: str) -> bool:
 
 
 def add_object_remarks(
-    patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str], *, iterators: bool = True
+    patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str], *, only_own: bool = False
 ) -> None:
     """Add one remark for each object with state that the loop uses, except those in ``known``. ``session``: the name of the
-    Session. ``iterators``: also for iterators and files that the loop reads."""
+    Session. ``only_own``: only for objects of the file's own classes and for copies of models; these remarks are optional."""
     said = {*known}
     inner = {n.id for n in ast.walk(loop.node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     for node in ast.walk(loop.node):
         of, why = _used_with_state(patching, loop, node)
-        if of is None or of in said or (why == "next" and not iterators):
+        if of is None or of in said:
+            continue
+        if only_own and why != "copy" and not _is_own(patching, _makers(patching, of, loop)):
             continue
         said.add(of)
         cure = f"give it to {session}.prepare" if of in inner else f"{of} = {session}.prepare({of})"
@@ -88,7 +90,7 @@ def add_object_remarks(
             text = f"{of}: no checkpoint has this copy: {of} = {session}.prepare({of}.requires_grad_(False)) before the loop"
         else:
             text = f"{of}: where training or a file depends on its state, {cure} before the loop"
-        patching.add_remark(node, text)  # type: ignore[arg-type]
+        patching.add_remark(node, text, needed=not only_own)  # type: ignore[arg-type]
 
 
 def _used_with_state(patching: Patching, loop: Loop | StepLoop, node: ast.AST) -> tuple[str | None, str]:
@@ -156,10 +158,11 @@ def _add_draw_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _is_own(patching: Patching, makers: list[ast.expr]) -> bool:
-    """Return True if one of ``makers`` is a class of the file, and this class is no module, data set or sampler."""
+    """Return True if one of ``makers`` is a class of the file, and this class is no module, data set or sampler, nor derived from
+    one of ``torch.nn``."""
     classes = {
         n.name for n in ast.walk(patching.source.tree) if isinstance(n, ast.ClassDef)
-        and not any(ast.unparse(base).endswith(_OF_DATA) for base in n.bases)
+        and not any(base.endswith(_OF_DATA) or base.startswith(("nn.", "torch.nn.")) for base in map(ast.unparse, n.bases))
     }  # fmt: skip
     return any(isinstance(made, ast.Name) and made.id in classes for made in makers)
 

@@ -84,7 +84,7 @@ def _add_object_remarks(patching: Patching) -> None:
     known = _known_names(patching)
     for loop in _session_loops(patching):
         own = parameters(patching.source.scope(loop.node))
-        stateful_objects.add_object_remarks(patching, loop, _session(patching), known | own, iterators=False)
+        stateful_objects.add_object_remarks(patching, loop, _session(patching), known | own, only_own=True)
 
 
 def _session_loops(patching: Patching) -> Sequence[Loop | StepLoop]:
