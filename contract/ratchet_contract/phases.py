@@ -62,8 +62,7 @@ class Budget(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why an attempt ended. Each cause has one outcome, and one budget that the attempt counts against (``Budget.NONE``: it
-    counts against none)."""
+    """Why an attempt ended. Each cause has one outcome, and one budget that the attempt counts against."""
 
     COMPLETED = "completed"
     API_PREEMPT = "api-preempt"

@@ -15,7 +15,8 @@ def test_config_stores_the_server_and_masks_the_token(cli: Cli, idle_server: Ser
     file = Path(cli("config", "path").text.strip())
     assert file.parent == cli.cwd and not file.exists()
     assert idle_server.url in cli("config").text and "not set" in cli("config").text
-    refused = cli("--home", "none", "config", "set", "token", stdin="x\n", expect=2).errors
+    said = cli("--home", "none", "config", "set", "token", stdin="x\n", expect=2).errors
+    refused = " ".join(said.replace("│", " ").split())  # wrapped in a box
     assert "--home names the run directory" in refused and "leave --home out" in refused
     told = cli("config", "set", "token", stdin="x\n").errors
     assert f"the token is for {idle_server.url}; `ratchet serve --port" in told and "sent only to" in told
