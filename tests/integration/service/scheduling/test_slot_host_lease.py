@@ -17,6 +17,9 @@ from ratchet_service.scheduling import slot_host_lease
 from tests.support.control_plane import single_launcher, trainer_launcher
 from tests.support.queue_harness import Queue
 
+on_postgresql = pytest.mark.parametrize("migrated_database", ["postgresql"], indirect=True)
+"""An SQLite file belongs to one host."""
+
 
 def lend(database: Database, seconds: float) -> str | None:
     with database.write() as session:
@@ -52,11 +55,10 @@ def test_second_host_starts_no_job_while_the_first_holds_the_slot_lease(
     assert queue.run_round() == [job]
 
 
+@on_postgresql
 def test_slot_lease_expiring_too_far_in_the_future_is_taken_over(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if database.is_sqlite:
-        pytest.skip("of PostgreSQL: an SQLite file belongs to one host")
     monkeypatch.setattr(slot_host_lease, "own_host", lambda: "there")
     assert lend(database, 15.0) is None
     monkeypatch.setattr(slot_host_lease, "own_host", lambda: "here")
@@ -66,11 +68,10 @@ def test_slot_lease_expiring_too_far_in_the_future_is_taken_over(
     assert lend(database, 15.0) is None
 
 
+@on_postgresql
 def test_take_slots_fails_for_a_living_host_and_waits_for_a_dead_one(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if database.is_sqlite:
-        pytest.skip("of PostgreSQL: an SQLite file belongs to one host")
     kinds = single_launcher(trainer_launcher(Queue(tmp_path, database).paths))
     ended = threading.Event()
 
@@ -102,11 +103,10 @@ def test_take_slots_fails_for_a_living_host_and_waits_for_a_dead_one(
     assert lend(database, 600.0) is None
 
 
+@on_postgresql
 def test_take_slots_waits_for_the_end_of_a_lease_that_its_host_shortens(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if database.is_sqlite:
-        pytest.skip("of PostgreSQL: an SQLite file belongs to one host")
     kinds = single_launcher(trainer_launcher(Queue(tmp_path, database).paths))
     acquire, looked = slot_host_lease.acquire, threading.Event()
 

@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,24 @@ def test_killed_parent_of_a_hook_probe_leaves_no_process_and_no_file(code: Path,
     assert list(temporary.iterdir()) == []
 
 
+@contextmanager
+def two_inspections(ports: LocalSubmission, held: JobSpec, going: Path, go: Path) -> Iterator[None]:
+    """Two threads resolve ``held`` during the block, without a problem. Each inspection puts a file into ``going`` and ends once
+    ``go`` exists."""
+    found: list[int] = []
+    threads = [threading.Thread(target=lambda: found.append(len(ports.resolve(held)[2]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(lambda: len(list(going.iterdir())) == 2, "both inspections to begin")
+        yield
+    finally:
+        go.touch()
+        for thread in threads:
+            thread.join()
+    assert found == [0] * 2
+
+
 def test_hook_probes_beyond_the_concurrency_limit_answer_503(
     code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,22 +263,13 @@ def test_hook_probes_beyond_the_concurrency_limit_answer_503(
     monkeypatch.setattr(local_submission, "MAX_INSPECTIONS", 2)
     ports = LocalSubmission(home, Machine((), 8), load(home, None))
     held = job(code, "held:f").model_copy(update={"script": ["train.py"], "task": None})
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(len(ports.resolve(held)[2]))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_for(lambda: len(list(going.iterdir())) == 2, "all looks")
+    with two_inspections(ports, held, going, go):
         with pytest.raises(Refused, match="try again") as refused:
             ports.resolve(held)
         assert problems.status_of(refused.value) == 503
         plain = held.model_copy(update={"hook": JobSpec.model_validate({**held.model_dump(), "hook": "noop"}).hook})
         assert ports.resolve(plain)[2] == []
-    finally:
-        go.touch()
-        for thread in threads:
-            thread.join()
-    assert found == [0] * 2 and ports.resolve(held)[2] == []
+    assert ports.resolve(held)[2] == []
 
 
 def test_queries_of_the_submitters_interpreters_beyond_the_concurrency_limit_answer_503(
@@ -277,20 +288,11 @@ def test_queries_of_the_submitters_interpreters_beyond_the_concurrency_limit_ans
     ports = LocalSubmission(home, Machine((), 8), load(home, None))
     plain = JobSpec.model_validate({"name": "a", "script": ["train.py"], "code": {"path": str(code)}})
     held = plain.model_copy(update={"python": str(python)})
-    found: list[int] = []
-    threads = [threading.Thread(target=lambda: found.append(len(ports.resolve(held)[2]))) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_for(lambda: len(list(going.iterdir())) == 2, "both interpreters to be queried")
+    with two_inspections(ports, held, going, go):
         with pytest.raises(Refused, match="try again"):
             ports.resolve(held)
         assert ports.resolve(plain)[2] == []
-    finally:
-        go.touch()
-        for thread in threads:
-            thread.join()
-    assert found == [0] * 2 and ports.resolve(held)[2] == []
+    assert ports.resolve(held)[2] == []
 
 
 def test_hook_of_an_interpreter_whose_torch_loads_slowly_is_left_to_the_first_attempt(

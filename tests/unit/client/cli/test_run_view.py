@@ -41,7 +41,7 @@ def end(service: RunService) -> None:
 
 
 def follow(service: RunService, looks: list[Callable[[], object]]) -> None:
-    """Follow a job as ``ratchet run`` does; each of ``looks`` is what happens at a look at the job, and may raise an error."""
+    """Follow a job as ``ratchet run`` does. Each of ``looks`` is what one poll of the job returns, or its error."""
     left = iter(looks)
     view = RunView(service.paths.job(str(JOB["id"])), None, str, service.restart_if_ended, lambda _: None)
 

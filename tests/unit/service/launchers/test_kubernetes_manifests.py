@@ -527,7 +527,7 @@ def test_capabilities_that_an_added_container_drops_are_dropped_besides_all() ->
 
 
 def test_refusal_of_another_user_claims_no_owner_of_the_run_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service that is not root leaves the files to its own user, here 4711, whoever the pods' user is."""
+    """A service that is not root leaves the files to its own user, here 4711, whatever user the pods run as."""
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     _, (problem,) = launcher().check(spec_of(launcher={"run_as_user": 4711}))
     assert problem.pointer == "/launcher/run_as_user"
