@@ -155,7 +155,7 @@ def describe_differences(settings: Settings) -> Iterator[str]:
     """Yield sentences about the differences between database and run directory, and one about tokens that are not revoked; none
     if there is nothing to say. Raises ``StartError``, while iterating, if the database does not exist, if it or the directory of
     all jobs cannot be read, and for an invalid database URL."""
-    if _database_url(settings).drivername.startswith("sqlite") and not database_file(settings).is_file():
+    if database_url(settings).drivername.startswith("sqlite") and not database_file(settings).is_file():
         raise StartError(f"there is no database {database_file(settings)}")
     database = Database(settings.url)
     try:
@@ -180,7 +180,7 @@ def describe_differences(settings: Settings) -> Iterator[str]:
         database.dispose()
 
 
-def _database_url(settings: Settings) -> sa.URL:
+def database_url(settings: Settings) -> sa.URL:
     """Return the database's URL. Raises ``StartError`` if it is invalid."""
     try:
         return normalise_url(settings.url)
@@ -191,7 +191,7 @@ def _database_url(settings: Settings) -> sa.URL:
 def database_file(settings: Settings) -> Path:
     """Return the path of the SQLite database, which need not exist. Raises ``StartError`` for another database and for an invalid
     URL."""
-    url = _database_url(settings)
+    url = database_url(settings)
     if not url.drivername.startswith("sqlite"):
         raise StartError(
             f"this database is on a server: back it up with {POSTGRES_BACKUP}; restore it with {POSTGRES_RESTORE}"

@@ -24,10 +24,11 @@ from ratchet_contract.protocol.messages import ServiceFile
 from ratchet_service.api.health_server import serve_health
 from ratchet_service.api.server import Server, Shutdown, handle_signals
 from ratchet_service.app import create_app
+from ratchet_service.commands.backup import database_url
 from ratchet_service.config.network import FIRST_TOKEN, Listening, read_ca_certificates
 from ratchet_service.config.settings import Settings
 from ratchet_service.db import migrate
-from ratchet_service.db.engine import Database, first_line, normalise_url, redacted_url
+from ratchet_service.db.engine import Database, first_line, redacted_url
 from ratchet_service.db.migrate import MigrationBlocked
 from ratchet_service.db.models import ApiToken
 from ratchet_service.errors import StartError
@@ -206,10 +207,7 @@ def open_launchers(settings: Settings) -> Launchers:
 
 def prepare_job_user(settings: Settings) -> None:
     """Prepare the run directory for the jobs' user (``run_as.prepare_run_directory``). Raises ``StartError``."""
-    try:
-        url = normalise_url(settings.url)
-    except ValueError as error:
-        raise StartError(str(error)) from None
+    url = database_url(settings)
     database = Path(url.database) if url.drivername.startswith("sqlite") and url.database is not None else None
     try:
         run_as.prepare_run_directory(settings.paths, settings.user, database)

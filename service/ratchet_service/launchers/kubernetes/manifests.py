@@ -253,16 +253,22 @@ def _restrict_added_containers(pod: dict[str, Any]) -> None:
     ``_container_security`` that the patch does not set for it. If the patch names capabilities to drop, ALL is added to them."""
     for container in pod.get("initContainers", ()):
         context = merge(_container_security(), container.get("securityContext", {}))
-        capabilities = context.get("capabilities") if isinstance(context, dict) else None
-        dropped = capabilities.get("drop") if isinstance(capabilities, dict) else None
-        if isinstance(dropped, list) and dropped and not drops_all(dropped):
+        dropped = dropped_capabilities(context)
+        if dropped and not drops_all(dropped):
             context = merge(context, {"capabilities": {"drop": [*dropped, "ALL"]}})
         container["securityContext"] = context
 
 
+def dropped_capabilities(context: Any) -> list[Any]:
+    """Return ``capabilities.drop`` of a container's security context; empty if it has none, or something else in its place."""
+    capabilities = context.get("capabilities") if isinstance(context, dict) else None
+    dropped = capabilities.get("drop") if isinstance(capabilities, dict) else None
+    return dropped if isinstance(dropped, list) else []
+
+
 def drops_all(dropped: list[Any]) -> bool:
-    """True if ``dropped``, the ``capabilities.drop`` of a security context, names all capabilities. Case does not matter, as in
-    the runtimes of containers."""
+    """True if ``dropped`` (``dropped_capabilities``) names all capabilities. Case does not matter, as in the runtimes of
+    containers."""
     return any(isinstance(name, str) and name.upper() == "ALL" for name in dropped)
 
 

@@ -240,13 +240,8 @@ def _missing_restrictions(pod: dict[str, Any]) -> Iterator[tuple[tuple[str, ...]
             for key in _lacking_keys(context | own):
                 if key not in lacking:
                     yield (*here, kind), f"{name}, {key}: {_RESTRICTIONS[key]}"
-            capabilities = own.get("capabilities")
-            dropped = capabilities.get("drop") if isinstance(capabilities, dict) else None
-            if (
-                own.get("allowPrivilegeEscalation") is not False
-                or not isinstance(dropped, list)
-                or not manifests.drops_all(dropped)
-            ):
+            dropped = manifests.dropped_capabilities(own)
+            if own.get("allowPrivilegeEscalation") is not False or not manifests.drops_all(dropped):
                 text = "its securityContext lacks allowPrivilegeEscalation: false or capabilities: {drop: [ALL]}"
                 yield (*here, kind), f"{name}: {text}"
 
