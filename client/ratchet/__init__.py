@@ -1,9 +1,5 @@
-"""Ratchet in Python: ``import ratchet``.
-
-``ratchet.Client`` is the client of the service; ``Session``, ``TrainLoader``, ``TrainStream`` and ``Task`` with its parts are
-for training code. Importing the package is cheap: each name's module is imported at the name's first use, and for training code
-torch with it.
-"""
+"""Public names of Ratchet: the client of the service and the classes for training code. A name's module is imported when the name
+is first used."""
 
 from __future__ import annotations
 
@@ -39,8 +35,8 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__`` they would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Return the public name ``name``, whose module is imported now. Raises ``AttributeError`` for an unknown name, and
-        ``ImportError`` if a package that it needs is not installed."""
+        """Return the public name ``name`` and import its module. Raise ``AttributeError`` for an unknown name, ``ImportError`` if
+        a needed package is missing."""
         if name == "__version__":
             return import_module("ratchet_contract.version").RATCHET_VERSION
         if name not in PUBLIC:
@@ -58,7 +54,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__
 
 
 def __dir__() -> list[str]:
-    """Return the names in ``__all__``. If torch is not installed, those of ``ratchet_worker`` are left out, since they need it
-    and ``help(ratchet)`` imports each name that this returns."""
+    """Return the public names; without torch, only those that can be imported without ``ratchet_worker``."""
+    # ``help(ratchet)`` imports each name that this returns.
     trains = find_spec("torch") is not None
     return [name for name in __all__ if trains or not PUBLIC[name].startswith("ratchet_worker")]

@@ -41,9 +41,7 @@ if TYPE_CHECKING:
 
 
 class _Group(TyperGroup):
-    """The group of all commands. It prints a command's ``RatchetError`` as one message on standard error and converts it to an
-    exit code. Ctrl-C and a closed standard output also become exit codes; other exceptions are raised unchanged. Its help ends
-    with a list of the exit codes."""
+    """The group of all commands. A command's ``RatchetError`` becomes a message on standard error and an exit code."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         super().format_help(ctx, formatter)
@@ -51,9 +49,8 @@ class _Group(TyperGroup):
             typer.echo(text)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. A ``RatchetError`` is printed on standard error; then ``typer.Exit`` is raised with its exit code.
-        Ctrl-C also raises ``typer.Exit``, and so does, with code 0, a reader of standard output that has exited. Any other
-        exception is raised unchanged."""
+        """Run the command. A ``RatchetError`` is printed and becomes ``typer.Exit``, as do Ctrl-C and a closed standard
+        output."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -75,9 +72,8 @@ class _Group(TyperGroup):
 
 
 def _report(error: RatchetError, job: str | None) -> None:
-    """Flush standard output, then print an error on standard error: its message, one line for each field error, and a hint if
-    there is one. A single field error that the message contains gets no line. If there are several and the message only lists
-    them, their number is printed in its place. ``job``: the job as named on the command line; None: no job was named."""
+    """Print an error on standard error: its message, its field errors, and a hint if there is one. ``job``: the job as named on
+    the command line."""
     sys.stdout.flush()
     several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
     listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")

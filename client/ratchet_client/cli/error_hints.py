@@ -50,9 +50,8 @@ _TRAINED: Final = (
 
 
 def hint(error: RatchetError, job: str | None) -> str | None:
-    """Return the line to print below ``error``: what to do next, mostly a command to type. Return None if there is none for this
-    error, or if the error's text already says what to do. ``job``: the job as named on the command line, which replaces JOB in
-    the line; None: no job was named."""
+    """Return a line that says what to do about ``error``; None if there is none. ``job``: the job as named on the command
+    line."""
     detail = error.detail
     text = (_STRICT if "determinism is strict" in detail else _NEXT).get(error.code)
     if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):

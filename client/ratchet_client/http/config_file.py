@@ -1,9 +1,5 @@
-"""The client's configuration file: a server, and the token that belongs to it.
-
-``RATCHET_CONFIG`` names it, else it is ``ratchet/config.json`` below ``XDG_CONFIG_HOME`` (default ``~/.config``, also for a
-relative path). An invalid file is rejected, never ignored: without its server or token a command would silently be sent
-elsewhere.
-"""
+"""The client's configuration file: a server, and the token that belongs to it. An invalid file is rejected, since commands would
+otherwise be sent to another service."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The content of the configuration file. ``server``: the service's address. ``token`` is sent only to ``token_server``, an
-    address in the form of ``normalise_url``. None: not set."""
+    """The content of the configuration file. ``token`` is sent only to ``token_server``, an address in the form of
+    ``normalise_url``."""
 
     server: str | None = None
     token: str | None = None
@@ -33,8 +29,7 @@ class ConfigFile:
 
 
 def config_path() -> Path:
-    """Return the absolute path of the configuration file, whether it exists or not: the variable ``RATCHET_CONFIG``, else below
-    ``XDG_CONFIG_HOME`` if that is an absolute path, else below ``~/.config``."""
+    """Return the absolute path of the configuration file, whether it exists or not."""
     given = os.environ.get(env_vars.CONFIG)
     if given:
         return Path(given).expanduser().absolute()
@@ -45,8 +40,8 @@ def config_path() -> Path:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Return the content of the configuration file; if it does not exist, an empty ``ConfigFile``. Raises ``Refused`` if it
-    cannot be read or is invalid, and if it has a token and its permissions give the group or other users any access."""
+    """Return the content of the configuration file, empty if it does not exist. Raise ``Refused`` if it is invalid or unreadable,
+    or has a token that others may read."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -67,8 +62,7 @@ def read_config(path: Path) -> ConfigFile:
 
 
 def _validated(path: Path, data: Any) -> ConfigFile:
-    """Return the decoded JSON ``data`` as a ``ConfigFile``. Raises ``Refused`` if it is not an object, for unknown keys, for
-    values that are not text or are empty, and for a token without ``token_server`` or the reverse."""
+    """Return the decoded JSON ``data`` as a ``ConfigFile``. Raise ``Refused`` if it is invalid."""
     known = [field.name for field in fields(ConfigFile)]
     if not isinstance(data, dict):
         raise _refusal(path, "is not a JSON object", "correct it, or")
@@ -83,14 +77,12 @@ def _validated(path: Path, data: Any) -> ConfigFile:
 
 
 def _refusal(path: Path, what: str, first: str) -> Refused:
-    """Return, and do not raise, the error for the configuration file. ``what``: what is wrong; ``first``: what the user can do
-    instead of removing the file, as text that ends in "or"."""
+    """Return the error for the configuration file. ``what``: what is wrong; ``first``: a remedy, as text that ends in "or"."""
     return Refused(f"the configuration {path} {what}: {first} remove the file", code="invalid-config")
 
 
 def write_config(path: Path, config: ConfigFile) -> None:
-    """Replace the configuration file atomically, readable only by its owner; create its directory if needed. The target of a
-    symbolic link is replaced, not the link. Raises ``Refused`` if it cannot be written; then the old file is unchanged."""
+    """Replace the configuration file atomically, readable only by its owner. Raise ``Refused`` if it cannot be written."""
     text = json.dumps({k: v for k, v in asdict(config).items() if v is not None}, indent=2) + "\n"
     target = path.resolve()  # a symbolic link (into a directory of dot files) is kept
     try:
@@ -111,8 +103,7 @@ def write_config(path: Path, config: ConfigFile) -> None:
 
 
 def normalise_url(url: str) -> str:
-    """Return the canonical form of an address: scheme and host in lower case, no default port, no trailing slash. Raises
-    ``Refused`` if it is not an http or https address, or has a user, password, query or fragment."""
+    """Return the canonical form of a server's address. Raise ``Refused`` if it is not a plain http or https address."""
     try:
         parts = urlsplit(url)
         host, port = (parts.hostname or "").lower(), parts.port

@@ -1,5 +1,5 @@
-"""Finds the service's address and the token for it: from an option, a variable, the configuration file, ``service.json`` of the
-run directory, or that of this user's only running service."""
+"""Finds the service's address and its token, from options, variables, the configuration file, and the ``service.json`` of running
+services."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ RUNNING = "the running service"
 
 
 def start_hint(home: Path) -> str:
-    """Return, as text, how to start the service of the run directory ``home``: ``ratchet serve``, with ``--home`` unless it is
-    ``./.ratchet``."""
+    """Return, as text, the command that starts the service of the run directory ``home``."""
     if home == Path.cwd() / DEFAULT_HOME:
         return "start it with `ratchet serve`"
     return f"start it with `ratchet serve --home {shlex.quote(str(home))}`"
@@ -37,8 +36,7 @@ def start_hint(home: Path) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value and its source: the name of an option or variable, the path of the configuration file, ``RUNNING`` (the only
-    running service), or ``default``."""
+    """A value and its source, such as the name of an option or variable, or the path of the configuration file."""
 
     value: str
     source: str
@@ -46,14 +44,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Target:
-    """The service that a client uses. ``server``: its address; None: the address in ``service.json`` of the run directory
-    ``home``, read at each call.
-
-    ``token_server``: the only address that ``token`` is sent to. If it is None, the token was specified for this target by an
-    option or variable; it is sent to ``server``, or without a ``server`` only to an address of this machine. ``several``: if no
-    service is specified, ``./.ratchet`` is no run directory (``_is_run_directory``) and several services run, their run
-    directories; else empty.
-    """
+    """The service that a client uses. ``server``: its address; None: that in ``service.json`` of ``home``. ``token_server``: the
+    only address that ``token`` is sent to, if set. ``several``: run directories of running services among which the user must
+    choose."""
 
     server: Setting | None
     home: Setting
@@ -62,14 +55,14 @@ class Target:
     several: tuple[Path, ...] = ()
 
     def url(self) -> str:
-        """Return the base URL of the service: ``server``, else the address in ``service.json``. That file is read at every
-        call, since a restart may change the address. Raises ``ServiceUnreachable`` if the file is missing, unreadable or invalid,
-        and ``Refused`` if it has another protocol or ``several`` is not empty."""
+        """Return the base URL of the service; without a ``server`` it is read from ``service.json``. Raise ``ServiceUnreachable``
+        if that file is unusable, ``Refused`` for another protocol or several services."""
         if self.server is not None:
             return self.server.value
         if self.several:
             choices = "".join(f"\n  --home {home}" for home in self.several)
             raise Refused(f"several services run, none of them in {Path.cwd()}: name one{choices}", code=SEVERAL)
+        # Read at every call, since a restart may change the address.
         file = HomePaths(Path(self.home.value)).service_file
         try:
             found = ServiceFile.model_validate_json(file.read_bytes())
@@ -93,8 +86,7 @@ class Target:
         return found.url.rstrip("/")
 
     def start_hint(self) -> str:
-        """Return, as text, what to do if the service does not respond. If there is no ``server`` and ``service.json`` names a
-        process that has ended, as after a kill, the text says so."""
+        """Return, as text, what to do if the service does not respond."""
         if self.server is not None:
             return f"start it with `ratchet serve` on its machine, or check the address ({self.server.source})"
         home = Path(self.home.value)
@@ -105,8 +97,7 @@ class Target:
         return start_hint(home)
 
     def _start_hint_for(self, home: Path) -> str:
-        """Return, as text, how to start a service for the run directory ``home``, which has no running service. If ``home`` is
-        only the default and does not exist, and services of this user were killed, return how to start those again."""
+        """Return, as text, how to start a service for the run directory ``home``, or the user's services that were killed."""
         killed = service_pointers.killed_services() if self.home.source == "default" and not home.exists() else []
         if not killed:
             return start_hint(home)
@@ -119,8 +110,7 @@ class Target:
         return "".join(f", or use the one that runs: --home {other}" for other in others)
 
     def token_for(self, url: str) -> str | None:
-        """Return the token to send to ``url``; None if there is no token, or if it was specified for another server. If only
-        ``service.json`` names the server, a token without a ``token_server`` is sent only to a loopback address."""
+        """Return the token to send to ``url``; None if there is no token for this server."""
         if self.token is None:
             return None
         if self.token_server is not None:
@@ -129,8 +119,7 @@ class Target:
 
 
 def _own_runs_hint(home: Path) -> str:
-    """Return text that says below which directory ``ratchet run`` keeps its jobs, and how to list the jobs of its newest
-    command. Each command has its own run directory below ``home``. Return "" if ``home`` has no such directories."""
+    """Return text that says where ``ratchet run`` keeps its jobs and how to list them; "" if there are none below ``home``."""
     runs = HomePaths(home).runs
     with suppress(OSError, ValueError):  # no such directory, or one is removed meanwhile
         newest = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)
@@ -146,8 +135,8 @@ def _own_runs_hint(home: Path) -> str:
 
 
 def protocol_mismatch(who: str, protocol: int | str) -> Refused:
-    """Return, and do not raise, the error for a service that uses another protocol than this client. ``who``: the service, as the
-    message names it; ``protocol``: its protocol number."""
+    """Return the error for a service that uses another protocol than this client. ``who``: the service, as the message names
+    it."""
     return Refused(
         f"{who} speaks protocol {protocol}, this `ratchet` {RATCHET_VERSION} speaks {PROTOCOL_VERSION}: use the `ratchet` of the "
         "service's environment, or install the same version of ratchet-train on both sides",
@@ -158,13 +147,11 @@ def protocol_mismatch(who: str, protocol: int | str) -> Refused:
 def find_target(
     server: str | None = None, home: str | os.PathLike[str] | None = None, token: str | None = None
 ) -> Target:
-    """Return the service to use and its token. The arguments are the values of the options; None: not set. No request is sent.
+    """Return the service to use and its token, from these options, variables, the configuration file, and running services. Raise
+    ``Refused`` if an address, the token or the file is invalid. No request is sent.
 
-    The first of these that is given applies: an option, a variable, the configuration file, the run directory ``./.ratchet`` if
-    it is one (``_is_run_directory``), this user's only running service. If none applies, the result names ``./.ratchet``. If
-    several services run then, ``several`` has their run directories, and ``Target.url`` raises. A server has precedence over a
-    run directory that is given in the same way. The token is chosen separately: the argument, the variable, else the
-    configuration file's. Raises ``Refused`` if an address, the token or the configuration file is invalid.
+    An option comes before a variable, a variable before the configuration file, the file before ``./.ratchet``, and that before
+    this user's only running service.
     """
     environ = os.environ
     path = config_path()
@@ -189,13 +176,9 @@ def find_target(
 
 
 def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
-    """Return the run directory to use, and the value of ``Target.several``. The directory is ``default`` if it exists, else that
-    of this user's only running service, else ``default``. The second value is empty unless ``default`` does not exist and
-    several services run; then it has their run directories.
-
-    A run directory whose service has ended is still used: its jobs are there, and another service may have other jobs with the
-    same names. A ``default`` that contains only the run directories of ``ratchet run`` does not count as existing.
-    """
+    """Return the run directory to use, ``default`` or that of this user's only running service, and the value of
+    ``Target.several``."""
+    # Also if its service has ended: its jobs are there, and another service may have others with the same names.
     if _is_run_directory(HomePaths(Path(default.value))):
         return default, ()
     found = service_pointers.running_services()
@@ -205,8 +188,7 @@ def _running(default: Setting) -> tuple[Setting, tuple[Path, ...]]:
 
 
 def _is_run_directory(paths: HomePaths) -> bool:
-    """Return True if the directory exists, even if it is empty or cannot be read. Return False if it does not exist or contains
-    only the run directories of ``ratchet run``."""
+    """Return True if the directory exists, unless it contains only the run directories of ``ratchet run``."""
     try:
         return list(paths.home.iterdir()) != [paths.runs]
     except OSError as error:
@@ -214,16 +196,15 @@ def _is_run_directory(paths: HomePaths) -> bool:
 
 
 def _stored(config: ConfigFile, path: Path) -> tuple[Setting | None, str | None]:
-    """Return the token of the configuration file ``path`` and the normalised address of its server; None and None if it has no
-    token. Raises ``Refused`` if one of them is invalid."""
+    """Return the token of the configuration file ``path`` and its server's address; None and None if it has no token. Raise
+    ``Refused`` if one is invalid."""
     if config.token is None or config.token_server is None:
         return None, None
     return Setting(validate_token(config.token), str(path)), normalise_url(config.token_server)
 
 
 def validate_token(text: str) -> str:
-    """Return the token ``text`` unchanged. Raises ``Refused`` if it is not printable ASCII without spaces; the message never
-    contains the token."""
+    """Return the token ``text`` unchanged. Raise ``Refused``, without the token in the message, if it cannot be one."""
     if not text.isascii() or not text.isprintable() or " " in text:
         raise Refused("a token is printable ASCII without spaces: check how it was copied", code="invalid-config")
     return text
@@ -238,8 +219,7 @@ def _home(home: str | os.PathLike[str] | None) -> Setting:
 
 
 def home_directory(home: str | os.PathLike[str] | None = None) -> Path:
-    """Return the absolute run directory: the argument, else ``RATCHET_HOME``, else ``./.ratchet``; ``~`` is expanded. It need not
-    exist, and is not created."""
+    """Return the absolute run directory, which need not exist: the argument, else ``RATCHET_HOME``, else ``./.ratchet``."""
     return Path(home or os.environ.get(env_vars.HOME) or DEFAULT_HOME).expanduser().absolute()
 
 

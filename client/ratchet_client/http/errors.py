@@ -1,8 +1,7 @@
 """The errors that a call may raise, in addition to the classes of ``ratchet_contract.errors`` for the service's problems.
 
 RatchetError
-├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, rebuilt from problem+json with code and field errors; the client
-│                                                   itself raises some, too, such as Refused for its configuration
+├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, or raised by the client itself
 ├── ServiceUnreachable                              no response
 ├── ServiceFault                                    a 5xx response, one that is not from the API, or a damaged download
 ├── AmbiguousName                                   several jobs have the name
@@ -54,8 +53,7 @@ _SPEC_CODES = frozenset({"invalid-spec", "invalid-yaml", "invalid-value", "inval
 
 
 def error_from_response(response: httpx.Response) -> RatchetError:
-    """Return, and do not raise, the exception for a 4xx or 5xx response, by its problem document. Its ``extra`` has ``status``
-    (int). A response without such a document gives ``no_service(response)``."""
+    """Return the exception for a 4xx or 5xx response, by its problem document; usually its ``extra`` has ``status`` (int)."""
     status = response.status_code
     problem = _problem(response)
     if problem is None:
@@ -88,8 +86,7 @@ def _problem(response: httpx.Response) -> Problem | None:
 
 
 def _class_of(status: int, problem: Problem) -> type[RatchetError]:
-    """Return the exception class for a problem: ``SpecError`` if its code means an invalid spec or value, else by the HTTP
-    status; ``Refused`` for a 4xx status without a class of its own."""
+    """Return the exception class for a problem, by its code and HTTP status."""
     if problem.code in _SPEC_CODES:
         return SpecError
     if status >= 500:

@@ -17,8 +17,7 @@ _LONGEST_DELAY = 2.0
 
 @dataclass(frozen=True)
 class ServerEvent:
-    """One server-sent event. ``id``: the value of ``Last-Event-ID`` with which a new stream continues after this event; None if
-    the stream has sent no id yet."""
+    """One server-sent event. ``id``: the value of ``Last-Event-ID`` that continues after this event; None if unknown."""
 
     event: str
     data: str
@@ -26,8 +25,8 @@ class ServerEvent:
 
 
 def split_lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the complete lines of a stream that arrives in the pieces ``texts``, without line ends. The ends are CR LF, LF, CR,
-    as the standard says; ``str.splitlines`` also splits at other characters, such as U+2028, which JSON may contain."""
+    """Yield the complete lines, without line ends, of a stream that arrives in the pieces ``texts``."""
+    # Not ``str.splitlines``, which also splits at characters such as U+2028 that JSON may contain.
     decoder, rest = io.IncrementalNewlineDecoder(None, translate=True), ""
     for text in texts:
         *lines, rest = (rest + decoder.decode(text)).split("\n")
@@ -36,7 +35,7 @@ def split_lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
-    """Yield the events in the lines of a stream (without line ends). An event that the end of the stream cuts off is dropped."""
+    """Yield the events in the lines of a stream. An event that the stream's end cuts off is dropped."""
     event, data, last_id = "", list[str](), None
     for line in lines:
         if not line:
@@ -58,13 +57,12 @@ def follow(
     transport: Transport, path: str, params: Params, finished: Callable[[], bool], last_id: str | None = None,
     on_gap: Callable[[str], None] | None = None,
 ) -> Generator[ServerEvent]:  # fmt: skip
-    """Yield every event of the stream at ``path`` once, in order; connect again with ``Last-Event-ID`` when the stream breaks.
-    ``last_id``: start after this event. ``on_gap``: called with the error text once per interruption by an error.
+    """Yield the events of the stream at ``path`` in order; connect again when the stream breaks. ``finished``: called when a
+    stream has closed, True if no new events will come. ``on_gap``: called with the error text at an interruption. ``last_id``:
+    start after this event.
 
-    The generator ends at the service's end event. If a stream has closed without one and ``finished()`` is true, it reads one
-    more stream to its end, and then ends, too. Raises ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for``
-    seconds without an open stream. Any other error is raised at once, such as ``NotFound``, or ``ServiceFault`` for another
-    program at the address.
+    Raise ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for`` seconds without an open stream, and other
+    errors at once.
     """
     delay, silent_since, done = 0.1, None, False
     while True:

@@ -39,8 +39,8 @@ def _without_none(params: Params | None) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Body:
-    """A request body that is sent in parts and not held in memory. ``parts``: returns a new iterator over its bytes, and is
-    called for each try. ``size``: in bytes. With a body, the timeout for the response is at least ten minutes."""
+    """A request body that is sent in parts. ``parts``: returns a new iterator over its bytes, and is called for each try.
+    ``size``: in bytes."""
 
     media_type: str
     size: int
@@ -52,11 +52,8 @@ class TokenInClearWarning(UserWarning):
 
 
 class Transport:
-    """Sends requests to one service. If no server is specified, its address is read from ``service.json`` for every request.
-
-    ``timeout``: seconds without a byte after which one request fails (at most ten for the connection). ``retry_for``: seconds for
-    all retries of one call. ``token`` is sent as bearer token, and only to the server that it belongs to (``discovery.Target``).
-    """
+    """Sends requests to one service. ``timeout``: seconds without data after which a request fails. ``retry_for``: seconds for
+    all retries of one call. ``token`` is sent only to the server that it belongs to."""
 
     def __init__(
         self,
@@ -75,18 +72,16 @@ class Transport:
 
     @cached_property
     def target(self) -> Target:
-        """The service and token to use, determined at the first access; after that the configuration is not read again. Raises
-        ``Refused`` if the configuration is invalid."""
+        """The service and token to use, determined at the first access. Raises ``Refused`` if the configuration is invalid."""
         return find_target(*self._arguments)
 
     def address(self) -> str:
-        """Return the server's address; without one, the run directory of the service. No request is sent. Raises ``Refused`` if
-        the configuration is invalid."""
+        """Return the server's address, or without one the service's run directory. Raise ``Refused`` if the configuration is
+        invalid."""
         return (self.target.server or self.target.home).value
 
     def _url(self, path: str, params: Params | None) -> str:
-        """Return the service's base URL (``Target.url``). Raises ``Refused``, too, if no request with ``path`` and ``params`` can
-        be sent there, as for a host name that cannot be encoded."""
+        """Return the service's base URL. Raise ``Refused`` if no request can be sent there, and the errors of ``Target.url``."""
         url = self.target.url()
         try:
             parsed = httpx.URL(url + path, params=_without_none(params))
@@ -96,8 +91,8 @@ class Transport:
         return url
 
     def _authorization(self, url: str) -> dict[str, str]:
-        """Return the header with the token for ``url``; an empty dict if no token is sent there. Warns (``TokenInClearWarning``)
-        if ``url`` is plain HTTP on another machine."""
+        """Return the header with the token for ``url``; empty if no token is sent there. Warns (``TokenInClearWarning``) about
+        unencrypted transport to another machine."""
         token = self.target.token_for(url)
         if token is None:
             return {}
@@ -114,14 +109,11 @@ class Transport:
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
-        """Send a request and return the 2xx response. While the service does not respond, or responds 429, 502, 503, 504 or
-        ``idempotency-in-progress``, the call blocks and retries for ``retry_for`` seconds. A DELETE is sent again only if it
-        cannot have arrived. There are no retries if the run directory has no ``service.json`` and no service has responded to
-        this client before.
+        """Send a request and return the 2xx response. Blocks and retries for up to ``retry_for`` seconds while the service does
+        not respond or is busy. ``idempotency_key``: of a POST; default: a random one. ``body``: sent instead of ``json``.
 
-        A POST has an Idempotency-Key (a random one by default), so that it takes effect once. ``body``: sent instead of ``json``.
-        Raises the service's problem as a ``RatchetError``, ``ServiceUnreachable``, ``ServiceFault`` if another program responds,
-        ``Refused`` for an invalid configuration or a service with another protocol, and any error from producing the body.
+        Raise the service's problem as a ``RatchetError``, ``ServiceUnreachable`` without a response, ``ServiceFault`` if another
+        program responds, and ``Refused`` for an unusable configuration.
         """
         headers = {}
         if body is not None:
@@ -145,12 +137,10 @@ class Transport:
     def stream(
         self, path: str, params: Params | None, headers: Mapping[str, str], read: float = 60.0
     ) -> Iterator[httpx.Response]:
-        """Send a GET request once and yield the open response, to be read incrementally; the response is closed on exit.
-        ``read``: the maximum seconds without a byte. The default is enough for a stream of events, since the service sends
-        comments while it has no event. Raises the service's problem as a ``RatchetError``, ``ServiceFault`` if another program
-        responds, and ``Refused`` for an invalid address or configuration or a service with another protocol. Raises
-        ``ServiceUnreachable`` also if the connection breaks or ``read`` expires during the block."""
+        """Send a GET request once and yield the open response. ``read``: maximum seconds without data. Raise
+        ``ServiceUnreachable``, also if the connection breaks during the block, or the errors of ``request``."""
         url = self._url(path, params)
+        # The default suits event streams: the service sends comments while it has no event.
         timeout = httpx.Timeout(self._timeout.connect, read=read)
         headers = {**headers, **self._authorization(url)}
         try:
@@ -167,8 +157,7 @@ class Transport:
             raise self._unreachable(url, error) from error
 
     def _client(self, url: str) -> httpx.Client:
-        """Return the HTTP client for ``url``. It is created at first use and kept, since loading certificates is slow.
-        URLs of the same kind (https or http, this machine or another) share a client."""
+        """Return the HTTP client for ``url``, created at first use and shared by URLs of the same kind."""
         secure, local = url.startswith("https:"), is_loopback(url)
         if (secure, local) not in self._clients:
             # A proxy from the environment would break requests to this machine; for other machines it is wanted.
@@ -179,9 +168,8 @@ class Transport:
         return self._clients[secure, local]
 
     def _authorities(self) -> ssl.SSLContext | bool:
-        """Return the certificate authorities that verify a server: those in the file that ``RATCHET_CA_FILE`` names, else, if no
-        ``server`` is specified, those that the service stored in the run directory. Return True, for the system's authorities,
-        if there are neither. Raises ``Refused`` if such a file cannot be used."""
+        """Return the certificate authorities that verify the server; True for the system's. Raise ``Refused`` if a file of
+        certificates cannot be used."""
         given = os.environ.get(env_vars.CA_FILE)
         file = Path(given) if given else HomePaths(Path(self.target.home.value)).service_authorities
         if not given and (self.target.server is not None or not file.exists()):
@@ -194,9 +182,8 @@ class Transport:
 
     def _request_once(self, method: str, path: str, params: Params | None, json: Any, headers: dict[str, str],
               body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip
-        """Send the request once and return the response, of any status. If the service does not respond, return the
-        ``ServiceUnreachable`` error instead of raising it. Raises ``Refused`` for an invalid address or configuration and for
-        another protocol, ``ServiceFault`` for a success from another program, and any error from producing the body."""
+        """Send the request once and return the response, of any status, or the ``ServiceUnreachable`` error. Raise ``Refused``,
+        ``ServiceFault`` and errors of the body."""
         try:
             url = self._url(path, params)
         except ServiceUnreachable as error:
@@ -215,9 +202,8 @@ class Transport:
             return self._unreachable(url, error)
 
     def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
-        """Return True if a failed request may be sent again. Return False if the run directory has no ``service.json`` and no
-        service has responded to this client before. Return False, too, for a DELETE that may have arrived: the response to a
-        second one (404) would misreport the first."""
+        """Return True if a failed request may be sent again, since it may succeed and would not take effect twice."""
+        # A second DELETE would get 404, which would misreport the first.
         if isinstance(outcome, httpx.Response):
             return method != "DELETE"
         if outcome.code == NEVER_STARTED and not self._reached:
@@ -225,13 +211,12 @@ class Transport:
         return method != "DELETE" or not outcome.extra.get("sent", False)
 
     def _is_foreign(self, error: httpx.TransportError) -> bool:
-        """Return True if the response was not valid HTTP, the server is specified, and no service has responded to this client
-        before. Then another program is at the address, rather than a service that was killed while it responded."""
+        """Return True if ``error`` shows another program at the specified address, which did not respond with valid HTTP."""
         return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
 
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
-        """Return, and do not raise, the ``ServiceUnreachable`` for ``error``, with what the user can do. Its ``extra["sent"]`` is
-        False if the request cannot have reached the service."""
+        """Return the ``ServiceUnreachable`` for ``error``. Its ``extra["sent"]`` is False if the request cannot have reached the
+        service."""
         sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         what = str(error) or type(error).__name__
         if "WRONG_VERSION_NUMBER" in what:
@@ -246,8 +231,7 @@ class Transport:
 
 
 def _raise_if_foreign(response: httpx.Response) -> None:
-    """Raise ``Refused`` if the response is from a service with another protocol, and ``ServiceFault`` if it is a success from
-    another program."""
+    """Raise ``Refused`` for a response with another protocol, ``ServiceFault`` for a success from another program."""
     protocol = response.headers.get(PROTOCOL_HEADER)
     address = str(response.request.url.copy_with(path="/", query=None)).rstrip("/")
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
@@ -257,8 +241,7 @@ def _raise_if_foreign(response: httpx.Response) -> None:
 
 
 def _is_retryable(response: httpx.Response) -> bool:
-    """Return True if the same request may succeed later: for status 429, 502, 503 and 504, and for the 409 with which the service
-    reports that an earlier try of this request is still in progress."""
+    """Return True if the same request may succeed later, going by the response."""
     if response.status_code in _RETRY_STATUS:
         return True
     # A request whose response was lost may still be in progress: its key is rejected until it is done.

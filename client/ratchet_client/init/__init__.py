@@ -1,1 +1,1 @@
-"""``ratchet init``: derives a job spec from the command line of a training script. No code of the user is imported or run."""
+"""``ratchet init``: derives a job spec from a training script's command line. No code of the user is run."""

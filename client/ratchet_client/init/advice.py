@@ -27,8 +27,7 @@ _GUIDE: Final = "docs/adoption.md"
 
 @dataclass(frozen=True)
 class Note:
-    """A note for the user. ``code``: a stable identifier. ``serious``: the user must attend to it, for example because the job
-    would fail, or would train differently from what the user expects."""
+    """A note for the user. ``code``: a stable identifier. ``serious``: the user must attend to it."""
 
     code: str
     text: str
@@ -36,9 +35,7 @@ class Note:
 
 
 def run_mode(facts: Facts, place: Place) -> Way:
-    """Return how Ratchet runs the script; the first that applies: "session" if the script or a module that it imports makes a
-    Session; "task" if it has a task class and no DDP call; "session" if it counts as managed by its text; "unmanaged". The
-    service decides by the script's text alone, and does not see a Session that an imported module makes."""
+    """Return how Ratchet runs the script: "session", "task" or "unmanaged"."""
     if facts.session is not None:
         return "session"
     if facts.task is not None and facts.ddp is None:
@@ -47,8 +44,7 @@ def run_mode(facts: Facts, place: Place) -> Way:
 
 
 def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
-    """Return the device that the command specifies. If that is "auto", which is also the default, return "cuda" if the script's
-    only backend is nccl, "cpu" if it is gloo and the script uses no GPU, else "auto"."""
+    """Return the device that the command specifies; if that is "auto", the device that the script's backend implies, if any."""
     names = {where.value for where in facts.backends}
     if command.device != "auto" or len(names) != 1:
         return command.device
@@ -58,16 +54,14 @@ def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
 
 
 def hook_block(hook: HookUse) -> dict[str, Any] | None:
-    """Return the value of the spec's key ``hook`` for a hook that the script registers; None if Ratchet does not have this hook,
-    or has it only as unavailable."""
+    """Return the value of the spec's key ``hook`` for the script's ``hook``; None if Ratchet does not have it."""
     name = canonical_hook_name(hook.name)
     return {"name": name, **hook.parameters} if name in HOOKS and HOOKS[name].available else None
 
 
 def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> list[Note]:
-    """Return all notes about the script, ordered by subject, beginning with how Ratchet runs it. Starts the job's interpreter to
-    find out which modules it has, which blocks for at most 60 seconds, and lists the code directory. May also count the GPUs
-    (``count_gpus``). ``python``: as for ``_surroundings``."""
+    """Return all notes about the script. Runs the job's interpreter, which may block for a minute. ``python``: as for
+    ``_surroundings``."""
     way = run_mode(facts, place)
     return [
         *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),
@@ -77,8 +71,7 @@ def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> 
 
 
 def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
-    """Yield the note on how Ratchet runs the script, and a serious one if its Session would not be recognised or does not exist,
-    or if none was found and a module beside the script was not read."""
+    """Yield the notes on how Ratchet runs the script, and on a Session that may not be found."""
     if way == "task":
         assert facts.task is not None
         yield Note(
@@ -110,15 +103,13 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
 
 
 def training_place(facts: Facts) -> Where | None:
-    """Return the place of the DDP call, else of the first framework, whose file ``ratchet init --patch`` may change; None if
-    there is neither."""
+    """Return the place of the DDP call or of a framework, whose file ``ratchet init --patch`` may change; None without one."""
     found = [facts.ddp, *(one.place for one in facts.frameworks)]
     return next((at for at in found if at is not None), None)
 
 
 def _change(facts: Facts, place: Place) -> str:
-    """Return a sentence that names the command for making an unmanaged script resume bit for bit, or only the guide if the script
-    has no DDP call and no framework."""
+    """Return a sentence on how to make an unmanaged script resume bit for bit."""
     there = training_place(facts)
     if there is None:
         return f"The steps from here to bit for bit: {_GUIDE}"
@@ -127,8 +118,7 @@ def _change(facts: Facts, place: Place) -> str:
 
 
 def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield notes on frameworks that run the training of an unmanaged script, and a serious one if Lightning's number of devices
-    differs from the command's ranks, or if neither number is known. Nothing is yielded for other scripts."""
+    """Yield notes on frameworks that run the training of an unmanaged script, and on a number of devices that does not fit."""
     if way != "unmanaged":
         return
     for one in {one.name: one for one in facts.frameworks}.values():
@@ -149,8 +139,7 @@ def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield a note for each hook that the script registers: whether its state survives a restart, or, in a script that is not
-    unmanaged, that the line must be removed. Also yield a note for each hook argument that is not a literal."""
+    """Yield notes on the hooks that the script registers, such as whether a hook's state survives a restart."""
     for hook in facts.hooks:
         name, at = hook.name, f"{hook.place.file}, line {hook.place.line}"
         entry = HOOKS.get(canonical_hook_name(name))
@@ -176,8 +165,7 @@ def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _saves(facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield a note for each checkpoint that the script writes itself, and a serious one if an unmanaged script and its framework
-    write none."""
+    """Yield notes on the checkpoints that the script writes, or a serious one if an unmanaged script writes none."""
     for save in facts.saves:
         target = f'"{save.value}"' if save.value else "a path computed at run time"
         if way == "unmanaged":
@@ -222,9 +210,7 @@ def _start(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
-    """Yield a note on the relative paths that the script writes to. Yield serious notes on relative paths that it reads, does not
-    write and that do not exist in the code directory. If the current directory is not the code directory, also yield serious
-    notes on arguments that are existing relative paths there."""
+    """Yield notes on relative paths that the script writes, reads or gets as arguments."""
     written = sorted({str(where.value) for where in facts.writes if _is_relative_path(where)})
     if written:
         names = ", ".join(f'"{name}"' for name in written)
@@ -249,8 +235,7 @@ def _is_relative_path(where: Where) -> bool:
 
 
 def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield a serious note if the script requires options that the command lacks, and one if it requires positional arguments and
-    the command has no arguments at all. Nothing is yielded for a task."""
+    """Yield serious notes on arguments that the script requires and the command lacks."""
     flags = [word.partition("=")[0] for word in command.arguments if word.startswith("-")]
     lacking = [
         option.flags[-1]
@@ -267,9 +252,8 @@ def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[Note]:
-    """Yield notes on modules that the job's interpreter lacks (starts that interpreter to find out), a serious one if it does not
-    report its modules, and one on a large code directory. ``python``: the interpreter or environment; None: the one that runs
-    this command."""
+    """Yield notes on modules that the job's interpreter lacks, and on a large code directory. ``python``: the interpreter; None:
+    that of this command."""
     missing = missing_modules(python, facts.modules | {"ratchet_worker", "torch"}, [place.script.parent, place.code])
     who, ours = python or "the interpreter that runs this command", {PACKAGE, "ratchet_worker"}
     if missing is None:
@@ -288,8 +272,7 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
 
 
 def _large(code: Path) -> Iterator[Note]:
-    """Yield a serious note if a snapshot of ``code`` would have more than ``LARGE`` bytes or ``MANY`` files, with its largest
-    entries."""
+    """Yield a serious note if a snapshot of ``code`` would have more than ``LARGE`` bytes or ``MANY`` files."""
     found = entries(code)
     size, count = sum(entry.size for entry in found), sum(entry.count for entry in found)
     if size <= LARGE and count <= MANY:

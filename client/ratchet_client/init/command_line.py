@@ -27,12 +27,9 @@ _OTHERS: Final = {
 
 @dataclass
 class Command:
-    """A parsed command. ``ranks`` and ``device``: as for the spec's ``world``. ``python``: the interpreter that the command names
-    by a path; None if it names none. ``env``: the variables set before the command (``NAME=value``).
-
-    ``given``: what set the number of ranks, an option or a setting of the script, as text; None: the default of one rank.
-    ``dropped``: options that are not needed, with the reason. ``policy``: keys of the spec's policy.
-    """
+    """A parsed command. ``ranks``, ``device``: as for the spec's ``world``. ``given``: what set the number of ranks, None:
+    nothing. ``python``: an interpreter named by its path. ``policy``: keys of the spec's policy. ``dropped``: options not needed,
+    with the reason."""
 
     script: str
     arguments: list[str]
@@ -46,9 +43,8 @@ class Command:
 
 
 def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
-    """Return the parsed command ``words``, as typed after ``ratchet init`` and its own options. ``environ``: variables, in which
-    ``PET_...`` set options of torchrun. Raises ``Refused`` for what is invalid or not supported. It is not checked that the
-    script exists."""
+    """Return the parsed command ``words``, as typed after ``ratchet init``. ``environ``: ``PET_...`` in it set options of
+    torchrun. Raise ``Refused`` for what is invalid or unsupported."""
     env, rest = _variables(words)
     if not rest:
         raise Refused(
@@ -74,8 +70,8 @@ def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
 
 
 def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the ``NAME=value`` words before the program, after an optional ``env``, as a dict; and the remaining words. Raises
-    ``Refused`` for ``CUDA_VISIBLE_DEVICES``."""
+    """Return the ``NAME=value`` words before the program as a dict, and the remaining words. Raise ``Refused`` for
+    ``CUDA_VISIBLE_DEVICES``."""
     rest = list(words)
     if rest[:1] == ["env"]:
         del rest[0]
@@ -91,9 +87,8 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _explicit(word: str) -> Path | None:
-    """Return the interpreter that ``word`` names by a path: the program itself if it is a python, else ``python`` in the
-    directory of a program like ``.venv/bin/torchrun``. Return None for a word without "/". Raises ``Refused`` if the interpreter
-    does not exist."""
+    """Return the interpreter that ``word`` names by a path; None for a word without "/". Raise ``Refused`` if it does not
+    exist."""
     if "/" not in word:
         return None
     path = Path(word).expanduser().absolute()
@@ -104,9 +99,7 @@ def _explicit(word: str) -> Path | None:
 
 
 def _from_python(words: list[str], environ: Mapping[str, str]) -> Command:
-    """Return the command for the words after ``python``: a script, or ``-m torch.distributed.run`` (or ``.launch``) with its
-    options, each with the script's arguments. The option ``-u`` is dropped. Raises ``Refused`` for other options of python, other
-    modules, and without a script."""
+    """Return the command for the words after ``python``. Raise ``Refused`` for what a spec cannot express."""
     rest, dropped = list(words), {}
     while rest and rest[0] == "-u":
         dropped["-u"] = "output of ranks is never buffered"
@@ -144,10 +137,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool = False) -> Command:
-    """Return the command for the words after ``torchrun``, parsed with argparse as torchrun does: with abbreviations and
-    ``--a=b``; everything after the script belongs to the script. Options that are missing are read from the variables ``PET_...``
-    in ``environ``. ``legacy``: the launcher is ``torch.distributed.launch``. Raises ``Refused`` for options that are invalid or
-    not supported."""
+    """Return the command for the words after ``torchrun``. ``legacy``: the launcher is ``torch.distributed.launch``. Raise
+    ``Refused`` for options that are invalid or unsupported."""
+    # As torchrun does: with abbreviations and ``--a=b``.
     parser = _Parser(prog="torchrun", add_help=False)
     for option in OPTIONS:
         more: dict[str, Any] = {"action": "store_const", "const": ""} if option.switch else {}
@@ -175,15 +167,15 @@ def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool 
 
 
 def _from_environment(dest: str, switch: bool, environ: Mapping[str, str]) -> str | None:
-    """Return the value of torchrun's option ``dest`` from the variable ``PET_<DEST>``; "" for a ``switch`` that is on; None if
-    the variable is not set, or "0" for a ``switch``."""
+    """Return the value of torchrun's option ``dest`` from its variable ``PET_<DEST>``; "" for a ``switch`` that is on; None if
+    unset."""
     value = environ.get(f"PET_{dest.upper()}")
     return None if value is None or (switch and value == "0") else "" if switch else value
 
 
 def _apply(command: Command, name: str, value: str, answer: Keep | Drop | Refuse) -> None:
-    """Apply the rule's result ``answer`` for the option ``name`` to ``command``: set ranks, device or a policy key, or note the
-    option as dropped. Raises ``Refused`` if the option is not supported or ``value`` is invalid."""
+    """Apply the rule's result ``answer`` for the option ``name`` to ``command``. Raise ``Refused`` if the option or its ``value``
+    cannot be used."""
     shown = f"{name}={value}" if value else name
     if isinstance(answer, Refuse):
         raise Refused(_module(command.script) if name == "--module" else f"{shown}: {answer.cure}")
@@ -199,17 +191,16 @@ def _apply(command: Command, name: str, value: str, answer: Keep | Drop | Refuse
 
 
 def _number(name: str, value: str, *, minimum: int) -> int:
-    """Return ``value`` as an int. Raises ``Refused`` if it is not a whole number of at least ``minimum``; ``name`` is the option
-    in the message."""
+    """Return ``value`` as an int. Raise ``Refused`` if it is no whole number of at least ``minimum``; ``name``: for the
+    message."""
     if not (value.isascii() and value.isdigit() and int(value) >= minimum):
         raise Refused(f"{name} is a whole number from {minimum}, not {value!r}")
     return int(value)
 
 
 def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
-    """Return the ranks and the device for the value of ``--nproc-per-node``: a number (device "auto"), or ``cpu``, ``gpu`` or
-    ``auto``, for which CPUs or GPUs of this machine are counted as torchrun does; counting GPUs may block (``count_gpus``).
-    Raises ``Refused`` for any other value, and for ``gpu`` without a GPU."""
+    """Return the ranks and the device for the value of ``--nproc-per-node``. May count this machine's GPUs, which blocks. Raise
+    ``Refused`` for an unusable value."""
     gpus = count_gpus() if value in ("gpu", "auto") else 0
     if value == "gpu" and not gpus:
         raise Refused("--nproc-per-node=gpu: this machine has no GPU; give the number of ranks")
@@ -223,9 +214,8 @@ def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
 
 
 def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that a process started here would see: the entries of ``CUDA_VISIBLE_DEVICES`` if it is
-    set, without a check that they exist, else those that ``nvidia-smi`` lists. Return 0 if ``nvidia-smi`` is needed, and is
-    missing or fails. Blocks for at most 30 seconds."""
+    """Return the number of NVIDIA GPUs that a process started here would see, by ``CUDA_VISIBLE_DEVICES`` or ``nvidia-smi``. May
+    block for 30 seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([part for part in visible.split(",") if part.strip() not in ("", "-1")])

@@ -13,13 +13,8 @@ _ALL: Final = ("auto", "-1")
 
 
 def with_devices(command: Command, facts: Facts) -> Command:
-    """Return ``command`` with the device and the number of ranks that the script's only Lightning Trainer would use; without an
-    only one, return it as it is. ``command`` itself is not changed.
-
-    The device becomes "cpu" if the Trainer is set to the CPU and ``command`` names no device. If ``command`` specifies no number
-    of ranks and the Trainer's is known, that number is set. Then the device also becomes "cuda" if this machine has a GPU and the
-    Trainer is not set to the CPU.
-    """
+    """Return ``command`` with the ranks and the device of the script's only Lightning Trainer, as far as the command leaves them
+    open."""
     trainer = lightning(facts)
     if trainer is None:
         return command
@@ -47,8 +42,7 @@ def lightning(facts: Facts) -> Framework | None:
 
 
 def device_count(command: Command, facts: Facts, trainer: Framework) -> int | None:
-    """Return the number of devices that ``trainer`` would use on this machine; None if the script and the command's arguments do
-    not determine it, or it is 0. May count the GPUs (``count_gpus``)."""
+    """Return the number of devices that ``trainer`` would use on this machine; None if unknown."""
     value = _value(command, facts, trainer.devices)
     if value is None:
         return None
@@ -64,9 +58,8 @@ def device_count(command: Command, facts: Facts, trainer: Framework) -> int | No
 
 
 def _value(command: Command, facts: Facts, text: str | None) -> str | None:
-    """Return the value of ``text``, the source text of the ``devices`` argument. For ``args.devices`` it is the option's value in
-    the command, else the option's default, else None. For a string literal it is the string's content, and for ``text`` None it
-    is "auto". Any other ``text`` is returned unchanged."""
+    """Return the value of ``text``, the source of the ``devices`` argument, with an option of the script replaced by its value;
+    None if that is unknown."""
     if text is None:
         return "auto"
     node = ast.parse(text, mode="eval").body

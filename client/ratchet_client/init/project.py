@@ -39,8 +39,7 @@ print(json.dumps([name for name in names if not there(name)]))
 
 @dataclass(frozen=True)
 class Place:
-    """Where a script is, as absolute paths without symbolic links. ``code``: the directory that is copied into the job's
-    snapshot. ``script``: the script's file, which is below ``code``."""
+    """Where a script is, as resolved paths. ``code``: the directory of the job's snapshot; ``script``: a file below it."""
 
     code: Path
     script: Path
@@ -51,9 +50,8 @@ class Place:
 
 
 def locate(script: str, code: Path | None) -> Place:
-    """Return the place of the file ``script``. ``code``: the directory of the snapshot; None: the script's own directory, after
-    symbolic links are resolved. Raises ``NotFound`` if one of them does not exist, and ``Refused`` if ``script`` is not a ``.py``
-    file below ``code``."""
+    """Return the place of the file ``script``. ``code``: the directory of the snapshot; None: the script's own. Raise
+    ``NotFound`` or ``Refused`` if they are missing or unsuitable."""
     path = Path(script).expanduser().absolute()
     if path.is_dir():
         raise Refused(f"{script} is a directory: name the file that trains")
@@ -77,9 +75,8 @@ def locate(script: str, code: Path | None) -> Place:
 
 
 def environment_of(python: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the directory of the environment that the job needs: that of the interpreter ``python`` if it is given, else
-    ``VIRTUAL_ENV`` or ``CONDA_PREFIX``. Return ``python`` itself if it is in no environment. Return None if nothing is specified,
-    or if it is the environment that runs this command."""
+    """Return the environment, or the interpreter, that the job needs; None if nothing is specified or it is that of this
+    command."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if python is None and environ.get(name):
             python = Path(environ[name])
@@ -97,9 +94,8 @@ def _is_environment(prefix: Path) -> bool:
 
 
 def missing_modules(python: Path | None, names: Iterable[str], folders: list[Path]) -> list[str] | None:
-    """Return those of the top-level modules ``names`` that the interpreter would not find with ``folders`` first on its path.
-    Starts the interpreter and blocks for at most 60 seconds; returns None if that fails. ``python``: an interpreter or the
-    directory of an environment; None: the interpreter of this process."""
+    """Return those of ``names`` that the interpreter ``python`` (None: this one) does not find; None if it fails. Starts it and
+    blocks for up to 60 seconds. ``folders``: first on its path."""
     program = Path(sys.executable) if python is None else python / "bin" / "python" if python.is_dir() else python
     try:
         done = subprocess.run(
@@ -113,8 +109,8 @@ def missing_modules(python: Path | None, names: Iterable[str], folders: list[Pat
 
 @dataclass(frozen=True)
 class Entry:
-    """A file directly in the code directory, or a directory there, with what a snapshot would contain of it. ``name``: ends with
-    "/" for a directory; ``count``: number of files; ``size``: bytes."""
+    """A file or directory directly in the code directory, as in a snapshot. ``name``: ends with "/" for a directory; ``size``:
+    bytes."""
 
     name: str
     count: int
@@ -122,8 +118,7 @@ class Entry:
 
 
 def entries(code: Path) -> list[Entry]:
-    """Return the files and directories directly in ``code``, with what a snapshot would contain of each. At most 100,000 files
-    are counted. An invalid directory tree gives the entries that were read before the error."""
+    """Return the files and directories directly in ``code``, with what a snapshot would contain of each, as far as counted."""
     sizes: dict[str, list[int]] = {}
     with suppress(TreeError):  # the submission reports it
         for entry in islice(iter_chosen(code), _MAX_FILES):

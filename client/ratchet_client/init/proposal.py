@@ -17,8 +17,8 @@ from ratchet_contract.errors import Refused
 
 @dataclass(frozen=True)
 class Proposal:
-    """What ``ratchet init`` writes or ``ratchet run`` submits for a command. ``spec``: the keys to set, without ``code.path`` and
-    ``python``. ``python``: the interpreter or environment of the job; None: the service's own interpreter."""
+    """What ``ratchet init`` proposes for a command. ``spec``: its keys without ``code.path`` and ``python``. ``python``: the
+    job's interpreter or environment; None: the service's."""
 
     command: Command
     facts: Facts
@@ -29,8 +29,7 @@ class Proposal:
     spec: dict[str, Any]
 
     def full_spec(self) -> dict[str, Any]:
-        """Return a copy of ``spec`` with ``code.path`` and ``python`` added as absolute paths; ``python`` is left out if it is
-        None."""
+        """Return a copy of ``spec`` with ``code.path`` and, unless it is None, ``python`` as absolute paths."""
         python = {} if self.python is None else {"python": str(self.python)}
         return {**self.spec, "code": {"path": str(self.place.code), **self.spec.get("code", {})}} | python
 
@@ -43,12 +42,8 @@ def propose(
     code: Path | None,
     name: str | None,
 ) -> Proposal:
-    """Return the proposal for the command ``words``: torchrun and its options, ``python train.py``, or only the script.
-    ``environ``: the environment variables. ``overrides``: the keys of ``--set``, of which only ``code`` and ``python`` are used.
-    ``code`` and ``name``: the values of ``--code`` and ``--name``. Raises ``Refused`` for what is not supported, and ``NotFound``
-    if the script or the code directory does not exist. The script is read and not run; the job's interpreter is started to find
-    out which modules it has, which blocks for at most 60 seconds. Counting GPUs (``nvidia-smi``), as for
-    ``--nproc-per-node=auto``, may block as well."""
+    """Return the proposal for the command ``words``. ``overrides``: the keys of ``--set``, of which ``code`` and ``python`` are
+    used. Runs the job's interpreter, which may block for a minute. Raise ``Refused`` or ``NotFound`` for an unusable command."""
     command = parse_command(words, environ)
     place = project.locate(command.script, _code(overrides, code))
     facts = read_script.read_script(place.script, place.code)
@@ -60,9 +55,8 @@ def propose(
 
 
 def _code(overrides: Mapping[str, Any], code: Path | None) -> Path | None:
-    """Return the code directory that ``--code`` (``code``) or ``--set code.path`` names; None if neither does. Raises ``Refused``
-    if both name different directories, or if ``--set code`` is anything but a ``path`` that is not empty, ``include``, or
-    both."""
+    """Return the code directory that ``--code`` or ``--set code.path`` names; None if neither does. Raise ``Refused`` if they
+    cannot be used."""
     named = overrides.get("code", {})
     path = named.get("path") if isinstance(named, dict) else None
     if "code" not in overrides or (isinstance(named, dict) and set(named) == {"include"}):
@@ -77,8 +71,7 @@ def _code(overrides: Mapping[str, Any], code: Path | None) -> Path | None:
 
 
 def _python(overrides: Mapping[str, Any]) -> Path | None:
-    """Return the absolute path that ``--set python`` names; None if it is not set. Raises ``Refused`` if it is not text or is
-    empty."""
+    """Return the absolute path that ``--set python`` names; None if it is not set. Raise ``Refused`` if it is no path."""
     named = overrides.get("python")
     if named is not None and (not isinstance(named, str) or not named):
         raise Refused("--set python: name an interpreter, or the directory of an environment")

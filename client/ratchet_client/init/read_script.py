@@ -48,14 +48,8 @@ _SPECS: Final = {entry.spec.__name__: entry.name for entry in HOOKS.values()}
 
 
 def read_script(script: Path, code: Path) -> Facts:
-    """Return the facts about ``script`` and every module below its directory or ``code`` that it imports, directly or not.
-    Nothing is imported or run.
-
-    At most 60 files are read, the nearest in imports first. Relative imports outside the script's directory are followed only
-    until a Session is found. Modules that cannot be read (not Python, larger than 2 MiB, nested too deeply) or are too many are
-    left out, and ``Facts.is_partial`` is True. Raises ``NotFound`` if the script itself cannot be read, and ``Refused`` if it is
-    not Python, is larger than 2 MiB or is nested too deeply.
-    """
+    """Return the facts about ``script`` and the modules below its directory or ``code`` that it imports. No code is run. If
+    modules could not be read, ``Facts.is_partial`` is True. Raise ``NotFound`` or ``Refused`` if the script cannot be read."""
     facts, certain, seen = Facts(), set[str](), set[Path]()
     waiting, roots = deque([script]), list(dict.fromkeys([script.parent, code]))
     while waiting:
@@ -89,8 +83,8 @@ def read_script(script: Path, code: Path) -> Facts:
 
 
 def _read(facts: Facts, tree: ast.Module, file: Path, shown: str, *, main: bool) -> tuple[list[Import], list[Path]]:
-    """Add the facts about ``file``, whose syntax tree is ``tree``, and return its imports and the files of its relative imports.
-    ``shown``, ``main``: as for ``_Reader``. Raises ``Refused`` if the file is nested too deeply."""
+    """Add the facts about ``file`` and return its imports and the files of its relative imports. ``shown``, ``main``: as for
+    ``_Reader``. Raise ``Refused`` if it is nested too deeply."""
     try:
         _Reader(facts, tree, shown, main=main).read()
         return list(find_imports(tree)), relative_import_files(tree, file)
@@ -99,8 +93,8 @@ def _read(facts: Facts, tree: ast.Module, file: Path, shown: str, *, main: bool)
 
 
 def _parse(file: Path) -> ast.Module:
-    """Return the syntax tree of ``file``. Raises ``NotFound`` if it cannot be read, and ``Refused`` if it is larger than 2 MiB or
-    not valid Python or nested too deeply."""
+    """Return the syntax tree of ``file``. Raise ``NotFound`` if it cannot be read, ``Refused`` if it is too large or not valid
+    Python."""
     try:
         if file.stat().st_size > _MAX_BYTES:
             raise Refused(f"{file} is larger than {_MAX_BYTES >> 20} MiB: too much to be read as a script")
@@ -116,8 +110,7 @@ def _parse(file: Path) -> ast.Module:
 
 
 class _Reader:
-    """Reads one file and adds what it finds to ``facts``. Names that are assigned once in the file stand for their values.
-    ``file``: the name of the file in the facts. ``main``: the file is the script itself, not an imported module."""
+    """Reads one file and adds what it finds to ``facts``. ``file``: its name in the facts. ``main``: it is the script itself."""
 
     def __init__(self, facts: Facts, tree: ast.Module, file: str, *, main: bool) -> None:
         self.facts, self.tree, self.file, self.main = facts, tree, file, main
@@ -162,9 +155,8 @@ class _Reader:
     # --- helpers -------------------------------------------------------------------------------------------------------
 
     def _name(self, function: ast.expr) -> str:
-        """Return the name under which ``function`` is called, without what is before the last dot: ``save`` for ``torch.save``,
-        ``mkdir`` for ``Path(x).mkdir``. A name from ``from ... import ... as`` is replaced by its original name. Return "" if
-        ``function`` is neither a name nor an attribute."""
+        """Return the name under which ``function`` is called, like ``save`` for ``torch.save``; "" if it has none. ``import ...
+        as`` is undone."""
         if isinstance(function, ast.Attribute):
             return function.attr
         return self.renamed.get(function.id, function.id) if isinstance(function, ast.Name) else ""
@@ -173,8 +165,7 @@ class _Reader:
         return Place(self.file, node.lineno, ast.unparse(node), value)
 
     def _value(self, node: ast.expr | None) -> ast.expr | None:
-        """Return the expression that a name stands for: if ``node`` is a name with exactly one assignment ``name = ...`` in the
-        file, the assigned expression, also through several such names. Any other ``node`` is returned unchanged."""
+        """Return the expression that a name with a single assignment stands for; any other ``node`` unchanged."""
         seen: set[str] = set()
         while isinstance(node, ast.Name) and node.id in self.names and node.id not in seen:
             seen.add(node.id)
@@ -182,10 +173,8 @@ class _Reader:
         return node
 
     def _text(self, node: ast.expr | None, depth: int = 0) -> str | None:
-        """Return the text of a string literal, or the literal with which ``Path(...)``, ``str(...)``, ``x.with_suffix(...)``,
-        ``a / b``, ``os.path.join(...)`` or an f-string begins; names are replaced as in ``_value``. Return None for any other
-        expression, such as ``"a" + b``, and for one that is nested too deeply. ``depth``: the number of nested calls of this
-        method."""
+        """Return the text, or its literal beginning, of an expression such as ``Path("out") / name``; None if unknown. ``depth``:
+        the number of nested calls."""
         node = self._value(node)
         if depth > _MAX_DEPTH:  # path = path / "more"
             return None
@@ -208,9 +197,7 @@ class _Reader:
             self.facts.session = self.facts.session or self._place(node)
 
     def _managed(self, node: ast.Call) -> None:
-        """Record a call of ``managed_ddp``, and the hook that its argument ``spec`` describes. If that is no call of one of
-        Ratchet's spec classes, the hook's name is ``the spec`` with its source text. Without the argument, no hook is
-        recorded."""
+        """Record a call of ``managed_ddp``, and the hook that its argument ``spec`` describes, if there is one."""
         self.facts.managed = self.facts.managed or self._place(node)
         given = node.args[1] if len(node.args) > 1 else next((k.value for k in node.keywords if k.arg == "spec"), None)
         spec = self._value(given)
@@ -246,8 +233,7 @@ class _Reader:
             self.facts.frameworks.append(Framework("the Trainer of transformers", place, saves=self._trainer_saves()))
 
     def _bases(self, node: ast.ClassDef) -> None:
-        """Record the classes of integrations and of Hugging Face's Trainer that the class ``node`` is derived from, as if they
-        were called."""
+        """Record the classes of integrations and Trainers that the class ``node`` is derived from, as if they were called."""
         for base in node.bases:
             if any(map(makes_a_session, self.origins.origins_of(base))):
                 self._session(base)
@@ -304,7 +290,7 @@ class _Reader:
         self.facts.backends.append(self._place(node, self._text(given)))
 
     def _save(self, node: ast.Call) -> None:
-        """Record a call that saves a checkpoint, as a save and as a write. Calls without a positional path are skipped."""
+        """Record a call that saves a checkpoint, if its path is a positional argument."""
         position = _SAVERS[self._name(node.func)]
         if len(node.args) > position:
             place = self._place(node, self._text(node.args[position]))
@@ -328,11 +314,10 @@ class _Reader:
         self.facts.reads.append(self._place(node, self._text(_first(node))))
 
     def _open(self, node: ast.Call) -> None:
-        """Record a call of ``open`` or of a ``Path``'s method ``open``. It is a read if its mode begins with "r" or is absent;
-        else, also if the mode is not known, it is a write. Any other ``x.open(...)``, as of ``gzip``, is taken for that of a
-        ``Path``: its first argument counts as the mode, and the path is that of ``x``, mostly None."""
+        """Record a call of ``open`` or of a method ``open`` as a read or a write of its path."""
         method = isinstance(node.func, ast.Attribute)
         path = node.func.value if isinstance(node.func, ast.Attribute) else _first(node)
+        # ``x.open(...)`` is taken for that of a ``Path``, also if ``x`` is a module like ``gzip``.
         modes = [*node.args[0 if method else 1 :], *(k.value for k in node.keywords if k.arg == "mode")]
         mode = self._text(modes[0]) if modes else "r"
         (self.facts.reads if mode and mode[0] == "r" else self.facts.writes).append(self._place(node, self._text(path)))
@@ -342,8 +327,7 @@ class _Reader:
             self.facts.cuda.append(self._place(node))
 
     def _argument(self, node: ast.Call) -> None:
-        """Record an ``add_argument`` call as an option, which is required only with ``required=True``. A positional argument is
-        required unless it has a default or ``nargs`` is "?" or "*"."""
+        """Record an ``add_argument`` call as an option, which may be required."""
         flags = tuple(a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
         more = {k.arg: k.value for k in node.keywords}
         if not flags:
@@ -373,8 +357,7 @@ def _first(node: ast.Call) -> ast.expr | None:
 
 
 def _literals(keywords: list[ast.keyword]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return two dicts of keyword arguments: the values of those that are literals, and the source text of the others.
-    ``process_group`` and ``**`` arguments are left out."""
+    """Return the keyword arguments that are literals, by value, and the source text of the others."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for keyword in keywords:

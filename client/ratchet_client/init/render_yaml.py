@@ -25,9 +25,8 @@ _EXAMPLE: Final = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_po
 
 
 def make_spec(command: Command, facts: Facts, place: Place, way: Way, *, name: str | None) -> dict[str, Any]:
-    """Return the spec's keys to set, without ``code`` and ``python``. ``name``: the job's name; None: a name derived from the
-    script's. ``hook`` is set to the first hook that the script registers and Ratchet has, except for an unmanaged script. Raises
-    ``Refused`` for arguments that the constructor of a task does not have."""
+    """Return the spec's keys to set, without ``code`` and ``python``. ``name``: the job's name; None: derived from the script's.
+    Raise ``Refused`` for arguments that a task does not have."""
     spec: dict[str, Any] = {"name": name or _label(place.script.stem)}
     if way == "task":
         assert facts.task is not None
@@ -48,15 +47,14 @@ def make_spec(command: Command, facts: Facts, place: Place, way: Way, *, name: s
 
 
 def _label(stem: str) -> str:
-    """Return a valid job name (an RFC 1035 label of at most 63 characters) for a file's name without its suffix."""
+    """Return a valid job name for a file's name without its suffix."""
     words = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}".rstrip("-"))[:63].rstrip("-")
 
 
 def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> dict[str, Any]:
-    """Return the command line arguments ``words`` as a dict: ``--lr 0.1`` as ``{"lr": 0.1}``, an option without a value as True.
-    Values are read as YAML. Raises ``Refused`` for an argument that is not among ``known``, the parameters of the constructor of
-    ``task``."""
+    """Return the arguments ``words`` as a dict: ``--lr 0.1`` as ``{"lr": 0.1}``, a bare option as True. Raise ``Refused`` for one
+    that is not in ``known``. ``task``: for the message."""
     found: dict[str, Any] = {}
     rest = list(words)
     while rest:
@@ -71,8 +69,8 @@ def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> di
 
 
 def is_generated(path: Path) -> bool:
-    """Return True if ``path`` is a ``.yaml`` file that ``render`` has written, which its header comment shows. Raises ``OSError``
-    if it cannot be read."""
+    """Return True if ``render`` has written the file ``path``, as its header comment shows. Raise ``OSError`` if it cannot be
+    read."""
     if path.suffix != ".yaml":
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -83,12 +81,8 @@ def render(
     spec: Mapping[str, Any], notes: Sequence[Note], facts: Facts, place: Place, way: Way, *,
     command: Command, typed: str, base: Path, file: str, python: Path | None,
 ) -> str:  # fmt: skip
-    """Return the YAML text of the spec, with comments. ``typed``: the command that the user trains with. ``base``: the directory
-    that ``code.path`` in the text is relative to. ``file``: the name of the file that the text is written to, for its header
-    comment; nothing is written here.
-
-    Raises ``SpecError`` if the spec would not be valid.
-    """
+    """Return the YAML text of the spec, with comments. ``typed``: the user's command; ``base``: the directory to which
+    ``code.path`` is relative; ``file``: the name in the header comment. Raise ``SpecError`` if the spec would be invalid."""
     code = {"path": _relative(place.code, base), **spec.get("code", {})}
     lines = [
         *_comment(f"{typed}, as a job of Ratchet: {_MADE}. Every key: docs/spec.md. Check it: "
@@ -120,8 +114,7 @@ def _relative(path: Path, base: Path) -> str:
 
 
 def _line(key: str, value: Any, comment: str | None, *, off: bool = False) -> str:
-    """Return the YAML line of one key, with its comment at the end, or on lines above it if the line would be too long. ``off``:
-    the key is commented out."""
+    """Return the YAML line of one key, with its comment at its end or above. ``off``: the key is commented out."""
     text = ("# " if off else "") + f"{key}: {flow_style(value)}"
     if comment is None:
         return text
@@ -143,8 +136,7 @@ def flow_style(value: Any) -> str:
 
 
 def _comment(text: str, mark: str = "") -> list[str]:
-    """Return ``text`` as wrapped comment lines. ``mark``: a bullet before the text on the first line; the others are indented by
-    its width."""
+    """Return ``text`` as wrapped comment lines. ``mark``: a bullet before the first line."""
     return textwrap.wrap(
         text, _WIDTH, initial_indent=f"# {mark}", subsequent_indent="# " + " " * len(mark), break_on_hyphens=False,
         break_long_words=False,
@@ -176,8 +168,7 @@ def _world(command: Command, world: Mapping[str, Any]) -> str:
 
 
 def _hook(spec: Mapping[str, Any], facts: Facts, way: Way) -> list[str]:
-    """Return the line for the key ``hook``; if the spec has none, a commented example, or no line for an unmanaged script without
-    a hook that Ratchet has."""
+    """Return the line for the key ``hook``; without one in the spec, a commented example or nothing."""
     if "hook" in spec:
         return [_line("hook", spec["hook"], "as in torch, without _hook; all of them: ratchet hooks")]
     blocks = [block for hook in facts.hooks if (block := hook_block(hook))]
@@ -188,8 +179,7 @@ def _hook(spec: Mapping[str, Any], facts: Facts, way: Way) -> list[str]:
 
 
 def _checkpoint(spec: Mapping[str, Any], way: Way) -> list[str]:
-    """Return the line for the key ``checkpoint``; if the spec has none, the commented defaults, or no line for an unmanaged
-    script."""
+    """Return the line for the key ``checkpoint``; without one in the spec, the commented defaults or nothing."""
     if "checkpoint" in spec:
         return [_line("checkpoint", spec["checkpoint"], None)]
     if way == "unmanaged":
@@ -198,8 +188,7 @@ def _checkpoint(spec: Mapping[str, Any], way: Way) -> list[str]:
 
 
 def _policy(spec: Mapping[str, Any], command: Command) -> str:
-    """Return the line for the key ``policy`` with the options of torchrun that it comes from; if the spec has none, the commented
-    default."""
+    """Return the line for the key ``policy``; without one in the spec, the commented default."""
     if "policy" not in spec:
         return _line(
             "policy",

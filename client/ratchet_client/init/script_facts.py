@@ -9,9 +9,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a script. ``text``: the source text of an expression there. ``value``: the path or string that the expression
-    stands for, for example the file that it opens. If only the beginning of the path or string is a literal, as in an f-string,
-    ``value`` is this beginning; if not even that is a literal, None."""
+    """A place in a script. ``text``: source of an expression there. ``value``: its literal value, or only the beginning."""
 
     file: str
     line: int
@@ -24,9 +22,8 @@ class Place:
 
 @dataclass(frozen=True)
 class HookUse:
-    """A communication hook that the script registers. ``name``: that of its Python function, and for ``managed_ddp`` Ratchet's
-    name, or a text with the source of an unknown spec. ``parameters``: its arguments that are literals; ``open``: the others,
-    with their source text."""
+    """A communication hook that the script registers. ``parameters``: the arguments that are literals; ``open``: the source text
+    of the others."""
 
     place: Place
     name: str
@@ -36,8 +33,7 @@ class HookUse:
 
 @dataclass(frozen=True)
 class Option:
-    """An ``add_argument`` call of the script. ``flags``: the option's names, or the one name of a positional argument.
-    ``default``: the default as text; None if there is none or it is not a single constant."""
+    """An ``add_argument`` call of the script. ``default``: None if there is none or it is not a constant."""
 
     flags: tuple[str, ...]
     required: bool
@@ -51,9 +47,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Framework:
-    """A use of a framework that runs the training loop, or a part of it. ``devices``: source text of the ``devices`` argument of
-    Lightning's Trainer, None if absent. ``cpu``: the ``accelerator`` of Lightning's Trainer is "cpu". ``saves``: a Trainer that
-    writes checkpoints of its own, which the script does not disable; False for Accelerate."""
+    """A use of a framework that trains. ``devices``, ``cpu``: arguments of Lightning's Trainer. ``saves``: its Trainer writes
+    checkpoints itself."""
 
     name: Literal["Lightning's Trainer", "the Trainer of transformers", "Accelerate"]
     place: Place
@@ -64,19 +59,10 @@ class Framework:
 
 @dataclass
 class Facts:
-    """The facts that ``read_script`` finds about a script and the local modules that it imports.
-
-    ``session``, ``managed`` (``managed_ddp`` of ``ratchet_hooks``), ``ddp``, ``spawn``, ``lightning_cli``: the first place that
-    uses it; None if there is none. ``task``: the name of the task's class and the parameters of its constructor; None if there is
-    no task. ``frameworks``, ``hooks``, ``options``: what the script uses, registers and declares of these.
-
-    Lists of places: ``saves``: where checkpoints are written; ``writes``, ``reads``: where files or directories are written or
-    read; ``backends``: the calls of ``init_process_group``, with the backend as ``value`` (None: not given as a literal);
-    ``cuda``: the calls ``x.cuda()`` and strings like ``"cuda:0"``. ``modules``: the top-level names of all other modules that are
-    needed; ``perhaps``: those of them that are imported only in a function or under a condition. ``files``: the files that were
-    read. ``is_partial``: other files were not read, since there are too many or they cannot be read. ``lacks_own``: one of them
-    is directly in the script's directory.
-    """
+    """The facts that ``read_script`` finds in a script and the local modules that it imports. ``session``, ``managed``, ``ddp``,
+    ``spawn``, ``lightning_cli``: the first use. ``modules``: other top-level modules that are needed; ``perhaps``: those of them
+    that may not be. ``is_partial``: some local files were not read; ``lacks_own``: one of them is directly in the script's
+    directory."""
 
     session: Place | None = None
     task: tuple[str, tuple[str, ...]] | None = None  # class, constructor's parameters

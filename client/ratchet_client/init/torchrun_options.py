@@ -1,8 +1,4 @@
-"""Every option of torchrun (torch 2.9 to 2.15), and how it is translated to a job spec. No option is ignored silently.
-
-A rule maps the option's value to one of three results: ``Keep`` (it becomes a key of the spec), ``Drop`` (it is not needed; the
-sentence says why) or ``Refuse`` (it is not supported; the sentence says what to do instead).
-"""
+"""Options of torchrun (torch 2.9 to 2.15), each with a rule that translates its value for a job spec."""
 
 from __future__ import annotations
 
@@ -15,15 +11,14 @@ LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
 
 @dataclass(frozen=True)
 class Keep:
-    """Result of a rule: the option's value is set as ``key`` of the spec. The key ``world`` stands for its ranks and device."""
+    """Result of a rule: the option sets ``key`` of the spec. ``world`` stands for ranks and device."""
 
     key: str
 
 
 @dataclass(frozen=True)
 class Drop:
-    """Result of a rule: the option is left out, since it is not needed: its value is the default, or Ratchet does the same or
-    something equivalent anyway. ``why``: a sentence with the reason."""
+    """Result of a rule: the option is left out, since a job does not need it. ``why``: the reason."""
 
     why: str
 
@@ -70,7 +65,7 @@ def _refuse(cure: str) -> Rule:
 
 
 def _default_only(plain: str, why: str, cure: str) -> Rule:
-    """Return a rule that drops the option for the value ``plain``, torchrun's default, and refuses it for any other value."""
+    """Return a rule that drops the option for the value ``plain``, torchrun's default, and refuses it otherwise."""
     return lambda value: Drop(why) if value == plain else Refuse(cure)
 
 
@@ -85,8 +80,7 @@ def _nodes(value: str) -> Keep | Drop | Refuse:
 
 
 def _local_address(value: str) -> Keep | Drop | Refuse:
-    """Return ``Drop`` for no address, a loopback address or 0.0.0.0, which have no effect, and ``Refuse`` for any other, which
-    is taken as another machine."""
+    """Return ``Drop`` for a loopback address, 0.0.0.0 or an empty value, and ``Refuse`` for another machine's address."""
     host = value.rsplit(":", 1)[0] if value.count(":") == 1 or value.startswith("[") else value
     return Drop(_RENDEZVOUS) if host in ("", *LOOPBACK) else Refuse(f"{value} names another machine; {_ONE_MACHINE}")
 
@@ -101,7 +95,7 @@ def _backend(value: str) -> Keep | Drop | Refuse:
 
 
 def _signals(value: str) -> Keep | Drop | Refuse:
-    """Return ``Drop`` if ``value`` lists only signals that torchrun handles by default, and ``Refuse`` if it has others."""
+    """Return ``Drop`` if ``value`` lists only signals that torchrun handles by default, else ``Refuse``."""
     more = set(value.split(",")) - {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}
     if not more:
         return Drop("SIGTERM stops a job at a step that all ranks agree on")

@@ -1,4 +1,4 @@
-"""Uploads the directory of a spec's ``code`` to a service that cannot read it: by digest, and only if the service lacks it."""
+"""Uploads the directory of a spec's ``code`` to a service that cannot read the directory itself."""
 
 from __future__ import annotations
 
@@ -30,15 +30,11 @@ _PERIOD: Final = 5.0
 def with_code(
     transport: Transport, spec: dict[str, Any], upload: bool | None, note: Note | None = None, *, within: str = ""
 ) -> dict[str, Any]:
-    """Upload the directory ``code.path`` of this machine, and return a copy of ``spec`` with an absolute ``code.path``,
-    ``code.digest`` and the facts of its git repository. Nothing is transferred if the service has the same content already.
-    ``upload``: True: upload; False: do not; None: upload if the service's address is another machine's and the directory exists
-    here. Return ``spec`` itself if ``upload`` decides against it, if ``code`` has no directory to snapshot, or if it has a
-    ``digest`` already.
+    """Return a copy of ``spec`` with the digest of ``code.path`` on this machine, after an upload if necessary; ``spec`` itself
+    if nothing is to be uploaded. ``upload``, ``note``: as in ``RatchetClient.submit``. ``within``: JSON pointer of ``spec`` in
+    the request.
 
-    ``note``: receives sentences about left-out files, large files and progress; None: those about files are Python warnings.
-    ``within``: the JSON pointer of ``spec`` in the request, for error messages. Raises ``SpecError`` if the directory cannot be
-    read or is not allowed as code, and what a request raises.
+    Raises ``SpecError`` if the directory cannot be read or is not allowed as code.
     """
     code: Any = spec.get("code")
     if (
@@ -69,24 +65,21 @@ def with_code(
 
 
 def _of_a_directory(code: Any) -> bool:
-    """Return True if ``code``, the spec's key, names a directory of which a snapshot is taken, and has no ``digest`` of uploaded
-    code yet. A malformed ``code`` gives False, and the service rejects it."""
+    """Return True if ``code``, the spec's key, names a directory to snapshot, and has no ``digest`` yet."""
     if not isinstance(code, Mapping) or not isinstance(code.get("path"), str) or not code["path"]:
         return False
     return code.get("digest") is None and code.get("source") in (None, "snapshot")
 
 
 def _is_remote_service(transport: Transport, path: str) -> bool:
-    """Return True if the service's address is another machine's and the directory ``path`` exists on this one; False if there is
-    no service."""
+    """Return True if the service's address is another machine's and the directory ``path`` exists on this one."""
     with suppress(ServiceUnreachable, OSError):  # the submission itself reports an unreachable service
         return not is_loopback(transport.target.url()) and Path(path).expanduser().is_dir()
     return False
 
 
 def _send(transport: Transport, digest: str, found: list[Entry], size: int, report: Note) -> None:
-    """Upload the code with this digest, unless the service has it already. ``found``: its files; ``size``: bytes of the archive;
-    ``report``: called with the progress every few seconds."""
+    """Upload the code with this digest, unless the service has it already. ``size``: bytes of the archive."""
     place = f"/v1/code/{digest}"
     try:
         transport.request("GET", place)
@@ -109,8 +102,8 @@ def _with_progress(parts: Iterator[bytes], size: int, report: Note) -> Iterator[
 
 
 def _refused(error: TreeError | OSError, root: Path, pointer: str) -> SpecError:
-    """Return, and do not raise, the ``SpecError`` for a code directory ``root`` that cannot be read. ``pointer``: of
-    ``code.path`` in the request."""
+    """Return the ``SpecError`` for a code directory ``root`` that cannot be read. ``pointer``: of ``code.path`` in the
+    request."""
     code, detail = ("unreadable", f"cannot read {str(root)!r}: {error}")
     if isinstance(error, TreeError):
         code, detail = error.code, error.detail

@@ -37,13 +37,10 @@ _CHUNK: Final = 1 << 20
 
 
 def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> list[str]:
-    """Download the export at the API path ``path`` to ``target``, a file (``safetensors``) or a directory (``torch``, ``dcp``),
-    which must not exist. Return notes for the reader of the export; blocks until it is complete.
+    """Download the export at the API path ``path`` to the new ``target``, complete or not at all; return notes for its reader.
 
-    The export is written next to ``target`` and renamed at the end. Before that, the temporary directories that killed exports
-    to ``target`` left behind are removed, if the file system has locks. Raises ``Refused`` (``output-exists``,
-    ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for an altered one, and the
-    service's errors; ``target`` is then not written.
+    Raises ``Refused`` if ``target`` exists or cannot be written, ``ServiceUnreachable`` for a truncated response,
+    ``ServiceFault`` for an altered one.
     """
     if os.path.lexists(target):
         raise _exists_error(target)
@@ -71,10 +68,8 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
 
 @contextmanager
 def temporary_sibling(target: Path) -> Iterator[Path]:
-    """Yield a new temporary directory next to ``target``, which is removed after the block. During the block this process holds a
-    lock on it, which also ends if the process is killed. Temporary directories for the same ``target`` that no process has locked
-    are left over from killed processes, and are removed here. On a file system without locks, nothing is locked and none of
-    them is removed."""
+    """Yield a new temporary directory next to ``target``, removed after the block. May remove those that killed processes
+    left."""
     parent, prefix = target.absolute().parent, f".{target.name[:100]}."
     left = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.tmp", re.ASCII)
     for path in [path for path in parent.iterdir() if left.fullmatch(path.name)]:
@@ -102,9 +97,8 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
 
 
 def _locked(directory: Path) -> int:
-    """Lock the directory without waiting, and return the file descriptor that holds the lock; closing it releases the lock.
-    Raises ``BlockingIOError`` if another process holds the lock, ``FileNotFoundError`` if it was removed or replaced meanwhile,
-    and ``OSError`` if locking is not possible."""
+    """Lock the directory and return the lock's file descriptor. Raises ``BlockingIOError`` if it is locked, ``FileNotFoundError``
+    if it was removed."""
     if fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -142,8 +136,8 @@ class Body:
         return b"".join(parts)
 
     def finish(self, expected_digest: str) -> None:
-        """Read the response to its end. Raises ``ServiceFault`` if its SHA-256 digest is not ``expected_digest``, the value of
-        the header Repr-Digest."""
+        """Read the response to its end. Raises ``ServiceFault`` if its digest is not ``expected_digest``, the value of the header
+        Repr-Digest."""
         while self.read(_CHUNK):
             pass
         match = _DIGEST.fullmatch(expected_digest)
@@ -161,8 +155,8 @@ def _copy(body: Body, target: Path) -> None:
 
 
 def _unpack(body: Any, folder: Path, names: re.Pattern[str]) -> None:
-    """Extract the tar stream ``body`` into the directory ``folder``. Raises ``ServiceFault`` for a member that is not a plain
-    file with a name that matches ``names``, and for an incomplete stream."""
+    """Extract the tar stream ``body`` into ``folder``. Raises ``ServiceFault`` for an incomplete stream or an unexpected
+    member."""
     try:
         with tarfile.open(fileobj=body, mode="r|") as tar:
             for member in tar:
@@ -180,8 +174,8 @@ def _unpack(body: Any, folder: Path, names: re.Pattern[str]) -> None:
 
 
 def _rename_into_place(source: Path, target: Path) -> None:
-    """Give ``source`` the name ``target``. Raises ``Refused`` (``output-exists``) if ``target`` exists; only an empty
-    directory is replaced, by a directory."""
+    """Give ``source`` the name ``target``. Raises ``Refused`` (``output-exists``) if ``target`` exists, unless both are
+    directories and ``target`` is empty."""
     try:
         if source.is_dir():
             source.rename(target)
@@ -194,8 +188,8 @@ def _rename_into_place(source: Path, target: Path) -> None:
 
 
 def link(source: Path, target: Path) -> None:
-    """Give the file ``source`` the name ``target`` without replacing another file. ``source`` keeps its old name as well, except
-    on file systems without hard links. Raises ``FileExistsError`` if ``target`` exists."""
+    """Give the file ``source`` the name ``target``; ``source`` may keep its old name as well. Raises ``FileExistsError`` if
+    ``target`` exists."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -212,8 +206,7 @@ def _exists_error(target: Path) -> Refused:
 
 
 def write_error(target: Path, error: OSError) -> Refused:
-    """Return, and do not raise, the ``Refused`` (``output-not-written``) for a failed write to ``target``, with what the user can
-    do."""
+    """Return the ``Refused`` (``output-not-written``) for a failed write to ``target``, with advice."""
     advice = {
         errno.ENOSPC: "the disk is full: free space, or name a path on another disk",
         errno.EDQUOT: "the disk quota is used up: free space, or name a path on another disk",

@@ -1,5 +1,4 @@
-"""The reading half of the client: series, logs, events, waiting. All iterators are lazy: a request is sent only when its result
-is needed, and closing an iterator (or leaving the loop and dropping it) closes its connection."""
+"""The reading half of the client: series, logs, events, waiting. The iterators send a request only when its result is needed."""
 
 from __future__ import annotations
 
@@ -32,16 +31,15 @@ _PATIENCE = 120.0
 
 
 class Following(Calls):
-    """The part of ``RatchetClient`` that observes a job, once or repeatedly: its state, hook, metrics, logs and events, and
-    waiting for its end. It changes nothing in the service."""
+    """The part of ``RatchetClient`` that observes a job, once or repeatedly, and changes nothing in the service."""
 
     def view(self, job: str | Job) -> views.JobView:
         """Return the current state of the job as data. Raises ``NotFound``."""
         return self._get(self._path(job), views.JobView)
 
     def hook(self, job: str | Job) -> views.HookView:
-        """Return the state of the communication hook: phase, iteration, compression rate, residual norm per rank. ``phase`` is
-        None if the hook has reported nothing.
+        """Return the state of the communication hook, such as its phase and the residual norm per rank. ``phase`` is None if the
+        hook has reported nothing.
 
         >>> hook = client.hook(job_id)
         >>> hook.name, hook.phase, hook.iteration == client.job(job_id).progress.step
@@ -50,8 +48,8 @@ class Following(Calls):
         return self._get(self._path(job, "hook"), views.HookView)
 
     def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
-        """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Summaries of steps
-        that a later attempt repeats are left out. Long histories are thinned.
+        """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Long histories are
+        thinned. Summaries of steps that a later attempt repeats are left out.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
@@ -61,9 +59,8 @@ class Following(Calls):
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
         """Return one curve per rank: the values of ``figure`` over the steps of ``hook_history``. ``figure``: a field of
-        ``HookSummary`` (``compression_rate``, ``bytes_after`` ...). Steps at which the hook has no value, and ranks that have no
-        value at all, are left out. If the job has no summary yet, the result is empty. Otherwise ``AttributeError`` is raised if
-        ``HookSummary`` has no field ``figure``.
+        ``HookSummary``, such as ``compression_rate``. Steps at which the hook has no value are left out. Raises
+        ``AttributeError`` for an unknown ``figure`` if the job has summaries.
 
         >>> norms = client.hook_series(job_id)
         >>> sorted(norms), len(norms[0].steps) == len(norms[0].values) > 0
@@ -83,15 +80,14 @@ class Following(Calls):
     def metrics(
         self, job: str | Job, *, name: Collection[str] = (), max_points: int | None = None
     ) -> views.MetricsView:
-        """Return the series with the names ``name``, or all series. Each point has step, value, attempt and time. A series with
-        more than ``max_points`` points (default: 1000) is thinned, but always has its last point."""
+        """Return the series with the names ``name``, or all series. A series with more than ``max_points`` points (default: 1000)
+        is thinned, but keeps its last point."""
         params: Params = {"name": list(name), "max_points": max_points}
         return self._get(self._path(job, "metrics"), views.MetricsView, params)
 
     def series(self, job: str | Job, *names: str) -> dict[str, Series]:
-        """Return the curves ``names``, or all curves without ``names``, as a dict by name. A curve with more than 10000 points is
-        thinned. A step that a later attempt repeated occurs only once. A name that has not been reported (yet) has an empty
-        curve.
+        """Return the curves ``names``, or all curves without ``names``, by name. A curve with more than 10000 points is thinned.
+        A name that has not been reported has an empty curve.
 
         >>> loss = client.series(job_id, "loss")["loss"]
         >>> loss.steps[-1] == client.job(job_id).progress.step, len(loss.steps) == len(loss.values)
@@ -117,16 +113,16 @@ class Following(Calls):
              grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
         """Yield the lines of the ranks' logs so far, of all ranks or only of ``rank``. ``attempt``: a number or "all"; None: the
         newest. ``tail``: only the last ``tail`` lines of each rank in each attempt. ``grep``: of these, only lines that contain
-        this text. ``since`` (RFC 3339): only lines written since then, to within about six seconds. If the middle of a log was
-        discarded, a line in its place has the number of missing bytes in ``left_out``."""
+        this text. ``since`` (RFC 3339): only lines written since this time, within a few seconds. A line with ``left_out`` stands
+        for that number of discarded bytes."""
         params: Params = {"rank": rank, "attempt": attempt, "tail": tail, "grep": grep, "since": since}
         return self._job_pages(views.LogLine, params, job, "logs")
 
     def download_logs(self, job: str | Job, file: str | os.PathLike[str], *, rank: int | None = None,
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
-        """Write the current logs to ``file``, and return its path. The file appears, or replaces an existing one, once the
-        download is complete. Without ``rank``, each line begins with ``[attempt.rank]``. If the download is interrupted, it is
-        started again, for at most ``retry_for`` seconds. Raises ``OSError`` if ``file`` cannot be written.
+        """Write the current logs to ``file``, also over an existing one, and return its path. Without ``rank``, each line begins
+        with ``[attempt.rank]``. An interrupted download is started again, for at most ``retry_for`` seconds. Raises ``OSError``
+        if ``file`` cannot be written.
 
         >>> client.download_logs(job_id, directory / "job.log", rank=0).name
         'job.log'
@@ -177,8 +173,7 @@ class Following(Calls):
                     on_gap: Callable[[str], None] | None = None) -> Generator[views.LogLine]:  # fmt: skip
         """Yield the log lines so far, then new ones as they are written, until the job has ended. ``rank``, ``tail``, ``grep``,
         ``since``: as for ``logs``. ``attempt``: a number or "all"; None: the newest and later ones. ``after``: for each rank, the
-        ``id`` of the last line that you have read; the result begins after these lines. ``on_gap`` is called once per
-        interruption, with the error text.
+        ``id`` of the last line that you have read. ``on_gap``: as for ``follow_events``.
 
         >>> read = [line.id for line in client.follow_logs(job_id, rank=0, attempt="all")]
         >>> [line.id for line in client.follow_logs(job_id, rank=0, attempt="all", after=read[:1])] == read[1:]
@@ -203,11 +198,11 @@ class Following(Calls):
 
     def wait(self, job: str | Job, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[views.JobView], None] | None = None) -> views.JobView:  # fmt: skip
-        """Wait until the job's phase is one of ``until``, or the job has ended, and return the job.
+        """Wait until the job's phase is one of ``until``, or the job has ended, and return the job. ``on_change`` is called with
+        the first state, and at every new phase or reason.
 
-        Raises ``DeadlineReached`` after ``deadline`` seconds. Until then the call waits for an unreachable service. Without a
-        deadline, it raises ``ServiceUnreachable`` once the service has not responded for ``retry_for`` seconds. ``on_change`` is
-        called with the first state, and at every new phase or reason.
+        Raises ``DeadlineReached`` after ``deadline`` seconds, and ``ServiceUnreachable`` if there is no deadline and the service
+        does not respond for ``retry_for`` seconds.
 
         >>> client.wait(job_id, deadline=60).phase.value
         'SUCCEEDED'
@@ -221,12 +216,11 @@ class Following(Calls):
 
     def poll(self, job: str | Job, every: float = 1.0, until: Collection[JobPhase] | None = None,
              deadline: float | None = None) -> Iterator[Snapshot]:  # fmt: skip
-        """Yield a snapshot of the job every ``every`` seconds, for instance for a plot that is redrawn. In the last snapshot, the
-        job has ended or is in a phase of ``until``. A loop body that takes longer than ``every`` delays the next snapshot.
+        """Yield a snapshot of the job about every ``every`` seconds. The last snapshot is the one in which the job has ended or
+        is in a phase of ``until``.
 
-        Raises ``DeadlineReached`` after the last snapshot, which comes ``deadline`` seconds after the start. A restarted service
-        is found again. Until the deadline, ``poll`` waits for an unreachable service. Without a deadline, it raises
-        ``ServiceUnreachable`` once the service has not responded for two minutes.
+        Raises ``DeadlineReached`` after ``deadline`` seconds, and ``ServiceUnreachable`` if there is no deadline and the service
+        does not respond for two minutes.
 
         >>> for now in client.poll(job_id, every=0.5, deadline=60):
         ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)

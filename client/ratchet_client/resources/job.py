@@ -1,4 +1,4 @@
-"""``Job``: what ``submit``, ``fork`` and ``job`` of the client return. It has the job's id and its state when last read."""
+"""``Job``: what the client's ``submit``, ``fork`` and ``job`` return."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 class Job:
     """One job, and the client that accesses it.
 
-    ``view`` and the properties show the job's state at the last read. ``refresh``, ``wait``, ``poll``, ``resume``, ``suspend``,
-    ``cancel``, ``preempt`` and ``checkpoint_now`` update this state, and all but ``poll`` return this ``Job``. Without a
-    checkpoint's id, ``verify``, ``export`` and ``pin`` update it, too. Most methods call the client's method of the same name.
+    ``view`` and the properties show the job's state at the last read. ``refresh`` reads it again; so do ``wait``, ``poll`` and
+    actions such as ``suspend``. Most methods call the client's method of the same name.
 
     >>> job = client.job(job_id)
     >>> job.phase.value, job.progress.step == job.metrics("loss")["loss"].steps[-1]
@@ -108,8 +107,8 @@ class Job:
             yield now
 
     def metrics(self, *names: str) -> dict[str, Series]:
-        """Return the curves ``names``, or all curves without ``names``, as a dict by name. ``plt.plot(*job.metrics()["loss"])``
-        draws one curve."""
+        """Return the curves ``names``, or all curves without ``names``, by name. ``plt.plot(*job.metrics()["loss"])`` draws one
+        curve."""
         return self._client.series(self.id, *names)
 
     def hook(self) -> views.HookView:
@@ -120,9 +119,8 @@ class Job:
 
     def logs(self, *, follow: bool = False, rank: int | None = None, attempt: WhichAttempt = None,
              tail: int | None = None, grep: str | None = None, since: str | None = None) -> Iterator[views.LogLine]:  # fmt: skip
-        """Yield the log lines so far. With ``follow``, also yield new lines as they are written, until the job has ended.
-        ``rank``, ``attempt``, ``tail``, ``grep``, ``since``: as in the client's ``logs``, or with ``follow`` as in its
-        ``follow_logs``."""
+        """Yield the log lines so far; with ``follow``, also new lines until the job has ended. ``rank``, ``attempt``, ``tail``,
+        ``grep``, ``since``: as in the client's ``logs`` and ``follow_logs``."""
         read = self._client.follow_logs if follow else self._client.logs
         return read(self.id, rank=rank, attempt=attempt, tail=tail, grep=grep, since=since)
 
@@ -137,15 +135,13 @@ class Job:
         return self._client.checkpoints(self.id)
 
     def files(self, path: str = "", *, everything: bool = False) -> Iterator[views.FileView]:
-        """Yield the files and directories below ``path`` in the job's working directory, each directory before its contents.
-        ``everything``: include unchanged files of the job's code."""
+        """Yield the files and directories below ``path`` in the job's working directory. ``everything``: include unchanged files
+        of the job's code."""
         return self._client.files(self.id, path, everything=everything)
 
     def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:
-        """Download the file or directory ``path`` of the job's working directory into the directory ``target``, under its own
-        name. Without ``path``, download the whole working directory. Files are written only after everything has arrived. If a
-        file exists already, the call writes nothing and raises ``Refused``; with ``force`` it replaces the file. Raises as the
-        client's ``fetch_files`` does."""
+        """Download the file or directory ``path`` of the job's working directory (default: all of it) into the directory
+        ``target``. ``force``: replace existing files; without it, an existing file raises ``Refused``, and nothing is written."""
         return self._client.fetch_files(self.id, target, path, force=force)
 
     # --- actions -------------------------------------------------------------------------------------------------------
@@ -155,7 +151,7 @@ class Job:
 
     def resume(self, from_step: int | None = None, **changes: Any) -> Job:
         """Resume the job, and return this ``Job`` without waiting for the training. ``from_step``: the step of an older
-        checkpoint to start from. ``changes``: further keyword arguments of the client's ``resume``."""
+        checkpoint. ``changes``: further arguments of the client's ``resume``."""
         return self._now(self._client.resume(self.id, from_step, **changes))
 
     def cancel(self) -> Job:
@@ -168,8 +164,7 @@ class Job:
         return self._now(self._client.checkpoint_now(self.id))
 
     def fork(self, request: ForkRequest, *, upload: bool | None = None) -> Job:
-        """Create and return a new job from a checkpoint of this one, with a changed spec. ``request``, ``upload``: as in the
-        client's ``fork``."""
+        """Create and return a new job from a checkpoint of this one. ``request``, ``upload``: as in the client's ``fork``."""
         return self._client.fork(self.id, request, upload=upload)
 
     def delete(self, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
@@ -178,21 +173,19 @@ class Job:
     # --- checkpoints: by default the newest one ------------------------------------------------------------
 
     def verify(self, checkpoint_id: str | None = None) -> views.VerifyResult:
-        """Verify the checkpoint ``checkpoint_id`` (default: the newest): the service reads every byte and compares it with the
-        digests. If the checkpoint is damaged, no exception is raised: the result says so, and the service moves the checkpoint to
-        the quarantine if no attempt can be using it. Raises ``NotFound`` if the job has no checkpoint, and ``Conflict`` if the
-        checkpoint is quarantined or deleted already."""
+        """Let the service verify the checkpoint ``checkpoint_id`` (default: the newest). ``verification`` of the result says
+        whether the checkpoint is damaged; a damaged one may be moved to the quarantine. Raises ``NotFound`` if the job has no
+        checkpoint, and ``Conflict`` if the checkpoint is quarantined or deleted already."""
         return self._client.verify(self.id, self._checkpoint(checkpoint_id))
 
     def export(self, target: str | os.PathLike[str], checkpoint_id: str | None = None, *,
                format: ExportFormat = "safetensors") -> list[str]:  # fmt: skip
-        """Export the checkpoint ``checkpoint_id`` (default: the newest) as files for other programs, and return notes for the
-        reader of these files. ``target``, ``format``: as in the client's ``export``. Raises ``NotFound`` if the job has no
-        checkpoint."""
+        """Export the checkpoint ``checkpoint_id`` (default: the newest) for other programs, and return notes for the reader of
+        the files. ``target``, ``format``: as in the client's ``export``. Raises ``NotFound`` if the job has no checkpoint."""
         return self._client.export(self.id, self._checkpoint(checkpoint_id), target, format=format)
 
     def pin(self, checkpoint_id: str | None = None, pinned: bool = True) -> views.CheckpointView:
-        """Pin the checkpoint ``checkpoint_id`` (default: the newest), so that retention does not delete it. ``pinned=False``
+        """Pin the checkpoint ``checkpoint_id`` (default: the newest), so that retention does not delete it; ``pinned=False``
         removes the pin. Raises ``NotFound`` if the job has no checkpoint."""
         return self._client.pin(self.id, self._checkpoint(checkpoint_id), pinned)
 

@@ -1,4 +1,4 @@
-"""Downloads files from a job's working directory: all files arrive before any of them gets its final name."""
+"""Downloads files from a job's working directory. They get their final names only after all have arrived."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ Bar = AbstractContextManager[Callable[[int], object]]
 
 
 def no_progress(total: int) -> Bar:
-    """Return a progress display that shows nothing; its context yields a function that ignores its argument."""
+    """Return a progress display that shows nothing; its context yields a function of a number of bytes."""
     return nullcontext(lambda _count: None)
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """The result of a download. ``files``: the files that were written. ``notes``: sentences about files of the job that were
-    left out."""
+    """The result of a download. ``files``: the files that were written. ``notes``: sentences about left-out files."""
 
     files: list[Path]
     notes: list[str]
@@ -46,16 +45,11 @@ def fetch(
     force: bool,
     bar: Callable[[int], Bar] = no_progress,
 ) -> Fetched:
-    """Download the archive at the API path ``path`` and extract it below ``folder``, which is created if necessary; its parent
-    must exist. ``params``: query parameters of the request. ``bar``: called with the size of all files in bytes; it opens a
-    progress display, which is called with the number of bytes of each block that arrives. Blocks until all is written.
+    """Download the archive at the API path ``path`` and extract it below ``folder``. ``force``: replace existing files. ``bar``:
+    as ``no_progress``, called with the size in bytes.
 
-    The files are in a temporary directory in ``folder`` until all are complete; then each gets its name. ``force``: existing
-    files are replaced; without it nothing is written if a file with one of the names exists. Raises ``Refused``
-    (``output-exists``, ``output-not-written``), ``ServiceUnreachable`` for a truncated response, ``ServiceFault`` for an
-    archive that is not valid, such as one with a name that leads out of ``folder``, and the service's errors.
-    ``output-not-written`` may come after some files have got their names. If ``folder`` was created here and is still empty at
-    the end, also after an empty download, it is removed again.
+    Raises ``Refused`` if files exist (nothing was written) or cannot be written, ``ServiceUnreachable`` for a truncated response,
+    ``ServiceFault`` for an invalid archive.
     """
     made = not folder.exists()
     try:
@@ -84,9 +78,8 @@ def fetch(
 
 
 def _unpack(body: Any, temporary: Path, on_bytes: Callable[[int], object]) -> list[str]:
-    """Extract the tar stream ``body`` of files and directories below ``temporary``, and return their names. ``on_bytes``: called
-    with the number of bytes of each written block. Raises ``ServiceFault`` for any other member, a name that occurs twice, and an
-    incomplete stream; ``OSError`` if writing fails."""
+    """Extract the tar stream ``body`` below ``temporary``, and return the members' names. Raises ``ServiceFault`` for an invalid
+    archive."""
     staged = []
     try:
         with tarfile.open(fileobj=body, mode="r|", encoding="utf-8", errors="surrogateescape") as tar:
@@ -109,8 +102,7 @@ def _unpack(body: Any, temporary: Path, on_bytes: Callable[[int], object]) -> li
 
 
 def _safe_path(name: str) -> Path:
-    """Return ``name`` as a relative path. Raises ``ServiceFault`` if it is empty or absolute or contains "..", so that it could
-    lead out of the directory that it is used in."""
+    """Return ``name`` as a relative path. Raises ``ServiceFault`` if it could lead out of a directory."""
     path = Path(name)
     if not path.parts or path.anchor or ".." in path.parts:
         raise _unsafe_member_error(name)
@@ -123,8 +115,7 @@ def _unsafe_member_error(name: str) -> ServiceFault:
 
 
 def _write(source: Any, place: Path, member: tarfile.TarInfo, on_bytes: Callable[[int], object]) -> None:
-    """Write the member's content from ``source`` to the new file ``place``, with its time and its execute permission.
-    ``on_bytes``: called with the number of bytes of each block."""
+    """Write the member's content from ``source`` to the new file ``place``, with its time and its execute permission."""
     with place.open("xb") as out:
         while block := source.read(_CHUNK):
             out.write(block)
@@ -138,9 +129,8 @@ def _write(source: Any, place: Path, member: tarfile.TarInfo, on_bytes: Callable
 
 
 def _move_into_place(temporary: Path, staged: list[str], folder: Path, force: bool) -> list[Path]:
-    """Give all extracted files their names in ``folder``, and return their paths. ``staged``: their names below ``temporary``;
-    ``force``: replace existing files. Raises ``Refused``: ``output-exists`` before any file has its name, ``output-not-written``
-    if a move fails after others were done."""
+    """Give all extracted files their names in ``folder``, and return their paths. Raises ``Refused``; with ``output-exists``
+    before the first move."""
     files = [name for name in staged if not (temporary / name).is_dir()]
     within = dict.fromkeys(part for name in staged for part in (*reversed(Path(name).parents), Path(name)))
     taken = [
@@ -174,9 +164,7 @@ def _move_into_place(temporary: Path, staged: list[str], folder: Path, force: bo
 
 
 def _is_replaceable(target: Path, directory: bool, force: bool) -> bool:
-    """Return True if a fetched file, or a fetched directory (``directory`` True), may be put at ``target``. It may if nothing is
-    there. A directory may also be put where a directory is, which is kept and filled. A file may, with ``force``, replace
-    anything but a directory. A link to a directory is neither followed nor replaced."""
+    """Return True if a fetched file, or directory (``directory`` true), may be put at ``target``."""
     if not os.path.lexists(target):
         return True
     return target.is_dir() and not target.is_symlink() if directory else force and not target.is_dir()

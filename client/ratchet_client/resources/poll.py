@@ -25,11 +25,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state of a job at one moment. ``metrics``: the newest value of every series, by name (read-only). ``at``: the time of
-    the snapshot by this machine's clock, UTC.
-
-    The job is read before hook and metrics, so if ``job`` has ended, the others are final.
-    """
+    """The state of a job at one moment. ``metrics``: newest value of every series. ``at``: time by this machine's clock."""
 
     job: JobView
     hook: HookView
@@ -62,9 +58,8 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """The timing of polls, in seconds. ``first``: the interval from the start of one poll to the start of the next, after the
-    job's phase has changed. While the phase stays the same, the interval grows up to ``longest``. ``patience``: how long the
-    service may be unreachable if there is no deadline, the retries of one call included; these are always made."""
+    """Seconds between two polls, growing from ``first`` to ``longest``. Without a deadline, polls end after ``patience`` seconds
+    without a response."""
 
     first: float
     longest: float
@@ -74,12 +69,8 @@ class Pace:
 def retry_poll(
     fetch: Callable[[], T], patience: float, at_first: float | None = None
 ) -> Iterator[T | ServiceUnreachable]:
-    """Yield the result of ``fetch`` at each iteration, without an end. If ``fetch`` raises ``ServiceUnreachable``, yield the
-    error instead. The caller sleeps between iterations; this generator does not.
-
-    Raises ``ServiceUnreachable`` once the service has not responded for ``patience`` seconds. ``at_first``: the seconds that
-    apply instead while the service has never responded; None: ``patience``.
-    """
+    """Yield the result of ``fetch`` at each iteration, or the ``ServiceUnreachable`` that ``fetch`` raised. Raises this error
+    after ``patience`` seconds without a response; before the first response, after ``at_first`` seconds."""
     away, reached = None, False
     while True:
         started = time.monotonic()
@@ -100,12 +91,8 @@ def poll_until(
     job_id: str, fetch: Callable[[], T], job_of: Callable[[T], JobView], until: Collection[JobPhase],
     deadline: float | None, pace: Pace,
 ) -> Iterator[T]:  # fmt: skip
-    """Yield the results of ``fetch``, up to and including the one in which the job's phase is one of ``until`` or the job has
-    ended. Sleeps between two calls of ``fetch``, as ``pace`` sets. ``job_of``: returns the job in a result.
-
-    Raises ``DeadlineReached`` after the last call, which comes ``deadline`` seconds after the start, or ``ServiceUnreachable``
-    after ``pace.patience`` seconds without a response if there is no deadline.
-    """
+    """Yield the results of ``fetch`` until the job's phase is one of ``until`` or the job has ended. Sleeps between two calls.
+    Raises ``DeadlineReached`` after ``deadline`` seconds; without a deadline, ``ServiceUnreachable``."""
     started = time.monotonic()
     end = math.inf if deadline is None else started + deadline
     delay, phase, last = pace.first, None, ""

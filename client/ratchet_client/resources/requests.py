@@ -26,17 +26,13 @@ _SHOWN = 10
 
 
 class Calls:
-    """Base class of ``RatchetClient`` with what all groups of methods use: requests, pages and job names. The client's
-    constructor sets ``_transport``."""
+    """Base class of ``RatchetClient`` with what all groups of methods use. The client's constructor sets ``_transport``."""
 
     _transport: Transport
 
     def job_id(self, job: str | Job) -> str:
-        """Return the id of the job with this id or name. If several jobs have the name, return the id of the one that has not
-        ended. An id is returned unchanged, without a request and without a check that the job exists.
-
-        Raises ``NotFound`` if no job has the name, and ``AmbiguousName`` if it does not identify one job.
-        """
+        """Return the id of the job with this id or name. An id is returned unchanged, without a check that the job exists. Raises
+        ``NotFound`` if no job has the name, and ``AmbiguousName`` if the name may mean several jobs."""
         if not isinstance(job, str):
             return job.id
         if is_job_id(job):
@@ -52,16 +48,14 @@ class Calls:
         raise _ambiguous_name(job, found)
 
     def _no_such_job(self, job: str) -> NotFound:
-        """Return, and do not raise, the error for a name that no job has. The message suggests a similar name of one of the
-        newest 100 jobs, if there is one; a request reads these jobs."""
+        """Return the error for a name that no job has. A request looks for a similar name."""
         names = {other.name for other in islice(self._pages("/v1/jobs", JobView, {"limit": PAGE}), PAGE)}
         near = get_close_matches(job, names, 1)
         hint = f"did you mean {near[0]!r}?" if near else "`ratchet list` shows the jobs"
         return NotFound(f"no job has the id or the name {job!r}; {hint}", code="job-not-found")
 
     def _path(self, job: str | Job, *parts: str) -> str:
-        """Return the API path of the job, or with ``parts`` of a resource below it. A job's name is resolved to its id by a
-        request."""
+        """Return the API path of the job, or of a resource below it. A request resolves a job's name."""
         return "/".join(["/v1/jobs", self.job_id(job), *(quote(part, safe="") for part in parts)])
 
     def _get(self, path: str, model: type[M], params: Params | None = None) -> M:
@@ -73,8 +67,7 @@ class Calls:
         return model.model_validate(self._transport.request("POST", path, **options).json())
 
     def _pages(self, path: str, model: type[M], params: Params) -> Iterator[M]:
-        """Yield every item of the list at ``path`` as ``model``. The first request is sent when the first item is requested, and
-        each further page when the previous one has been read."""
+        """Yield every item of the list at ``path`` as ``model``. Each page is requested when it is needed."""
         cursor: str | None = None
         while True:
             body = self._transport.request("GET", path, params={**params, "cursor": cursor}).json()
@@ -84,8 +77,7 @@ class Calls:
                 return
 
     def _job_pages(self, model: type[M], params: Params, job: str | Job, *parts: str) -> Iterator[M]:
-        """Yield every item of a list below the job's path, as ``_pages`` does. The job's name is resolved when the first item is
-        requested."""
+        """Yield every item of a list below the job's path, as ``_pages`` does."""
         yield from self._pages(self._path(job, *parts), model, params)
 
 

@@ -19,10 +19,8 @@ Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def spec_body(spec: Spec) -> dict[str, Any]:
-    """Return the spec as JSON data for a request; the argument is not changed. The path "-" means standard input. ``code.path``,
-    ``start_from.path`` and a ``python`` that is a path become absolute, relative to the directory of the spec's file, or to the
-    current one for data that is not from a file. Raises ``SpecError`` if the file is not a YAML or JSON mapping or a value
-    cannot be JSON, and ``NotFound`` if the file cannot be read."""
+    """Return the spec as JSON data for a request, with absolute paths. Raises ``SpecError`` if the spec is not a mapping of JSON
+    values, and ``NotFound`` if the file cannot be read."""
     if isinstance(spec, str | os.PathLike):
         return read_spec(os.fspath(spec))
     given = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else dict(spec)
@@ -32,8 +30,8 @@ def spec_body(spec: Spec) -> dict[str, Any]:
 
 
 def read_spec(file: str) -> dict[str, Any]:
-    """Return the spec in ``file``, or on standard input for ``-``, as JSON data with absolute paths. Its keys are not checked.
-    Raises ``SpecError`` if it is not a YAML or JSON mapping, and ``NotFound`` if the file cannot be read."""
+    """Return the spec in ``file`` ("-": standard input) with absolute paths. Raises ``SpecError`` or, for an unreadable file,
+    ``NotFound``."""
     if file.endswith(".py"):
         raise SpecError(f"{file} is a program, and a job spec is YAML: `{_INIT} {file}` writes one that runs it")
     try:
@@ -58,8 +56,7 @@ def read_spec(file: str) -> dict[str, Any]:
 
 
 def _spec_hint(file: str) -> str:
-    """Return text with up to five spec files that the user may mean: those in ``file`` if it is a directory, else in the
-    directory of ``file``. If there are none, return how to write a spec."""
+    """Return text that names spec files near ``file``; if there are none, how to write a spec."""
     path = Path(file)
     folder = path if path.is_dir() else path.parent
     found = sorted(str(p) for pattern in ("*.yaml", "*.yml", "*.json") for p in folder.glob(pattern))[:5]
@@ -70,8 +67,7 @@ def _spec_hint(file: str) -> str:
 
 
 def json_value(data: Any, where: str) -> Any:
-    """Return a copy of ``data`` from YAML or Python as JSON types; a ``Path`` becomes text. Raises ``SpecError`` for dates, NaN
-    and similar values; ``where`` names the data in the message."""
+    """Return a copy of ``data`` as JSON types. Raises ``SpecError`` for dates, NaN and similar values."""
     try:
         return json.loads(json.dumps(data, allow_nan=False, default=_path_text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -79,16 +75,15 @@ def json_value(data: Any, where: str) -> Any:
 
 
 def _path_text(value: Any) -> str:
-    """Return a path as text; called by ``json.dumps`` for values that are not JSON types. Raises ``TypeError`` for any other
-    value."""
+    """Return a path as text; called by ``json.dumps`` for values that are not JSON types."""
     if isinstance(value, os.PathLike):
         return str(os.fspath(value))
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _absolute_paths(data: dict[str, Any], base: Path) -> None:
-    """Make ``code.path``, ``start_from.path`` and a ``python`` with a slash absolute in ``data``, in place, since the service may
-    run in another directory. ``base``: the directory that they are relative to."""
+    """Make paths in ``data`` absolute, in place. ``base``: the directory that they are relative to."""
+    # The service may run in another directory.
     code, start = data.get("code"), data.get("start_from")
     if isinstance(code, dict) and isinstance(code.get("path"), str) and code["path"]:
         code["path"] = str((base / Path(code["path"]).expanduser()).resolve())

@@ -28,13 +28,12 @@ class Access(Calls):
                      scopes: Collection[Scope | str] = (), expires_days: float | Literal["never"] | None = None
                      ) -> api_tokens.TokenMade:  # fmt: skip
         """Create a token called ``name`` and return it. ``owner`` and ``role`` are by default the caller's own. ``scopes``: the
-        token has only these; by default all scopes of its role. ``expires_days``: the lifetime in days, or "never". The default
-        is 90; if the caller's token expires earlier, the new token expires at the same time.
+        token has only these; by default all scopes of its role. ``expires_days``: the lifetime in days, or "never"; default: 90,
+        but not longer than that of the caller's token.
 
         ``token`` of the result is the token's text, which is returned only once. It is None if this call was retried after its
-        first response was lost. Raises ``Refused`` (``not-allowed``) if the new token would have more rights or a later expiry
-        than the caller's, for another owner unless the caller is an admin, and for scopes that its role does not include. Raises
-        ``Conflict`` if the owner has too many valid tokens.
+        first response was lost. Raises ``Refused`` if the new token would have more rights or a later expiry than the caller's,
+        and ``Conflict`` if the owner has too many valid tokens.
 
         >>> made = client.create_token("notebook", role="viewer", expires_days=1)
         >>> client.revoke_token(made.id).revoked_at is not None
@@ -46,14 +45,13 @@ class Access(Calls):
         return self._post("/v1/tokens", api_tokens.TokenMade, json=body)
 
     def tokens(self, *, owner: str | None = None, gone: bool = False) -> Iterator[api_tokens.TokenView]:
-        """Yield tokens without their text, newest first. The result has the caller's own tokens; an admin gets the tokens of all
-        owners, or only those of ``owner``. ``gone``: include revoked and expired tokens."""
+        """Yield the caller's tokens without their text, newest first. An admin gets those of all owners, or only of ``owner``.
+        ``gone``: include revoked and expired tokens."""
         params: Params = {"owner": owner, "gone": "true" if gone else None, "limit": PAGE}
         return self._pages("/v1/tokens", api_tokens.TokenView, params)
 
     def revoke_token(self, token_id: str) -> api_tokens.TokenRevoked:
-        """Revoke the token with the id ``token_id``, and all tokens that were created with it, directly or indirectly; they are
-        refused from then on. Raises ``NotFound``, and ``Refused`` (``not-allowed``) for a token with a role or scopes that the
-        caller does not have."""
+        """Revoke the token with the id ``token_id``, and all tokens that were created with it, directly or indirectly. Raises
+        ``NotFound``, and ``Refused`` (``not-allowed``) for a token with rights that the caller lacks."""
         answer = self._transport.request("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
         return api_tokens.TokenRevoked.model_validate(answer.json())

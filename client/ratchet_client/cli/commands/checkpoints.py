@@ -1,5 +1,4 @@
-"""``ratchet checkpoints``: list a job's checkpoints; show, verify, export, pin and unpin one; prune those that no attempt will
-start from."""
+"""The commands ``ratchet checkpoints``: list, show, verify, export, pin, unpin and prune a job's checkpoints."""
 
 from __future__ import annotations
 
@@ -150,8 +149,8 @@ def verify(
 
 
 def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[views.VerifyResult]:
-    """Verify the committed checkpoints of the job one after the other, pass each result to ``_print_result`` and yield it. Those
-    that are deleted meanwhile are skipped with a note. If there are none, only a note is printed."""
+    """Verify the job's committed checkpoints one after the other; print and yield each result. Checkpoints deleted meanwhile are
+    skipped."""
     from ratchet_contract.errors import Conflict, NotFound
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]
@@ -172,8 +171,7 @@ def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[view
 
 
 def _print_result(result: views.VerifyResult, as_json: bool) -> None:
-    """Print the result of a verification on standard output, unless ``as_json``. Damage is also printed on standard error, in
-    both cases."""
+    """Print the result of a verification, unless ``as_json``. Damage is printed on standard error in both cases."""
     if not as_json:
         output.line(
             f"{result.id}: {result.verification} ({pluralize(result.bytes_checked, 'byte')} in {result.seconds:.2f} s)"
@@ -217,11 +215,8 @@ def export(
 
 
 def _find_committed(client: RatchetClient, job: str, step: int | None) -> str:
-    """Return the id of the checkpoint to export: the committed one of ``step``, or the job's newest if ``step`` is None.
-
-    Raises ``NotFound`` if there is none, ``typer.BadParameter`` if there are committed checkpoints of ``step`` from several
-    attempts.
-    """
+    """Return the id of the committed checkpoint of ``step`` (None: the newest). Raise ``NotFound`` if there is none,
+    ``typer.BadParameter`` if ``step`` has several."""
     from ratchet_contract.errors import NotFound
 
     view = client.view(job)

@@ -1,5 +1,4 @@
-"""``ratchet compare``: has the service compare two jobs' checkpoints bit for bit, and prints the result as text or JSON. The exit
-code tells whether they are identical. ``ratchet prove`` uses its text functions."""
+"""``ratchet compare``: has the service compare checkpoints of two jobs bit for bit, and prints the result."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def compare(
 
 
 def lines(comparison: ComparisonView) -> list[str]:
-    """Return the text output for a comparison: the verdict, and for jobs that differ also where they first differ, the
-    differences, and the advice if there is one."""
+    """Return the text for a comparison: the verdict, and for jobs that differ also what differs."""
     names = (
         f"{comparison.job_id}/{comparison.checkpoint_id} and {comparison.with_job_id}/{comparison.with_checkpoint_id}"
     )
@@ -65,10 +63,8 @@ def lines(comparison: ComparisonView) -> list[str]:
 
 
 def difference_lines(comparison: ComparisonView) -> list[str]:
-    """Return the text lines on what differs: a heading with the number of all differences, then one line for each of the first
-    ``MAX_LINES`` components that differ, causes first. A component's line has its first difference and the number of its others.
-    These lines are made from the differences that the comparison lists, which are at most 50 of all. A hint at ``--json`` follows
-    if there are more differences than such lines. The last line is the comparison's advice, if it has one."""
+    """Return text lines on what differs: the number of differences, one line for each of up to ``MAX_LINES`` components, and
+    advice if there is any."""
     of: dict[str, list[DifferenceView]] = {}
     for one in comparison.differences:
         of.setdefault(one.component, []).append(one)

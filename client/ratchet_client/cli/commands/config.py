@@ -1,5 +1,5 @@
-"""``ratchet config``: shows which server, run directory and token commands use and where each comes from, and sets or removes the
-server and the token in the configuration file."""
+"""``ratchet config``: shows the server, run directory and token in use, and stores the server and the token in the configuration
+file."""
 
 from __future__ import annotations
 
@@ -73,8 +73,7 @@ def show(ctx: typer.Context, as_json: JsonFlag = False) -> None:
 
 
 def _token_of(target: Target, server: str | None) -> tuple[str | None, str]:
-    """Return the token that would be sent to ``server``, masked, and its source. Return None and the reason if none would be
-    sent."""
+    """Return the masked token that would be sent to ``server``, and its source; if none would be sent, None and the reason."""
     if target.token is None:
         return None, "not set"
     source = target.token.source
@@ -84,8 +83,7 @@ def _token_of(target: Target, server: str | None) -> tuple[str | None, str]:
 
 
 def mask_token(token: str) -> str:
-    """Return eight asterisks and the last four characters of ``token``, by which users distinguish tokens. For a token of fewer
-    than 16 characters return only the asterisks."""
+    """Return eight asterisks, followed by the last four characters of ``token`` if it has at least 16."""
     return "********" + (token[-_VISIBLE_CHARS:] if len(token) >= _LONG_ENOUGH else "")
 
 
@@ -125,12 +123,8 @@ def set_value(
 
 
 def _token_server(ctx: typer.Context) -> str:
-    """Return the address of the server in use, which a new token is for: the one that ``find_target`` chooses from options,
-    variables and the configuration file. If it chooses a run directory instead, return the address of that directory's service,
-    and print a note with it.
-
-    Raises ``typer.BadParameter`` if neither gives an address, or if that of the run directory is not a loopback address.
-    """
+    """Return the address of the server in use, for which a new token is stored. Raise ``typer.BadParameter`` if no usable address
+    is known."""
     from ratchet_client.http.config_file import normalise_url
     from ratchet_client.http.discovery import find_target, is_loopback
     from ratchet_contract.errors import RatchetError
@@ -156,8 +150,8 @@ def _token_server(ctx: typer.Context) -> str:
 
 
 def _read_token(owner: str) -> str:
-    """Return the token that the user types without echo, or one line of standard input if that is no terminal. ``owner``: the
-    server's address, for the prompt. Raises ``typer.BadParameter`` if it is empty, ``Refused`` if it is invalid."""
+    """Read the token from the terminal without echo, or as one line of standard input. Raise ``typer.BadParameter`` if it is
+    empty, ``Refused`` if it is invalid."""
     from getpass import getpass
 
     from ratchet_client.http.discovery import validate_token

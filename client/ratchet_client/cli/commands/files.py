@@ -57,8 +57,7 @@ def files(
 
 
 def _kind(file: views.FileView) -> str:
-    """Return the table's text for a file: its kind, followed by "from the code" if it is unchanged code, and by the reason code
-    if its content is not available. Reasons that repeat the kind are left out."""
+    """Return the table's text for a file: its kind, and whether it is unchanged code or cannot be fetched."""
     words = [file.kind, "from the code" if file.from_code else "", file.refused or ""]
     return ", ".join(word for word in words if word and word != "symbolic-link" and word != "special-file")
 
@@ -103,16 +102,15 @@ def cp(
 
 
 def print_outputs(client: RatchetClient, job: views.JobView) -> None:
-    """Print on standard error which files the job wrote and how to fetch them; nothing if it wrote none or the
-    request fails."""
+    """Print on standard error which files the job wrote, and the commands that show and fetch them; print nothing if there are
+    none."""
     if (found := outputs_text(client, job)) is not None:
         output.note(f"outputs: {found}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")
 
 
 def outputs_text(client: RatchetClient, job: views.JobView) -> str | None:
-    """Return the files that a job has written, as text: the names of up to three files, or their number if there are more, and
-    the total size. Only regular files among the first 1000 entries are counted; "or more" is appended if there are more entries.
-    Return None if there is no such file, or if the request fails."""
+    """Return, as text, the names or number, and the size, of files that a job has written. None if there are none or the request
+    fails."""
     from ratchet_contract.errors import RatchetError
 
     try:

@@ -74,8 +74,8 @@ def _from_to(before: int | None, after: int | None, format_value: Callable[[int]
 
 
 def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:
-    """Show the hook until the job has ended: with ``as_json`` one JSON line per change, else on a terminal a table that is
-    redrawn, else one line per change. Without ``as_json``, a note with the job's phase and step follows at the end."""
+    """Show the hook's state until the job has ended: as JSON lines, as a table that is redrawn on a terminal, or as one line per
+    change."""
     from ratchet_client.cli.commands.wait import poll
 
     last: dict[str, Any] = {}
@@ -97,8 +97,7 @@ def watch_hook(ctx: typer.Context, job_id: str, as_json: bool) -> None:
 
 
 class _Screen:
-    """A context manager that runs rich's live display ``live`` during the block; ``live`` is None, and nothing is displayed,
-    unless ``enabled``."""
+    """A context manager that runs rich's live display ``live``; if ``enabled`` is False, ``live`` is None."""
 
     def __init__(self, enabled: bool) -> None:
         self.live = None

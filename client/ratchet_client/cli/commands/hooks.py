@@ -59,8 +59,8 @@ def hooks(
 
 
 def _values(schema: dict[str, Any]) -> str:
-    """Return the permitted values of a hook's parameter as text, like ``whole number, at least 1, at most 4096``. ``schema``: its
-    JSON schema."""
+    """Return the permitted values of a hook's parameter as text, like ``whole number, at least 1``. ``schema``: its JSON
+    schema."""
     if "anyOf" in schema:
         return " or ".join(_values(one) for one in schema["anyOf"])
     if "enum" in schema:

@@ -111,10 +111,8 @@ def init(
 
 
 def _patch(words: list[str]) -> None:
-    """Print the diff that patches the script on standard output. The changes left to the user, one line each, and the next
-    commands go to standard error. For a script that already uses Ratchet there is no diff: only notes are printed, on standard
-    error. Raises ``typer.Exit`` (``REFUSED``) after the output if there is no diff for another script, or if a needed change is
-    left to the user. Raises ``Refused`` if the script is not below the current directory. No file is written."""
+    """Print the diff that patches the script, if there is one, and on standard error what is left to the user. Raise
+    ``typer.Exit`` if the script needs changes that the diff does not make."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -159,8 +157,8 @@ def _patch(words: list[str]) -> None:
 
 
 def _command_line(words: list[str]) -> str:
-    """Return the command as one line, quoted for a shell, for the header of the spec. ``torchrun`` is added in front if the
-    command begins with the script or with an option; a "--" directly after the script is then left out."""
+    """Return the command as one shell line, for the header of the spec. ``torchrun`` is prefixed to a command that names no
+    program."""
     first = Path(words[0]).name
     whole = (
         words if first.startswith(("python", "torchrun")) or "=" in words[0] or first == "env" else ["torchrun", *words]
@@ -169,15 +167,13 @@ def _command_line(words: list[str]) -> str:
 
 
 def _with_ranks(words: list[str]) -> str:
-    """Return the command as one line, quoted for a shell; ``torchrun --nproc-per-node 2`` is added in front if the command begins
-    with a script (``.py``)."""
+    """Return the command as one shell line. ``torchrun`` with 2 ranks is prefixed if the command begins with a Python script."""
     bare = not words[0].startswith("-") and Path(words[0]).suffix == ".py"
     return shlex.join(["torchrun", "--nproc-per-node", "2", *words] if bare else words)
 
 
 def _document(proposal: Proposal, target: Path | None) -> str:
-    """Return the JSON text for ``--json``: the proposal's spec, notes and dropped options. ``target``: the file that was written,
-    None: none."""
+    """Return the JSON text for ``--json``. ``target``: the spec file that was written; None: none."""
     import json
     from dataclasses import asdict
 
@@ -199,12 +195,8 @@ def _print_notes(notes: list[Note], command: Command) -> None:
 
 
 def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
-    """Print the command to type next on standard error, and a running service's warnings about the written spec, or why it would
-    refuse the spec or could not check it. The warning ``UNMANAGED`` is left out: ``init`` has printed it. For this check the code
-    is uploaded to a service on another machine. ``target``: the file of the spec.
-
-    ``exact``: the job resumes exactly, so ``ratchet prove`` is suggested if no service responds.
-    """
+    """Print the next commands, and what a running service says about the spec in ``target``. ``exact``: also suggest ``ratchet
+    prove``. The check may upload the code."""
     from ratchet_client.cli.commands.submit import print_warnings
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.spec_file import read_spec

@@ -176,8 +176,7 @@ def fork(
 
 
 def _changes(hook: str | None, sets: list[str]) -> dict[str, Any]:
-    """Return the part of a spec that ``--hook`` and ``--set`` specify. Raises ``typer.BadParameter`` and ``SpecError`` for an
-    invalid ``--set``, as ``apply_overrides`` does."""
+    """Return the part of a spec that ``--hook`` and ``--set`` specify. Raise the errors of ``apply_overrides``."""
     changes: dict[str, Any] = {} if hook is None else {"hook": {"name": hook}}
     apply_overrides(changes, sets, {})
     return changes
@@ -276,8 +275,8 @@ def wait(
 
 
 def _print_done(job: views.JobView, what: str, as_json: bool) -> None:
-    """Print the job after an action, as one line of text or as JSON. ``what``: the result of the action in words, like "will be
-    suspended". If a job that was to be suspended or cancelled already is, the line says so instead."""
+    """Print the job after an action, as a line of text or as JSON. ``what``: the action's result in words, like "will be
+    suspended"."""
     if as_json:
         output.emit(job)
     else:

@@ -145,8 +145,8 @@ def _warnings_text(found: list[views.Warning_]) -> str | None:
 
 
 def commit_text(spec: dict[str, Any]) -> str | None:
-    """Return the git commit of the job's code, with the number and digest of uncommitted changes; ``unknown`` with the
-    reason if the commit could not be determined; None if the spec has no facts about git."""
+    """Return the git commit of the job's code, and its uncommitted changes, as text; None if the spec does not have this
+    information."""
     git = (spec.get("code") or {}).get("git")
     if git is None:
         return None
@@ -164,8 +164,7 @@ def _packages_text(found: views.EnvironmentView | None) -> str | None:
 
 
 def _goodput_text(found: views.GoodputView | None) -> str | None:
-    """Return the share of the job's wall time that was useful ("unknown" if the view has none), and the time spent on each part
-    of 0.05 s or more. Return None if ``found`` is None."""
+    """Return the useful share of the job's wall time, and where the time went, as text. None if ``found`` is None."""
     if found is None:
         return None
     seconds = found.model_dump()
@@ -222,9 +221,7 @@ def _attempts_text(numbers: list[int]) -> str:
 
 
 def _remarks(attempt: views.AttemptView) -> Iterator[str]:
-    """Yield sentences about an attempt that the table does not show. They are the notes of its resume report, the time of a
-    requested stop, why redone steps were not all compared, metrics that differ in equal redone steps, and what an inexact resume
-    lost. Several attempts may have the same sentence."""
+    """Yield sentences about an attempt that the table does not show, such as what an inexact resume lost."""
     report, redone = attempt.resume_report, attempt.redone
     yield from report.notes if report is not None else ()
     if attempt.notice_used is not None and attempt.notice_seconds is not None:

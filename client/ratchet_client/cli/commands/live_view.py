@@ -1,4 +1,4 @@
-"""The live view of a job on a terminal: events scroll above; the last lines show figures such as progress, loss and hook."""
+"""The live view of a job on a terminal: events scroll above lines with figures such as progress and loss."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _GAP = "   "
 
 
 class LiveView:
-    """A context manager that shows a job on a terminal: events scroll above, and the lines at the bottom are redrawn. On exit the
-    lines at the bottom disappear; the events stay."""
+    """A context manager that shows a job on a terminal: events scroll above lines that are redrawn. Only the events stay on
+    exit."""
 
     def __init__(self) -> None:
         self._live = Live(console=output.console(), refresh_per_second=4, transient=True)
@@ -62,8 +62,7 @@ class LiveView:
 
 
 class JobLines:
-    """The lines at the bottom of the live view for one snapshot. They are laid out when they are drawn, for the terminal's width
-    at that time."""
+    """The lines at the bottom of the live view, for one snapshot."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -77,8 +76,8 @@ class JobLines:
             yield Text(waiting, style="yellow")
 
     def _head(self, width: int) -> Iterable[Table | Text]:
-        """Yield one line with phase, progress bar, step and percentage; without bar and percentage if the number of steps is
-        unknown or the line is too narrow."""
+        """Yield one line with phase and step, and with a progress bar if the number of steps is known and the line is wide
+        enough."""
         job = self._snapshot.job
         phase, step = Text(job.phase, style=output.style_of(job.phase)), progress_text(job)
         total = job.progress.total_steps
@@ -108,8 +107,7 @@ class JobLines:
 
 
 def _pack_lines(parts: Iterable[Text], width: int) -> Iterable[Text]:
-    """Yield lines with as many of ``parts`` as fit in ``width`` columns. A part that is longer than a line has a line of its
-    own."""
+    """Yield lines with as many of ``parts`` as fit in ``width`` columns. A part that is too long gets its own line."""
     line = Text()
     for part in parts:
         if line and line.cell_len + len(_GAP) + part.cell_len > width:

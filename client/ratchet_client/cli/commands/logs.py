@@ -81,8 +81,7 @@ def logs(
 def _no_lines_message(
     client: RatchetClient, job: str, rank: int | None, attempt: WhichAttempt | None, *, is_unfiltered: bool
 ) -> str:
-    """Return a message that explains why no line was printed. ``is_unfiltered``: neither ``--since`` nor ``--grep`` was set;
-    ``attempt``: the selected one, None: the newest."""
+    """Return a message that explains why no line was printed. ``is_unfiltered``: neither ``--since`` nor ``--grep`` was set."""
     who = "it" if rank is None else f"rank {rank}"
     text = f"{who} has printed nothing" if is_unfiltered else "no such line"
     newest = client.view(job).attempt
@@ -92,7 +91,7 @@ def _no_lines_message(
 
 
 def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
-    """Raise ``typer.BadParameter`` if the job has no rank of this number now, and no attempt has logs of such a rank."""
+    """Raise ``typer.BadParameter`` if the job has no rank of this number and no logs of one."""
     view = client.view(job)
     world = view.spec.get("world", {})
     ranks = world.get("nodes", 1) * world.get("ranks_per_node", 1)
@@ -111,8 +110,8 @@ def _parse_attempt(attempt: str | None) -> WhichAttempt:
 
 
 def parse_since(text: str, now: datetime | None = None) -> str:
-    """Return the RFC 3339 time for ``text``, the value of ``--since``: an age like ``10m`` before ``now`` (default: the present),
-    or an RFC 3339 time with a time zone. Raises ``typer.BadParameter`` for anything else."""
+    """Return the RFC 3339 time for ``text``: an age like ``10m``, or a time with a time zone. Raise ``typer.BadParameter`` for
+    other texts."""
     number, unit = text[:-1], text[-1:]
     try:
         if unit in _UNITS and number.isascii() and number.replace(".", "", 1).isdigit():
@@ -170,15 +169,15 @@ def _print(events: Iterable[views.EventView]) -> None:
 
 
 class ErrorsOnce:
-    """Shortens texts that repeat an error. It is called with one text after the other, and returns each text with the errors of
-    earlier texts replaced by ``(as above)``."""
+    """Shortens texts that repeat an error: call the object with each text in turn, and earlier errors are replaced by ``(as
+    above)``."""
 
     def __init__(self) -> None:
         self._printed: list[str] = []
 
     def __call__(self, text: str, error: str | None = None) -> str:
-        """Return ``text`` with the errors of earlier texts replaced. ``error``: the message of an ended attempt; if it occurs in
-        ``text`` and is not short, it is replaced in later texts."""
+        """Return ``text`` with the errors of earlier texts replaced. ``error``: a message that may occur in ``text`` and in later
+        texts."""
         for shown in self._printed:
             text = re.sub(rf"{re.escape(shown)}(?!\w)", "(as above)", text)  # step 34 is not step 340
         told = (
@@ -190,10 +189,8 @@ class ErrorsOnce:
 
 
 class EventFold:
-    """Combines events that belong together, as they arrive: consecutive checkpoints of one attempt, and the events of an
-    attempt's end. An attempt's end has the event ``result`` (from its agent; not shown if ``attempt-ended`` follows), the event
-    ``attempt-ended`` and, directly after it, the job's transition (``end-requeue``, for example). An error's text is printed only
-    with the first attempt that ends with it. ``follow`` True: the first checkpoint of a series is shown when it arrives."""
+    """Combines events that belong together, as they arrive: consecutive checkpoints, and the events of an attempt's end.
+    ``follow``: show the first checkpoint of a series at once."""
 
     def __init__(self, follow: bool = False) -> None:
         self.dedupe_errors = ErrorsOnce()
@@ -203,9 +200,8 @@ class EventFold:
         self._ended: views.EventView | None = None
 
     def add(self, event: views.EventView) -> list[views.EventView]:
-        """Return the events to show now that ``event`` has arrived, including combined ones that were held back until now.
-        ``event`` itself is not among them if it is held back, because the next one may belong to it. A ``result`` is always held
-        back; it is dropped when the ``attempt-ended`` of its attempt arrives, else ``flush`` returns it."""
+        """Return the events to show now that ``event`` has arrived; may include earlier events. ``event`` may be held back until
+        a later call or ``flush``."""
         if event.type == "result":
             self._results.append(event)
             return []
@@ -229,8 +225,8 @@ class EventFold:
         return [*self._fold_checkpoints(), *self._results, *([] if self._ended is None else [self._ended])]
 
     def _fold_checkpoints(self) -> list[views.EventView]:
-        """Return the held back checkpoints: several as one event, a single one unchanged. With ``follow`` a single one is left
-        out, since it has been shown."""
+        """Return the checkpoints that are held back, several as one event. With ``follow`` a single one has been shown and is
+        omitted."""
         run = self._checkpoints
         if len(run) < 2:
             return [] if self._follow else list(run)
@@ -239,8 +235,7 @@ class EventFold:
         return [last.model_copy(update={"message": words})]
 
     def _merge_end(self, ended: views.EventView, change: views.EventView) -> views.EventView:
-        """Return the event ``ended`` of an attempt's end, combined with the job's transition ``change``. The part of the job's
-        message that repeats the attempt's is omitted."""
+        """Return the event ``ended``, combined with the job's transition ``change``; repeated text is omitted."""
         said = ended.message.partition(": ")[2].rstrip(".")
         more = change.message.replace(f"The last attempt ended with {said}.", "").strip()
         if more in ended.message or more == f"{change.data.get('from')} -> {change.data.get('to')}":
@@ -252,8 +247,7 @@ class EventFold:
 
 
 def event_line(event: views.EventView) -> str:
-    """Return the event as a line of text: time, type, and message, with the attempt's number if the event has one. Digests in
-    the message are shortened."""
+    """Return the event as a line of text: time, type and message. Digests in the message are shortened."""
     attempt = f"attempt {event.attempt}"
     prefix = "" if event.attempt is None or event.message.startswith(attempt) else f"{attempt}: "
     return f"{output.format_time(event.at)}  {event.type:<20}  {prefix}{short_digests(event.message)}"

@@ -61,8 +61,7 @@ def _row(series: MetricSeries) -> list[str]:
 
 
 def last_values_text(client: RatchetClient, job_id: str) -> str:
-    """Return the last values of the first six metrics, like ``accuracy 0.97, loss 0.12``, and the number of the others, if any;
-    "" if nothing is logged."""
+    """Return the last values of up to six metrics, like ``accuracy 0.97, loss 0.12``; "" if nothing is logged."""
     series = [one for one in client.metrics(job_id, max_points=2).series if one.points]
     words = [f"{one.name} {one.points[-1].value:.4g}" for one in series[:_NAMED]]
     return ", ".join(words) + (f" and {len(series) - _NAMED} more" if len(series) > _NAMED else "")

@@ -51,8 +51,7 @@ def queue(
 
 
 def _position_text(one: QueuedView) -> str:
-    """Return the job's position in the queue, like ``12``; ``>1000`` if only this minimum of jobs ahead is known; ``-`` if the
-    job is in back-off or its position is unknown."""
+    """Return the job's position in the queue, like ``12``; ``>1000`` if only a minimum is known; ``-`` if there is none."""
     if one.position is None and one.ahead_at_least is not None:
         return f">{one.ahead_at_least}"
     return output.dash(one.position)

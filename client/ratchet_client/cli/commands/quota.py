@@ -77,7 +77,7 @@ def _show(view: QuotaView, as_json: bool) -> None:
 
 
 def _cell(view: QuotaView, kind: str) -> str:
-    """Return use and limit of one kind, like ``3 of 8``; for ``*``, which applies to each owner separately, only the limit."""
+    """Return use and limit of one kind, like ``3 of 8``; only the limit if the view does not contain the use."""
     limit = getattr(view, kind)
     most = "no limit" if limit is None else str(limit)
     return most if view.in_use is None else f"{getattr(view.in_use, kind)} of {most}"

@@ -1,5 +1,4 @@
-"""``ratchet serve``, ``reconcile``, ``agent-host`` and ``agent``: replaces this process by the service, or by one of its
-parts."""
+"""``ratchet serve``, ``reconcile``, ``agent-host`` and ``agent``: replace this process with the service or one of its parts."""
 
 from __future__ import annotations
 
@@ -238,8 +237,7 @@ def _common_arguments(
     run_as: str | None = None,
     run_as_limits: str | None = None,
 ) -> list[str]:
-    """Return the command line arguments of ``ratchet_service`` for the options that several commands have; options that are None
-    are left out, except ``--home``, which is always set."""
+    """Return the command line arguments of ``ratchet_service`` for the options that several commands have."""
     from ratchet_client.http.discovery import home_directory
 
     arguments = ["--home", str(home_directory(home or settings(ctx).home))]
@@ -265,12 +263,8 @@ def agent(launch_file: Annotated[Path, typer.Argument(help="The attempt's launch
 def exec_module(
     module: str, required_module: str, extra: str, arguments: list[str], database_url: str | None = None
 ) -> NoReturn:
-    """Replace this process with ``python -P -m module``, so that the module receives the signals and sets the exit code; never
-    returns. ``required_module``: if it is not installed, an error that names the ``extra`` to install is printed and
-    ``typer.Exit`` is raised. ``database_url``: passed in the environment, since it may contain a password.
-
-    -P: a ``secrets.py`` or ``yaml.py`` in the current directory must not be imported.
-    """
+    """Replace this process with ``python -P -m module``. Raise ``typer.Exit`` if ``required_module`` is not installed; the
+    printed error names the ``extra`` to install."""
     if find_spec(required_module) is None:
         command = shlex.join([sys.executable, "-m", "pip", "install", f"ratchet-train[{extra}]"])
         typer.echo(f"ratchet: this needs {required_module}, which {sys.executable} does not have: {command}", err=True)
@@ -278,4 +272,5 @@ def exec_module(
     variables = dict(os.environ)
     if database_url is not None:
         variables[env_vars.DATABASE_URL] = database_url  # not an argument: it may hold a password
+    # -P: a ``secrets.py`` or ``yaml.py`` in the current directory must not be imported.
     os.execve(sys.executable, [sys.executable, "-P", "-m", module, *arguments], variables)

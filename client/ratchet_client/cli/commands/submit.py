@@ -97,8 +97,7 @@ def submit(
 
 
 def _warn_duplicate_name(client: RatchetClient, job: JobView) -> None:
-    """Print a note if another job has the same name, since the name may then not select ``job``. Errors of the request are
-    ignored."""
+    """Print a note if another job has the same name, which may then not select ``job``."""
     from ratchet_contract.errors import RatchetError
 
     with suppress(RatchetError):
@@ -116,17 +115,14 @@ def note_adoption(job: JobView) -> None:
 
 
 def print_warnings(warnings: Sequence[Warning_]) -> None:
-    """Print the service's warnings about a spec on standard error, each on a line of its own, which is wrapped on a terminal."""
+    """Print the service's warnings about a spec on standard error."""
     for warning in warnings:
         output.note(output.wrap_text(f"warning: {warning.pointer or '/'}: {warning.detail} [{warning.code}]"))
 
 
 def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
-    """Change ``spec`` in place: set the keys of ``sets``, items ``a.b=value`` of ``--set`` whose values are YAML, and add
-    ``labels``. Existing values are replaced. Missing mappings on the way to a key are created, and before a key below ``hook`` is
-    set, a hook given by its name becomes a mapping. Raises ``typer.BadParameter`` for an item without key or "=", and if a part
-    of a key before the last is not a mapping in the spec. Raises ``SpecError`` for a value that is not valid YAML or that JSON
-    cannot represent. After an error, ``spec`` may have some of the changes."""
+    """Set the keys of ``sets``, items ``a.b=value`` with YAML values, in ``spec``, and add ``labels``. Raise
+    ``typer.BadParameter`` or ``SpecError`` for an item that cannot be applied."""
     from ratchet_client.resources.spec_file import json_value
     from ratchet_contract.spec.parse import load_spec_text
 
@@ -149,8 +145,8 @@ def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str
 def _dry_run(
     client: RatchetClient, spec: dict[str, Any], adopt: Path | None, upload: bool | None, as_json: bool
 ) -> None:
-    """Print what the spec would run, after all checks of the service. Raises ``SpecError`` for an invalid spec; with ``as_json``
-    its errors are printed as a JSON document first. ``adopt``, ``upload``: as for ``Client.submit``."""
+    """Have the service check the spec, and print what would run. Raise ``SpecError`` for an invalid spec; with ``as_json`` its
+    errors are printed first."""
     from ratchet_contract.errors import SpecError
 
     try:
@@ -183,8 +179,7 @@ def _show_plan(plan: Any, as_json: bool) -> None:
 
 
 def render_request(request: Any) -> str:
-    """Return a part of a launcher's request in its usual file format: text (a batch script) without its final line ends, a list
-    of mappings (manifests) as YAML documents, anything else as YAML."""
+    """Return a part of a launcher's request as text: a string without its final line ends, other values as YAML documents."""
     import yaml
 
     if isinstance(request, str):

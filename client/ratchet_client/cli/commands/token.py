@@ -52,8 +52,8 @@ def create(
 
 
 def _days(text: str | None) -> float | Literal["never"] | None:
-    """Return the lifetime that ``--expires`` sets, a number of hours (``12h``) or days (``30d``), in days. Return "never"
-    unchanged, and None if the option is not set. Raises ``typer.BadParameter`` for any other text."""
+    """Return the lifetime ``text``, like ``12h`` or ``30d``, in days; "never" and None are returned unchanged. Raise
+    ``typer.BadParameter`` for other texts."""
     if text is None or text == "never":
         return None if text is None else "never"
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([hd])", text)

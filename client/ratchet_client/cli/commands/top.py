@@ -84,8 +84,7 @@ def top(
 def _watch(
     ctx: typer.Context, phases: list[str], filters: dict[str, Any], limit: int, every: float, as_json: bool
 ) -> None:
-    """Show the jobs every ``every`` seconds until Ctrl-C: with ``as_json`` as one JSON line each time, else on a terminal as a
-    table that is redrawn, else as one table each time."""
+    """Show the jobs every ``every`` seconds until Ctrl-C, as JSON lines or as a table, which is redrawn on a terminal."""
     from ratchet_client.cli.commands.wait import poll
 
     with open_client(ctx, 0.0) as client:
@@ -132,8 +131,7 @@ class _Table:
         self._previous: dict[str, Snapshot] = {}
 
     def poll(self) -> list[Snapshot]:
-        """Return snapshots of the matching jobs, followed by those of the jobs that have just ended. A job that was deleted
-        meanwhile is left out."""
+        """Return snapshots of the matching jobs, followed by those of jobs that have just ended."""
         from ratchet_contract.errors import NotFound
 
         found = self.client.jobs(phase=self.phases, page_size=self.limit, **self.filters)
@@ -181,8 +179,7 @@ _NOTHING = "no job runs or waits; submit one with: ratchet submit FILE"
 
 
 def _print_table(snapshots: Sequence[Snapshot]) -> None:
-    """Print the table once: on a terminal as when it is redrawn; elsewhere, where lines have no maximum width, without the loss
-    curve and with the reason why a job waits as the last column. Without snapshots, print only a note."""
+    """Print the table once, without a terminal with a column for why jobs wait; only a note if there are no jobs."""
     if not snapshots:
         output.note(_NOTHING)
         return
@@ -196,8 +193,7 @@ def _print_table(snapshots: Sequence[Snapshot]) -> None:
 
 
 def _render_table(snapshots: Sequence[Snapshot], width: int) -> RenderableType:
-    """Return the table for a terminal of ``width`` columns, with the reasons why jobs wait below it: there they have the whole
-    width and are never omitted."""
+    """Return the table for a terminal of ``width`` columns, with the reasons why jobs wait below the table."""
     from rich.console import Group
     from rich.text import Text
 

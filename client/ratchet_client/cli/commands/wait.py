@@ -39,8 +39,7 @@ _PLAIN_INTERVAL_SECONDS = 5.0
 
 
 class View(Protocol):
-    """What a view of a job must have. ``pump`` calls these methods: for each event, at each poll of the job's state, and when
-    the service stops responding, as ``poll`` calls ``on_gap``."""
+    """A view of a job: ``pump`` calls it for each event, for each snapshot, and when the service stops responding."""
 
     def on_event(self, event: EventView) -> None: ...
     def on_progress(self, snapshot: Snapshot) -> None: ...
@@ -50,11 +49,8 @@ class View(Protocol):
 def poll(
     fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], object] = print_disconnect
 ) -> Iterator[T]:
-    """Yield the result of ``fetch`` every ``interval_seconds`` seconds, without an end. If the service stops responding, call
-    ``on_gap`` with the error text and retry for ``PATIENCE`` seconds. Raises ``ServiceUnreachable`` after that. If ``on_gap``
-    returns a true value, it is called again if the next try fails, too. If the service has never responded, ``on_gap`` is not
-    called, and the error is raised after ``RETRY_FOR`` seconds, or at once if no service was started. Other errors of ``fetch``
-    are raised at once."""
+    """Yield the result of ``fetch`` every ``interval_seconds``, without an end. ``on_gap``: called with the error when the
+    service stops responding. Raise ``ServiceUnreachable`` if it stays unreachable for too long."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.poll import retry_poll
@@ -74,10 +70,8 @@ def poll(
 
 def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), deadline: float | None = None,
          as_json: bool = False) -> None:  # fmt: skip
-    """Wait until the job has ended or is in a phase of ``until``, and print its phase now and at each change of phase or reason.
-    Then print the job with ``as_json``, else the results of a job that has ended. Return if the job is in a phase of ``until``
-    (if that is empty: is SUCCEEDED), else raise ``typer.Exit`` with code 1. ``deadline``: in seconds, after which
-    ``DeadlineReached`` is raised; None: no limit."""
+    """Wait until the job has ended or is in a phase of ``until``, print its changes, then the job or its results. Raise
+    ``typer.Exit`` unless the job is in such a phase (default: SUCCEEDED), ``DeadlineReached`` after ``deadline`` seconds."""
     from ratchet_client.resources.client import TERMINAL
 
     once = ErrorsOnce()
@@ -102,8 +96,8 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
 
 def _print_results(client: RatchetClient, job: JobView) -> None:
-    """Print on standard error the last metrics of an ended job, its files, and for a job that has succeeded its last checkpoint
-    as the model, each with the command that shows or fetches it. What the job does not have is left out."""
+    """Print on standard error an ended job's last metrics, model and files, as far as it has them, each with a command to see
+    more."""
     if words := last_values_text(client, job.id):
         output.note(f"last metrics: {words}; all: ratchet metrics {job.id}")
     if job.last_checkpoint is not None and job.phase == "SUCCEEDED":
@@ -114,8 +108,7 @@ def _print_results(client: RatchetClient, job: JobView) -> None:
 
 
 def _failed_rank(client: RatchetClient, job: JobView) -> int | None:
-    """Return the rank whose failure ended the last attempt of a failed job; other ranks' errors are consequences of it. Return
-    None if the job has not failed, the rank is unknown, or the request fails."""
+    """Return the rank whose failure ended the last attempt of a failed job; None if it is unknown or the job has not failed."""
     from ratchet_contract.errors import RatchetError
 
     with suppress(RatchetError):
@@ -124,8 +117,8 @@ def _failed_rank(client: RatchetClient, job: JobView) -> int | None:
 
 
 def _exit_by_result(job: JobView, rank: int | None, until: Collection[JobPhase] = ()) -> None:
-    """Return if the job is in a phase of ``until`` (default: SUCCEEDED). Else print the commands that help, and raise
-    ``typer.Exit`` with code 1. ``rank``: the rank that failed, for these commands; None: unknown."""
+    """Return if the job is in a phase of ``until`` (default: SUCCEEDED), else print helpful commands and raise ``typer.Exit``.
+    ``rank``: the rank that failed."""
     if until and job.phase not in until:
         output.note(f"{job.id} ended as {job.phase} and will not be {', '.join(sorted(until))}")
     if job.phase not in (until or ("SUCCEEDED",)):
@@ -139,9 +132,8 @@ def _exit_by_result(job: JobView, rank: int | None, until: Collection[JobPhase] 
 
 
 def _resume_hint(job: JobView) -> str:
-    """Return, as text, the commands that continue a failed or cancelled job: ``resume`` with the same code, which is its
-    snapshot, and ``resume --code`` with changed code. Strict determinism refuses changed code for a job with a checkpoint: the
-    second command is then a ``fork``, which makes a new job. A job without a snapshot gets only the first command."""
+    """Return, as text, the commands that continue a failed or cancelled job, with the same and, if possible, with changed
+    code."""
     again, code = f"ratchet resume {job.id}", job.spec.get("code")
     if code is None or code.get("source") == "nodes":
         return f"continue: {again}"
@@ -152,9 +144,8 @@ def _resume_hint(job: JobView) -> str:
 
 
 def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
-    """Show the job's events and progress until it has ended. Return if it succeeded. Raises ``typer.Exit`` with code 1 if it
-    ended otherwise, and with 130 after Ctrl-C, which only ends the view while the job continues. The events of earlier attempts
-    are omitted, except with ``as_json``."""
+    """Show the job's events and progress until it has ended. Raise ``typer.Exit`` unless it succeeded. Ctrl-C ends only the
+    view."""
     fold, after = EventFold(follow=True), None
     if not as_json:
         with open_client(ctx) as client:
@@ -188,8 +179,7 @@ def follow(ctx: typer.Context, job_id: str, *, as_json: bool = False) -> None:
 
 
 def _event_before_newest_attempt(client: RatchetClient, job_id: str) -> int | None:
-    """Return the number before the id of the newest attempt's first event: ``follow`` does not show events with ids up to it.
-    Return None if there is at most one attempt, or if the newest has no event yet; all events are shown then."""
+    """Return the id after which the newest attempt's events begin; None if all events are to be shown."""
     newest = client.view(job_id).attempt
     first = next(client.events(job_id, attempt=newest, page_size=1), None) if newest > 1 else None
     return None if first is None else first.id - 1
@@ -199,10 +189,8 @@ def pump(
     ctx: typer.Context, job_id: str, view: View, fold: EventFold | None, *, after: int | None = None,
     until: Collection[JobPhase] = (), on_interrupt: Callable[[], object] = lambda: None,
 ) -> JobView:  # fmt: skip
-    """Call the methods of ``view`` with the job's events and snapshots until the job has ended, or is in a phase of ``until``,
-    and return the job. Events are received in a thread. ``fold``: combines events; None: each is shown. ``after``: the id of the
-    last event that is not shown. ``on_interrupt``: called on Ctrl-C before anything else is printed, since printing blocks while
-    the terminal is paused; then ``KeyboardInterrupt`` is raised again."""
+    """Pass the job's events and snapshots to ``view`` until the job has ended or is in a phase of ``until``; return the job.
+    ``after``: id of the last event not to show. ``on_interrupt``: called on Ctrl-C before anything is printed."""
     arrived: queue.SimpleQueue[EventView | None] = queue.SimpleQueue()
     with open_client(ctx, 0.0) as client, open_client(ctx, PATIENCE) as streamer:
         thread = threading.Thread(target=_collect, args=(streamer, job_id, after, arrived), daemon=True)
@@ -218,6 +206,7 @@ def pump(
                 timeout=5.0 if now.job.phase.terminal else 0.5
             )  # a job in a phase of ``until`` may emit events forever
         except KeyboardInterrupt:
+            # First: printing blocks while the terminal is paused.
             on_interrupt()
             raise
         finally:  # events that are held back are shown even on Ctrl-C
@@ -231,8 +220,7 @@ def pump(
 def _collect(
     client: RatchetClient, job_id: str, after: int | None, events: queue.SimpleQueue[EventView | None]
 ) -> None:
-    """Put the job's events after the id ``after`` into the queue ``events`` until the job has ended or the client
-    raises a ``RatchetError``, then None."""
+    """Put the job's events after the id ``after`` into ``events`` until the job has ended or the client fails, then None."""
     from ratchet_contract.errors import RatchetError
 
     try:
@@ -260,8 +248,8 @@ def _print(text: str) -> None:
 
 
 class PlainView:
-    """Prints events as they arrive, and a progress line every ``interval_seconds`` seconds if it has changed. ``print_line``:
-    prints a line. ``immediately``: the first progress line is printed at once, else after the interval."""
+    """Prints events as they arrive, and changed progress lines at intervals. ``immediately``: the first progress line is not
+    delayed by the interval."""
 
     def __init__(
         self,

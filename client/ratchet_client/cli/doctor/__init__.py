@@ -78,8 +78,8 @@ def doctor(
 
 
 def _interpreter(value: str) -> str:
-    """Return the path of the interpreter that ``value`` names: a file, the directory of a virtual environment, or a program on
-    PATH. Return ``value`` itself if there is no such program."""
+    """Return the path of the interpreter that ``value`` names: a file, a virtual environment's directory, or a program on
+    PATH."""
     path = Path(value)
     return str(path / "bin" / "python") if path.is_dir() else shutil.which(value) or value
 
@@ -95,9 +95,8 @@ def _checked_hooks(hooks: list[str]) -> list[str]:
 
 
 def _prove(diagnosis: Diagnosis, home: Path, python: str | None, hooks: list[str]) -> list[Proof]:
-    """Run the jobs of the exactness check and return its proofs; blocks for minutes. They use a temporary run directory next to
-    ``home``, the run directory, or in the directory for temporary files. ``python``: the interpreter that trains; None: this
-    one."""
+    """Run the jobs of the exactness check and return its proofs; blocks for minutes. ``python``: the interpreter that trains;
+    None: this one."""
     from ratchet_client.cli.doctor.exactness import prove
     from ratchet_client.cli.doctor.progress import Progress
 

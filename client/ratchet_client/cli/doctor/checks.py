@@ -1,4 +1,4 @@
-"""Runs all checks in order: first the disk alone, so that nothing slows it; then slow processes and quick checks concurrently."""
+"""Runs the checks of ``ratchet doctor``: first the disk alone, so that nothing slows it, then the other checks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ QUICK_SECONDS: Final = 30.0
 
 @dataclass
 class Diagnosis:
-    """The results of all checks. ``cpu``: the processor's name; ``gpus``: the names of the CUDA devices that the worker's torch
-    can use."""
+    """The results of all checks. ``cpu``: the processor's name; ``gpus``: names of the CUDA devices that torch can use."""
 
     findings: list[Finding] = field(default_factory=list)
     cpu: str = "this CPU"
@@ -33,9 +32,8 @@ class Diagnosis:
 
 
 def run_checks(settings: Settings, python: str | None, report_progress: Progress) -> Diagnosis:
-    """Run all checks except the proof of exactness, and return the results. Usually blocks for some seconds, and for minutes if
-    checks hang; slow checks run concurrently in other processes. ``python``: the interpreter that trains; None: this one.
-    ``report_progress``: called with the current step."""
+    """Run all checks except the proof of exactness, and return the results. May block for minutes. ``python``: the interpreter
+    that trains; None: this one."""
     home = home_directory(settings.home)
     report_progress("the disk of the run directory ...")
     on_disk = probes.with_timeout(

@@ -41,17 +41,16 @@ _TRY_LOCK: Final = (
 
 
 def nearest_directory(home: Path) -> Path:
-    """Return ``home``, the run directory, if it exists, else its nearest parent that does. Nothing is created. Raises ``OSError``
-    if that cannot be determined, as below a directory without permission."""
+    """Return the run directory ``home`` if it exists, else its nearest existing parent. Raise ``OSError`` if that cannot be
+    determined."""
     while not home.is_dir() and home != home.parent:
         home = home.parent
     return home
 
 
 def probe(home: Path, *, sqlite: bool) -> list[Finding]:
-    """Return all findings about the disk of the run directory ``home``. For the tests a temporary directory is created in it, or
-    in its nearest existing parent, and removed. What the disk cannot do is a finding, not an exception. ``sqlite``: the database
-    is an SQLite file in the run directory; if not, whether SQLite works there is not checked."""
+    """Return the findings about the disk of the run directory ``home``. Creates and removes a temporary directory in it or a
+    parent. ``sqlite``: the database is an SQLite file in ``home``."""
     try:
         place = nearest_directory(home)
     except OSError as error:
@@ -117,9 +116,8 @@ def _free_space(place: Path) -> Finding:
 
 
 def file_system(place: Path, mountinfo: str) -> str | None:
-    """Return the type of the mounted file system that contains ``place``, like ``ext4``; None if it is not found. ``mountinfo``:
-    the text of ``/proc/self/mountinfo``. If several file systems are mounted at the same directory, the last one counts, since it
-    is on top."""
+    """Return the type of the mounted file system that contains ``place``, like ``ext4``; None if unknown. ``mountinfo``: text of
+    ``/proc/self/mountinfo``."""
     best: tuple[int, str] | None = None
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
@@ -127,14 +125,15 @@ def file_system(place: Path, mountinfo: str) -> str | None:
         if len(fields) < 5 or not right:
             continue
         point = Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields[4]))
+        # Of several mounted at one directory, the last one is on top.
         if place.is_relative_to(point) and (best is None or len(point.parts) >= best[0]):
             best = (len(point.parts), right.split()[0])
     return best[1] if best else None
 
 
 def _kind(place: Path, *, sqlite: bool) -> Finding:
-    """Return the finding on the type of the file system: a warning for those in memory, and, with ``sqlite``, for network file
-    systems; ``not-checked`` if the type is unknown."""
+    """Return the finding on the file system's type, such as a warning for one in memory. ``sqlite``: the database is a file
+    there."""
     try:
         kind = file_system(place.resolve(), Path("/proc/self/mountinfo").read_text())
     except OSError:
@@ -164,8 +163,7 @@ def _kind(place: Path, *, sqlite: bool) -> Finding:
 
 
 def _speed(folder: Path) -> list[Finding]:
-    """Return the findings on write and read speed, measured with up to 64 MiB, of which as much is written as fits in about a
-    second. The file is removed."""
+    """Return the findings on write and read speed, measured with a temporary file of up to 64 MiB in ``folder``."""
     piece = os.urandom(_PIECE)
     pieces = max(1, min(_PIECES, shutil.disk_usage(folder).free // 4 // _PIECE))
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
@@ -201,8 +199,8 @@ def _speed(folder: Path) -> list[Finding]:
 
 
 def _locks(folder: Path) -> list[Finding]:
-    """Return the finding on file locks: another process must not be able to take a lock that this one holds. Such locks
-    distinguish a dead agent from a live one."""
+    """Return the finding on file locks: another process must not be able to take a lock that this process holds."""
+    # Such locks distinguish a dead agent from a live one.
     path = folder / "lock"
     command = [sys.executable, "-I", "-S", "-c", _TRY_LOCK, str(path)]
     with path.open("a") as file:
@@ -222,8 +220,7 @@ def _locks(folder: Path) -> list[Finding]:
 
 
 def _rename(folder: Path) -> list[Finding]:
-    """Return the finding on the rename of a file onto an existing one, followed by a sync of the directory. Files such as a
-    checkpoint's manifest are written under another name and then renamed."""
+    """Return the finding on renaming a file onto an existing one, as is done for a checkpoint's manifest."""
     old, new = folder / "old", folder / "new"
     old.write_text("old")
     new.write_text("new")
@@ -241,8 +238,7 @@ def _rename(folder: Path) -> list[Finding]:
 
 
 def _sqlite(folder: Path) -> list[Finding]:
-    """Return the finding on SQLite in WAL mode: a second connection must be able to read the database while the first one
-    writes."""
+    """Return the finding on SQLite in WAL mode: one connection must be able to read while another one writes."""
     path = folder / "probe.db"
     try:
         with closing(_connect(path)) as one, closing(_connect(path)) as two:

@@ -1,7 +1,7 @@
 """``ratchet doctor --exactness``: checks on this machine that a killed job ends with the same bits as an undisturbed one.
 
-Per hook and device two jobs run under a real service: one undisturbed, and one with a rank that is killed (SIGKILL, from outside)
-between two checkpoints, after compression has begun. Every tensor and every rank's state of the final checkpoints is compared.
+Per hook and device two jobs run under a temporary service: one undisturbed, one with a rank that is killed. Their final
+checkpoints are compared.
 """
 
 from __future__ import annotations
@@ -44,11 +44,9 @@ _MAX_NAMES: Final = 10
 
 @dataclass
 class Proof:
-    """The result for one hook on one device, from two jobs of the same spec. ``undisturbed``, ``killed``: the ids of the two
-    jobs. ``ranks``: ranks of each job. ``struck``: True once a rank of the job ``killed`` has been killed. ``identical``: True if
-    the final checkpoints have the same bits and there was no problem, False if they differ, else None. ``tensors``: number of
-    tensors compared. ``lost``: steps that were lost and done again. ``seconds``: the duration of the job ``killed``.
-    ``problems``: why the proof failed; empty if it succeeded."""
+    """The result for one hook on one device. ``undisturbed``, ``killed``: ids of the two jobs. ``struck``: a rank was killed.
+    ``identical``: None if undecided. ``tensors``: number compared. ``lost``: steps done again. ``problems``: why the proof
+    failed."""
 
     hook: str
     device: Device
@@ -106,10 +104,8 @@ class Proof:
 def prove(
     diagnosis: Diagnosis, home: Path, python: str | None, hooks: Collection[str], report_progress: Progress
 ) -> list[Proof]:
-    """Return one proof for each hook in ``hooks`` and each device of this machine that supports it. Starts a temporary
-    service (``temporary_service``), runs two jobs per proof and blocks until all have ended, per device at most
-    ``TIMEOUT_SECONDS``. If torch or required packages are missing, nothing is started. Then, and if the service fails, proofs
-    without a result have the reason in ``problems``. ``python``: the interpreter that trains; None: the service's."""
+    """Run two jobs under a temporary service for each of ``hooks`` and each device that supports it, and return the proofs;
+    blocks for minutes. Failures are in their ``problems``."""
     proofs = [proof for device in _devices(diagnosis) for proof in _planned_proofs(diagnosis, device, hooks)]
     lacking = [name for name in ("torch", "extra worker", "extra service") if diagnosis.failed(name)]
     if lacking:
@@ -150,8 +146,8 @@ def _mark_blocked(proof: Proof, reason: str) -> Proof:
 
 
 def _hook(entry: HookEntry) -> dict[str, Any]:
-    """Return the value of the spec's key ``hook`` for the hook ``entry``. Compression starts so early that the rank is killed
-    after it."""
+    """Return the value of the spec's key ``hook`` for ``entry``, with an early start of compression where it can be set."""
+    # The rank must be killed after compression has begun.
     known = {parameter.name for parameter in fields(entry.spec)}
     return {"name": entry.name} | {key: COMPRESSION_START for key in ("start_powerSGD_iter",) if key in known}
 
@@ -178,8 +174,7 @@ def spec_of(proof: Proof, python: str | None) -> dict[str, Any]:
 def _run(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: str | None, report_progress: Progress
 ) -> None:
-    """Run the jobs of ``proofs``, all for one device, concurrently as far as the service has slots. Block until they have ended,
-    at most ``TIMEOUT_SECONDS``; then fill in the results of the proofs."""
+    """Run the jobs of ``proofs``, which are for one device, and fill in the results. Blocks for minutes."""
     for proof in proofs:
         proof.killed = client.submit(spec_of(proof, python)).id
         proof.undisturbed = client.submit(spec_of(proof, python)).id
@@ -192,9 +187,8 @@ def _run(
 def _wait_until_ended(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], report_progress: Progress
 ) -> dict[str, JobView]:
-    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``. Return the jobs by id, as last polled; some have
-    not ended after the timeout. Meanwhile kill one rank of each job ``killed``, once, when this job is between two
-    checkpoints."""
+    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``, and return the jobs by id. Meanwhile kill a rank
+    of each job ``killed`` once."""
     ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
     end, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0.0, ""
     jobs: dict[str, JobView] = {}
@@ -217,8 +211,8 @@ def _wait_until_ended(
 
 
 def _kill_rank(paths: HomePaths, proof: Proof) -> bool:
-    """Kill (SIGKILL) the last rank of the job ``proof.killed``, if its first attempt is between two checkpoints, at least two
-    steps after the first of these and five before the second, and the first is committed. Return True if the rank was killed."""
+    """Kill the last rank of the job ``proof.killed`` if its first attempt is well between two checkpoints. Return True if the
+    rank was killed."""
     job = paths.job(proof.killed)
     attempt = job.attempt(1)
     step = finished_step(attempt.counter(0))
@@ -249,8 +243,8 @@ def _pid(spool: Path) -> int | None:
 
 
 def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Fill in the results of ``proof`` from its two jobs; each violation of exactness is appended to ``problems``. If a job has
-    failed or has not ended yet, only that is appended and nothing is compared."""
+    """Fill in the results of ``proof`` from its two jobs. What contradicts exactness, or an unfinished job, is appended to
+    ``problems``."""
     bad = proof.problems.append
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
     for job in unfinished:
@@ -269,8 +263,7 @@ def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> 
 
 
 def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
-    """Call ``bad`` with a text for each violation: there is only one attempt, the first did not end because a rank was killed, or
-    a later one did not resume exactly from a checkpoint. ``attempts``: those of the killed job, oldest first."""
+    """Call ``bad`` with a text for each fault in the killed job's attempts, such as a resume that was not exact."""
     if len(attempts) < 2:
         bad("the job ended before its rank could be killed: nothing was resumed")
         return
@@ -284,9 +277,7 @@ def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
 
 
 def _compare(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Have the service compare the final checkpoints of the two jobs bit for bit, and set ``tensors`` and ``identical`` of the
-    proof. A difference is appended to ``problems``. If the checkpoints are equal but there are problems, ``identical`` stays
-    None."""
+    """Have the service compare the jobs' final checkpoints, and store the result in ``proof``."""
     first, second = (jobs[job].last_checkpoint for job in (proof.undisturbed, proof.killed))
     found = client.compare(proof.undisturbed, proof.killed, checkpoint=first, with_checkpoint=second)
     proof.tensors = found.tensors

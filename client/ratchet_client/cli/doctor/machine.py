@@ -32,8 +32,7 @@ _UNLIMITED: Final = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limi
 
 
 def installation() -> list[Finding]:
-    """Return findings on this interpreter and the packages that the service needs. Those of the worker are checked in the
-    interpreter that trains."""
+    """Return findings on this interpreter and the packages that the service needs."""
     version = platform.python_version()
     found = [ok("python", version, sys.executable)]
     try:
@@ -56,8 +55,7 @@ def is_postgres_configured() -> bool:
 
 
 def _extra(name: str, *, needed: bool) -> Finding:
-    """Return the finding on the packages of the extra ``name`` of ratchet-train. If ``needed`` is False, missing packages are ok;
-    wrong versions are not."""
+    """Return the finding on the packages of the extra ``name``. ``needed`` False: the extra may be missing altogether."""
     wanted = required_packages(name)
     bad = [p for p in wanted if not p.is_satisfied]
     if not bad:
@@ -73,8 +71,8 @@ def _extra(name: str, *, needed: bool) -> Finding:
 
 @dataclass(frozen=True)
 class CgroupLimits:
-    """The limits that control groups set for this process. ``cores``: CPU quota, may be fractional. ``memory``: limit in bytes.
-    ``used``: bytes in use in the group with that limit. None: no limit, or unknown."""
+    """The limits of this process's control groups, None if there are none or they are unknown. ``cores`` may be fractional;
+    ``memory`` and ``used`` are in bytes."""
 
     cores: float | None = None
     memory: int | None = None
@@ -82,8 +80,8 @@ class CgroupLimits:
 
 
 def cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> CgroupLimits:
-    """Return the tightest limits of this process's control groups and all their parents, for cgroup v2 and v1. ``proc``,
-    ``root``: where the kernel lists and mounts the groups."""
+    """Return the tightest limits of this process's control groups and their parents. ``proc``, ``root``: where the kernel lists
+    and mounts the groups."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -108,15 +106,14 @@ def cgroup_limits(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sy
 
 
 def _mounted(root: Path, controllers: str, name: str) -> Path:
-    """Return the directory where the cgroup v1 controller ``name`` is mounted: that of all ``controllers`` (names with commas
-    between them), if it exists, else its own."""
+    """Return the directory where the cgroup v1 controller ``name`` is mounted, possibly together with the other
+    ``controllers``."""
     together = root / controllers
     return together if together.is_dir() else root / name
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
-    """Yield the directory of the group ``path`` below ``mount`` and those of its parents, as far as they exist: in a container
-    the upper ones are not visible."""
+    """Yield the existing directories of the group ``path`` below ``mount`` and of its parents, the group's own first."""
     parts = [p for p in path.split("/") if p and p != ".."]
     for count in range(len(parts), -1, -1):
         folder = mount.joinpath(*parts[:count])
@@ -133,20 +130,19 @@ def _words(path: Path) -> list[str]:
 
 
 def _cpu_v2(folder: Path) -> list[float]:
-    """Return a list with the CPU quota, in cores, of the cgroup v2 directory ``folder``; an empty list if it has none."""
+    """Return a list with the CPU quota, in cores, of the cgroup v2 directory ``folder``; empty if there is none."""
     words = _words(folder / "cpu.max")
     return [int(words[0]) / int(words[1])] if len(words) == 2 and words[0] != "max" else []
 
 
 def _cpu_v1(folder: Path) -> list[float]:
-    """Return a list with the CPU quota, in cores, of the cgroup v1 directory ``folder``; an empty list if it has none."""
+    """Return a list with the CPU quota, in cores, of the cgroup v1 directory ``folder``; empty if there is none."""
     quota, period = _words(folder / "cpu.cfs_quota_us"), _words(folder / "cpu.cfs_period_us")
     return [int(quota[0]) / int(period[0])] if quota and period and int(quota[0]) > 0 else []
 
 
 def _memory(limit: Path, used: Path) -> list[tuple[int, int | None]]:
-    """Return a list with one pair, the limit in the file ``limit`` and the use in the file ``used``, in bytes (None: unknown);
-    empty if there is no limit."""
+    """Return a list with one pair of limit and use, in bytes, from these files; empty if there is no limit."""
     words, now = _words(limit), _words(used)
     if not words or words[0] == "max" or int(words[0]) >= _UNLIMITED:
         return []
@@ -154,8 +150,7 @@ def _memory(limit: Path, used: Path) -> list[tuple[int, int | None]]:
 
 
 def cores(limits: CgroupLimits) -> Finding:
-    """Return the finding on CPU cores. A CPU quota below the cores that this process may use is a warning: Ratchet allocates
-    these cores, and ranks would be throttled and wait for one another."""
+    """Return the finding on CPU cores: a warning if the CPU quota is below the cores that this process may use."""
     usable, total = len(os.sched_getaffinity(0)), os.cpu_count() or 1
     value = f"{usable} of {pluralize(total, 'core')}"
     if limits.cores is not None and limits.cores < usable:
@@ -193,8 +188,7 @@ def memory(limits: CgroupLimits) -> Finding:
 
 
 def shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """Return the finding on the shared memory at ``path``, through which DataLoader workers pass batches; a warning below
-    ``MIN_SHARED`` bytes free."""
+    """Return the finding on the shared memory at ``path``: a warning if less than ``MIN_SHARED`` bytes are free."""
     cure = "docker run --shm-size=2g (or --ipc=host), in Kubernetes an emptyDir of medium Memory at /dev/shm; or num_workers=0"
     try:
         stat = os.statvfs(path)
@@ -228,8 +222,7 @@ def open_files() -> Finding:
 
 
 def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Finding:
-    """Return the finding on the tightest limit on processes and threads: ``ulimit -u`` (which does not count for root), or that
-    of a container or systemd unit (``pids.max``). Below ``MIN_PROCESSES`` it is a warning, without any limit it is ok."""
+    """Return the finding on the tightest limit on processes and threads: a warning below ``MIN_PROCESSES``."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     bounds = [(soft, "ulimit -u")] if soft != resource.RLIM_INFINITY and os.geteuid() != 0 else []
     try:
@@ -258,8 +251,7 @@ def most_processes(proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def clock() -> list[Finding]:
-    """Return two findings: whether the clock is plausible, and whether it is synchronised. Exactness does not depend on the
-    clock; event times, back-off and ttl do."""
+    """Return two findings: whether the clock is plausible, and whether it is synchronised."""
     now = datetime.now(UTC)
     shown = now.strftime("%Y-%m-%dT%H:%M:%SZ")
     if now.year < BUILD_YEAR:

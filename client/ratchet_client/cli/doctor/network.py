@@ -34,8 +34,7 @@ _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy")
 
 
 def loopback() -> Finding:
-    """Return the finding on loopback, which the service, the rendezvous and gloo use: bind a free port, connect to it, and send a
-    few bytes both ways."""
+    """Return the finding on loopback: connect to a free port of 127.0.0.1 and send a few bytes both ways."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             server.settimeout(SECONDS)
@@ -65,8 +64,7 @@ def loopback() -> Finding:
 
 
 def proxies() -> list[Finding]:
-    """Return a list with one finding if a proxy is set that other programs would use for this machine; else an empty list.
-    Ratchet itself uses no proxy for a service on this machine."""
+    """Return a list with one finding if a proxy is set that programs would use for this machine; else an empty list."""
     names = [name for name in _PROXIES if os.environ.get(name) or os.environ.get(name.upper())]
     if not names or urllib.request.proxy_bypass("127.0.0.1"):
         return []
@@ -81,8 +79,8 @@ def proxies() -> list[Finding]:
 
 
 def service(settings: Settings) -> list[Finding]:
-    """Return findings on the service. It is no fault if none runs; a running one must respond, be ready and use this Ratchet's
-    protocol. Blocks for some seconds at most."""
+    """Return findings on the service: a running one must respond, be ready and use this Ratchet's protocol. May block for some
+    seconds."""
     home = HomePaths(home_directory(settings.home))
     try:
         target = find_target(settings.server, settings.home)
@@ -142,8 +140,7 @@ def _unreadable(home: HomePaths) -> Finding:
 
 
 def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, error: Exception) -> Finding:
-    """Return the finding for a service that does not respond. ``described``: its ``service.json``; if this names a process that
-    has ended, the service was killed and counts as not running, which is ok."""
+    """Return the finding for a service that does not respond. ``described``: its ``service.json``, which names its process."""
     if described is not None and not Path(f"/proc/{described.pid}").exists():
         return ok(
             "service", "not running", f"the one at {url} (pid {described.pid}) was killed; {start_hint(home.home)}"
@@ -157,7 +154,7 @@ def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, erro
 
 
 def _problem(answer: httpx.Response) -> tuple[str, str]:
-    """Return code and detail of the problem document in a response; if it has none, the status and a substitute text."""
+    """Return code and detail of the problem document in a response; if it has none, its status and a substitute text."""
     try:
         body = answer.json()
         return str(body["code"]), str(body["detail"])
@@ -166,8 +163,7 @@ def _problem(answer: httpx.Response) -> tuple[str, str]:
 
 
 def _check_ready(url: str, ready: httpx.Response, here: bool) -> Finding:
-    """Return the finding on a service that responds: not ready, plain HTTP to another machine (a warning), or ok. ``here``: it is
-    on this machine."""
+    """Return the finding on a service that responds: whether it is ready and reached safely. ``here``: it is on this machine."""
     unencrypted = url.startswith("http://") and not here
     where = f"{url}, {'this machine' if here else 'another machine: its disks and GPUs were not checked'}"
     if ready.status_code != 200:
@@ -189,8 +185,7 @@ def _check_ready(url: str, ready: httpx.Response, here: bool) -> Finding:
 
 
 def _version(protocol: str | None, version: str) -> Finding:
-    """Return the finding on the service's version. ``protocol``: from the response's header, None if it is absent. Another
-    protocol is a failure; another version, or no protocol, is a warning."""
+    """Return the finding on the service's version. ``protocol``: from the response's header, None if it is absent."""
     name = "service version"
     if protocol is not None and protocol != str(PROTOCOL_VERSION):
         detail = f"protocol {protocol}, this installation speaks {PROTOCOL_VERSION}: its agents will be refused"
@@ -201,8 +196,7 @@ def _version(protocol: str | None, version: str) -> Finding:
 
 
 def _check_clock_skew(header: str | None, now: datetime) -> Finding:
-    """Return the finding on the difference between the service's clock and this machine's; a warning above ``MAX_SKEW`` seconds.
-    ``header``: the response's Date header; ``now``: when it arrived."""
+    """Return the finding on the difference between the service's clock and ``now``. ``header``: the response's Date header."""
     name = "service clock"
     try:
         there = parsedate_to_datetime(header or "")

@@ -1,5 +1,4 @@
-"""Runs the checks of the worker and of the database in processes of their own, and any other check in a thread; each has a time
-limit."""
+"""Runs checks in processes or threads of their own, each with a time limit."""
 
 from __future__ import annotations
 
@@ -30,8 +29,8 @@ ProbeResult: TypeAlias = Callable[[], ProbeReport]
 
 @dataclass(frozen=True)
 class Probe:
-    """A command that prints a ``ProbeReport`` within ``seconds``. ``name``: the name of the finding that is returned if it
-    prints none; ``extra``: the extra of ratchet-train that the command needs."""
+    """A command that prints a ``ProbeReport`` within ``seconds``. ``name``: of the finding if the command fails; ``extra``: the
+    extra of ratchet-train that it needs."""
 
     name: str
     command: list[str]
@@ -45,15 +44,14 @@ class Probe:
 
 
 def worker(python: str) -> AbstractContextManager[ProbeResult]:
-    """Return a context that starts the worker's checks in ``python``, the interpreter that trains. The context yields a function
-    that blocks until the checks are done, for at most ``WORKER_SECONDS``, and returns their report."""
+    """Return a context that runs the worker's checks in the interpreter ``python``. The context yields a function that blocks
+    until they are done and returns their report."""
     return start_probe(Probe("worker python", [python, "-P", "-m", "ratchet_worker.doctor"], "worker", WORKER_SECONDS))
 
 
 def database(home: Path) -> AbstractContextManager[ProbeResult]:
-    """Return a context that starts the checks of the database, which run the service's own code in another process. The context
-    yields a function that blocks until the checks are done, for at most ``SERVICE_SECONDS``, and returns their report. If the
-    service is not installed here, the report says so."""
+    """Return a context that runs the checks of the database in another process. The context yields a function that blocks until
+    they are done and returns their report."""
     if find_spec("sqlalchemy") is None or find_spec("alembic") is None:
         detail = "the service's packages are not installed here"
         return nullcontext(
@@ -67,9 +65,8 @@ def database(home: Path) -> AbstractContextManager[ProbeResult]:
 
 @contextmanager
 def start_probe(probe: Probe) -> Iterator[ProbeResult]:
-    """Start the probe's command and yield a function that blocks until it has printed its report, and returns the report. A
-    command that fails, hangs or does not exist gives a report with one finding. On exit, processes of the command that still run
-    are killed."""
+    """Start the probe's command, and yield a function that blocks and returns its report. On exit, the command's process group is
+    killed."""
     try:
         process = subprocess.Popen(
             probe.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -92,8 +89,8 @@ def start_probe(probe: Probe) -> Iterator[ProbeResult]:
 
 
 def _read_report(probe: Probe, process: subprocess.Popen[str]) -> ProbeReport:
-    """Return the report that the process has printed. Blocks for at most ``probe.seconds``; if there is no valid report, one
-    finding explains why."""
+    """Return the report that the process has printed, or a report with the reason if there is none. Blocks for at most
+    ``probe.seconds``."""
     try:
         out, err = process.communicate(timeout=probe.seconds)
     except subprocess.TimeoutExpired:
@@ -107,8 +104,8 @@ def _read_report(probe: Probe, process: subprocess.Popen[str]) -> ProbeReport:
 
 
 def _probe_failed(name: str, python: str, extra: str, code: int, err: str) -> Finding:
-    """Return the finding for an interpreter that could not run the probe: too old, without Ratchet, or broken. ``code``: its exit
-    status; ``err``: its standard error. Starts the interpreter again to get its version."""
+    """Return the finding for an interpreter that could not run the probe. ``code``: its exit status; ``err``: its standard
+    error."""
     version = _version(python)
     if version is not None and version < (3, 11):
         return failed(
@@ -149,11 +146,7 @@ def _only(finding: Finding) -> ProbeReport:
 
 
 def with_timeout(seconds: float, name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of ``check``. If it raises, return a finding ``not-checked`` with the error. If it takes longer than
-    ``seconds``, as on a dead network file system, return a finding ``failed``: it hangs.
-
-    A check that hangs stays in a daemon thread, which ends with this process.
-    """
+    """Return the findings of ``check``, or a single finding if it raises an exception or takes longer than ``seconds``."""
     box: list[Finding] = []
 
     def run() -> None:
@@ -170,6 +163,7 @@ def with_timeout(seconds: float, name: str, check: Callable[[], list[Finding]]) 
                 )
             )
 
+    # A check that hangs stays in its daemon thread until this process exits.
     thread = threading.Thread(target=run, name=f"doctor-{name}", daemon=True)
     thread.start()
     try:

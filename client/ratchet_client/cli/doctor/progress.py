@@ -10,9 +10,8 @@ from ratchet_client.cli.shared import output
 
 
 class Progress:
-    """A context manager that shows the current step on standard error; the object is called with the text of each step. On a
-    terminal the step is a line that the next step replaces, and that is removed at the end. Elsewhere each step is printed as a
-    line if ``lines`` is True, else nothing is shown."""
+    """A context manager that shows the current step on standard error; it is called with the step's text. Without a terminal,
+    steps are shown only with ``lines``, one line each."""
 
     def __init__(self, *, lines: bool = False) -> None:
         self._lines = lines

@@ -31,13 +31,9 @@ _JOBS_AT_ONCE: Final = 2
 
 @contextmanager
 def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
-    """Start a service on a temporary run directory, and yield a client of the service, and the paths of the directory. The
-    directory is next to ``home`` if there is enough free space, else in the directory for temporary files. On exit the service
-    and its ranks are killed and the directory is removed. ``slots``: minimum number of CPU slots.
-
-    Ctrl-C, SIGTERM and SIGHUP end the block with ``KeyboardInterrupt``; during the clean-up further ones are ignored. Raises
-    ``CannotStart`` if the service does not start or there is no space.
-    """
+    """Start a service on a temporary run directory, and yield a client and the directory's paths. On exit the service and its
+    ranks are killed and the directory is removed. ``slots``: minimum number of CPU slots. Raise ``CannotStart`` if the service
+    cannot be started."""
     root: Path | None = None
     process: subprocess.Popen[bytes] | None = None
     with interruptible():
@@ -58,8 +54,8 @@ def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetCl
 
 
 def _directory(home: Path) -> Path:
-    """Create a temporary run directory and return it: next to ``home``, or in the directory for temporary files if the first
-    place has less than ``ROOM`` bytes free or is not writable. Raises ``CannotStart`` if neither place can be used."""
+    """Create a temporary run directory, next to ``home`` if there is room, and return it. Raise ``CannotStart`` if no place can
+    be used."""
     places = [home.parent, Path(tempfile.gettempdir())]
     for place in places:
         with suppress(OSError):
@@ -69,17 +65,16 @@ def _directory(home: Path) -> Path:
 
 
 def _start(paths: HomePaths, slots: int) -> subprocess.Popen[bytes]:
-    """Start the service and return its process. Its pointer file is in the run directory too, so that no other command finds the
-    service. ``slots``: minimum number of CPU slots."""
+    """Start the service and return its process. ``slots``: minimum number of CPU slots."""
+    # Its pointer file is in the run directory, so that no other command finds the service.
     environ = without_ratchet_variables(os.environ) | {"XDG_RUNTIME_DIR": str(paths.home)}
     slots = max(slots, _JOBS_AT_ONCE * max(2, len(os.sched_getaffinity(0))))
     return start_service(paths, environ, "--cpu-slots", str(slots))
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill the service's process group, and wait for the service's end. The group includes the interpreters that the service
-    queries, and not the agents, which are in sessions of their own. There is no clean shutdown, since the run directory is
-    removed."""
+    """Kill the service's process group without a clean shutdown, and wait until the service has ended."""
+    # The group includes the interpreters that the service queries; agents are in sessions of their own.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

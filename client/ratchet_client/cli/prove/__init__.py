@@ -109,8 +109,7 @@ def prove(
 
 
 def _objects_without_session(spec: dict[str, Any]) -> list[str]:
-    """Return the objects with state that the script of ``spec`` uses in its loop, and that its Session does not have. No
-    checkpoint has them, so no comparison sees them. Empty for a Task, and if the code is not on this machine."""
+    """Return the objects with state that the script of ``spec`` uses in its loop without its Session: no checkpoint has them."""
     from pathlib import Path
 
     from ratchet_client.init.patch.diff import objects_without_session
@@ -123,10 +122,8 @@ def _objects_without_session(spec: dict[str, Any]) -> list[str]:
 
 @contextmanager
 def _service(ctx: typer.Context, spec: dict[str, Any], say: Progress) -> Iterator[RatchetClient]:
-    """Yield a client of the service that the options or the configuration name, even if it does not respond, or of the run
-    directory's service if that is ready: the proof's jobs then run where the user's jobs do. Else start a temporary service on
-    this machine, yield a client of it, and end it on exit. ``spec``: determines the number of its CPU slots; ``say``: prints the
-    current step."""
+    """Yield a client of the user's service, if one is configured or ready; else of a temporary service, which is ended on
+    exit."""
     from ratchet_client.cli.doctor.throwaway import temporary_service
     from ratchet_client.http.discovery import find_target, home_directory
 
@@ -220,7 +217,7 @@ def _metrics(proof: Proof) -> list[str]:
 
 
 def _show_exercised(proof: Proof) -> None:
-    """Print the table of the parts of the spec, each with whether the proof exercised it; nothing for a proof without parts."""
+    """Print a table of the parts of the spec and whether the proof exercised them."""
     if proof.exercised:
         output.line()
         output.table(("PART", "STATUS", "HOW"), [(one.name, one.status, one.detail) for one in proof.exercised])

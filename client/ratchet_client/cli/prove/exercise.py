@@ -15,9 +15,8 @@ Status = Literal["exercised", "not exercised", "none seen"]
 
 
 class Exercise(BaseModel):
-    """Whether the runs of a proof exercised one part of the spec. ``not exercised``: the job has the part, but the runs did not
-    reach it, or no interruption came after it began, or a planned one was not carried out; ``none seen``: Ratchet knows of no
-    such part in the job. ``detail``: the reason, as text."""
+    """Whether a proof's runs exercised one part of the spec. ``none seen``: Ratchet knows of no such part in the job. ``detail``:
+    the reason."""
 
     name: str
     status: Status
@@ -25,8 +24,8 @@ class Exercise(BaseModel):
 
 
 def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> list[Exercise]:
-    """Return whether each part of the spec (hook, epoch, evaluation, scheduler, accumulation) was exercised. ``facts``: those of
-    an undisturbed run; ``hook``: the spec's ``hook``; ``faults``: the interruptions that were carried out."""
+    """Return whether each part of the spec, such as the hook, was exercised. ``facts``: of an undisturbed run; ``faults``: the
+    interruptions carried out."""
     last = max((fault.step for fault in faults), default=0)
     return [
         _hook(facts, hook, last),
@@ -38,8 +37,8 @@ def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> lis
 
 
 def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
-    """Return whether the hook's phase after its warm-up was exercised: the runs reached it, and an interruption came after it
-    began. A hook without a warm-up is exercised from step 1. ``last``: the step of the last interruption, 0 if there was none."""
+    """Return whether the hook was exercised beyond its warm-up. ``last``: the step of the last interruption, 0 if there was
+    none."""
     name = str(hook["name"])
     phases = ", ".join(f"{phase} from step {step}" for phase, step in facts.phases.items() if phase != "steady")
     if set(facts.phases) == {"warm-up"}:
@@ -64,8 +63,7 @@ _ACTS = {"powerSGD": "compression", "batched_powerSGD": "compression", "post_loc
 
 
 def _start(hook: Mapping[str, Any]) -> tuple[str, int]:
-    """Return the key of the hook's parameter that sets the step at which the hook starts, and its value;
-    ``("its start", 0)`` if there is no such parameter."""
+    """Return the hook's parameter that sets its first active step, and that step; ``("its start", 0)`` if there is none."""
     keys = [key for key in ("start_powerSGD_iter", "start_localSGD_iter") if key in hook]
     return (keys[0], int(hook[keys[0]])) if keys else ("its start", 0)
 
@@ -103,8 +101,7 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
 
 
 def _scheduler(facts: Facts) -> Exercise:
-    """Return whether each registered scheduler was stepped. If the runs reached the job's last step, one that was not stepped
-    counts as exercised, too."""
+    """Return whether the schedulers registered with the Session were exercised."""
     if not facts.schedulers:
         return Exercise(name="scheduler", status="none seen", detail="none registered with the Session counts steps")
     still = [name for name, steps in facts.schedulers.items() if steps < 1]

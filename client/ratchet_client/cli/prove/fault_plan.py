@@ -18,8 +18,8 @@ _WORDS: Final = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A planned interruption: the attempt with the number ``attempt`` is ended when ``step`` steps of the job are done. ``rank``:
-    the rank that is killed, or whose agent is; ``kind``: a key of ``_WORDS``."""
+    """A planned interruption of the attempt ``attempt`` when ``step`` steps are done. ``rank``: which one is struck; ``kind``: a
+    key of ``_WORDS``."""
 
     attempt: int
     rank: int
@@ -38,26 +38,23 @@ class Fault:
 
 @dataclass(frozen=True)
 class FaultPlan:
-    """The interruptions of a run. ``every``: steps between the run's checkpoints, chosen so that each kill loses ``REDONE`` steps
-    or more."""
+    """The interruptions of a run. ``every``: steps between the run's checkpoints."""
 
     every: int
     faults: list[Fault]
 
 
 def fault_plan(facts: Facts, ranks: int) -> FaultPlan | None:
-    """Return a plan with these interruptions, in this order: a kill within the first epoch, one in an evaluation, one of an
-    agent, and a preemption. Those that do not fit are left out, and the interval between checkpoints is the one with which most
-    of them fit. The agent is killed after the end of the epoch and the start of the hook, if there are enough steps. Return None
-    if no kill fits. ``facts``: those of an undisturbed run; ``ranks``: the job's number of ranks."""
+    """Return the plan with the most interruptions that fit into a run, kills among them; None if no kill fits. ``facts``: of an
+    undisturbed run."""
     plans = [FaultPlan(every, _faults(facts, ranks, every)) for every in (EVERY, *range(3, 2 * EVERY))]
     best = max(plans, key=lambda plan: len(plan.faults))  # the first of equal ones
     return best if any(fault.kind.startswith("kill") for fault in best.faults) else None
 
 
 def _faults(facts: Facts, ranks: int, every: int) -> list[Fault]:
-    """Return the interruptions that fit with a checkpoint every ``every`` steps, in order of their steps. Each kill is at least
-    ``REDONE`` steps after a checkpoint."""
+    """Return the interruptions that fit with a checkpoint every ``every`` steps. Each kill is at least ``REDONE`` steps after a
+    checkpoint."""
     last = facts.step - 1
     behind = max(
         [*facts.epoch_ends[:1], *(step for phase, step in facts.phases.items() if phase != "warm-up")], default=0

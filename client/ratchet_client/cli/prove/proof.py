@@ -30,13 +30,9 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
 
 
 class Proof(BaseModel):
-    """The result of a proof. ``what``: the job or spec, for display. ``steps``, ``total``: the last step of the runs and of the
-    whole job (None: unknown). ``comparison``: that of the undisturbed runs if they differ, else that of the interrupted run with
-    an undisturbed one; for a job, that of its newest checkpoint with the fork's. ``redone``: number of steps that were lost and
-    done again. ``metrics``: number of series that were compared; ``metrics_differ``: their differences. ``times``: series that
-    differ between two runs from the same state, and so are not judged. ``reports``: what was not exact in resumes, and the notes
-    of their reports. ``lost``: the first component that a resume report calls ``not-exact``. ``unseen``: loop variables that no
-    checkpoint has, and anything else that was not compared."""
+    """The result of a proof. ``what``: the job or spec. ``redone``: steps done again. ``metrics``: number of series compared.
+    ``times``: series that are not judged. ``reports``: remarks on resumes. ``lost``: a component that a resume lost. ``unseen``:
+    state that was not compared."""
 
     verdict: Verdict
     what: str
@@ -55,11 +51,8 @@ class Proof(BaseModel):
 
 
 def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
-    """Run two undisturbed jobs of ``spec``, and if they are equal an interrupted one, and return the result; blocks until all
-    have ended. If the undisturbed jobs differ in a checkpoint or in their last step, the verdict is ``not-repeatable``. Metrics
-    that differ while the checkpoints are equal do not count, and are not judged later (``times``). ``steps``: the last step of
-    the runs; None: after an epoch's end, an evaluation and the hook's start. ``upload``: as for ``RatchetClient.submit``. Raises
-    ``SpecError``, ``TrialFailed``, and ``Refused`` (``trial-too-short``) if the runs are too short for a kill."""
+    """Run two undisturbed jobs of ``spec`` and, if they are equal, an interrupted one; block until they have ended and return the
+    result. ``steps``: the last step, None: chosen. Raise ``TrialFailed``, ``SpecError`` or ``Refused``."""
     client = trials.client
     client.plan(spec, upload=upload, note=trials.say)  # errors must refer to the user's spec, not to the trial's
 
@@ -123,11 +116,8 @@ def _too_few(job: JobView, stored: int) -> str:
 
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
-    """Train from the job's checkpoint before the last to its last one again, in a fork, and return the result; blocks until the
-    fork has ended. If only metrics differ, a second fork does the same: metrics that differ between the forks, too, are not
-    judged (``times``). Metrics are compared at steps for which the service has stored both values; a series that the fork does
-    not have at all is a difference. Meanwhile both checkpoints are pinned (``_pin``); nothing else of the job is changed. Raises
-    ``Conflict`` (``too-few-checkpoints``) and ``TrialFailed``."""
+    """Train from a checkpoint of the job to its newest one again, in a fork; block until it has ended and return the result.
+    Raise ``Conflict`` if the job has too few checkpoints, ``TrialFailed`` if a fork fails."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -183,8 +173,8 @@ def prove_job(trials: Trials, job_id: str) -> Proof:
 
 
 def _pin(trials: Trials, checkpoint: CheckpointView, since: datetime) -> None:
-    """Pin the checkpoint, so that retention does not delete it during the proof. Does nothing if it is pinned already. At the end
-    of the proof it is unpinned, unless a job exists that was forked from it after ``since``: that fork needs the pin, too."""
+    """Pin the checkpoint during the proof, so that retention does not delete it. A job forked from it after ``since`` keeps it
+    pinned."""
     client, job_id = trials.client, checkpoint.job_id
 
     def unpin() -> None:
@@ -210,9 +200,8 @@ def _proof(verdict: Verdict, run: Run, comparison: ComparisonView, **more: Any) 
 def _comparable(
     a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]], steps: range
 ) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
-    """Return of both the values at ``steps`` that can be compared: the service thins long series, so only steps that both have. A
-    series of ``a`` of which ``b`` has no value at ``steps`` is returned with all values that ``a`` has there, and without any for
-    ``b``, so that it counts as different. A series that only ``b`` has is left out."""
+    """Return the values of ``a`` and ``b`` at those of ``steps`` where they can be compared."""
+    # The service thins long series: only steps that both have count, unless ``b`` lacks the series.
     theirs = {name: {step: v for step, v in points.items() if step in steps} for name, points in b.items()}
     first = {
         name: {step: v for step, v in points.items() if step in steps and step in (theirs.get(name) or steps)}
@@ -229,8 +218,8 @@ def _different(a: Run, b: Run) -> dict[str, str]:
 
 
 def _metrics_differ(a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]]) -> dict[str, str]:
-    """Return a dict from the names of the series that differ to a text with the first step at which they do. A step that only one
-    of them has is a difference; two NaNs are equal. ``a``, ``b``: values by name and step."""
+    """Return a text with the first differing step for each series that differs, by name. ``a``, ``b``: values by name and
+    step."""
     out = {}
     for name in sorted({*a, *b}):
         x, y = a.get(name, {}), b.get(name, {})
@@ -245,8 +234,7 @@ def _format_value(value: float | None) -> str:
 
 
 def _carried_out_faults(run: Run, faults: list[Fault]) -> list[tuple[Fault, AttemptView]]:
-    """Return the faults that were carried out as planned, each with the attempt that it ended: the attempt has a cause that fits,
-    and after a kill ``REDONE`` or more steps were lost. ``faults``: the planned ones, in the order of the attempts."""
+    """Return the faults that were carried out as planned, each with the attempt that it ended."""
     out = []
     for fault, attempt in zip(faults, run.attempts, strict=False):
         lost = attempt.steps_lost or 0
@@ -275,9 +263,8 @@ def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fa
 
 
 def _verdict(run: Run, *, equal: bool) -> Verdict:
-    """Return the verdict on ``run``. It is ``differs`` if the final state is not the expected one (``equal`` False), or if a
-    redone step differed. Else it is ``not-exact`` if a resume was not exact, even if the lost state had no effect on the final
-    state. Else it is ``proved``."""
+    """Return the verdict on ``run``: ``differs``, ``not-exact`` if a resume lost state, or ``proved``. ``equal``: the final state
+    is the expected one."""
     if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
         return "differs"
     lost = any(_lost_state(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)
@@ -285,8 +272,7 @@ def _verdict(run: Run, *, equal: bool) -> Verdict:
 
 
 def _lost_state(report: ResumeReportView) -> list[str]:
-    """Return what an inexact resume has lost, one text each; an empty list for an exact resume. The variables that disable
-    experiment trackers, which the trial sets itself, are left out, and a spec that could not be compared (``_unseen_spec``)."""
+    """Return what an inexact resume has lost, one text each. What the trial itself causes is left out."""
     if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]
@@ -300,7 +286,7 @@ def _lost_state(report: ResumeReportView) -> list[str]:
 
 
 def _unseen_spec(attempts: list[AttemptView]) -> list[str]:
-    """Return a list with the text that the job's spec could not be compared, if a resume report says so; else an empty list."""
+    """Return a list with one text if a resume report says that the job's spec could not be compared; else an empty list."""
     reports = [attempt.resume_report for attempt in attempts if attempt.resume_report is not None]
     gone = any(difference.key == "spec_digest" for report in reports for difference in report.differences)
     return ["the job's spec, since the file of the attempt that saved the checkpoint is gone"] * gone
@@ -314,8 +300,8 @@ def _lost_component(attempts: list[AttemptView]) -> str | None:
 
 
 def _reports(attempts: list[AttemptView]) -> list[str]:
-    """Return, for each attempt, the first redone step that differed, what its resume has lost (``_lost_state``) and the notes of
-    its resume report: distinct texts, the first ``MAX_LINES``. The report of a fresh start is left out."""
+    """Return distinct remarks on the attempts, at most ``MAX_LINES``: redone steps that differed, state that was lost, notes of
+    resume reports."""
     out: dict[str, None] = {}
     for attempt in attempts:
         report, redone = attempt.resume_report, attempt.redone.first_difference

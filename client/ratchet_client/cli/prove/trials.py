@@ -1,4 +1,4 @@
-"""The jobs of a proof: submits the user's spec as a trial (early end, faults, no trackers), watches, reads and deletes it."""
+"""The jobs of a proof: submits the user's spec as a trial, watches the trial, reads its results and deletes its job."""
 
 from __future__ import annotations
 
@@ -42,11 +42,8 @@ class TrialFailed(RatchetError):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trial has passed through, from its event ``trial-ended``; steps are numbers of completed steps. ``step``, ``total``:
-    the last step of the trial and of the whole job (None: unknown). ``phases``: the first step of each phase of the hook.
-    ``epoch_ends``, ``evaluations``: the steps after which there was one. ``expects_evaluation``: True if the job evaluates,
-    perhaps later. ``batches``: the largest number of batches in a step, 0 if unknown. ``schedulers``: by name, how often each was
-    stepped. ``epochs``: True if the data have epochs."""
+    """What a trial has passed through; steps are counts. ``phases``: first step of each hook phase. ``epoch_ends``,
+    ``evaluations``: steps after which there was one. ``batches``: most in a step. ``epochs``: the data have epochs."""
 
     step: int
     total: int | None
@@ -61,8 +58,8 @@ class Facts:
 
 @dataclass(frozen=True)
 class Run:
-    """A trial that has succeeded. ``metrics``: values by the metric's name and the step. ``carried``: loop variables that no
-    checkpoint contains, as text."""
+    """A trial that has succeeded. ``metrics``: values by name and step. ``carried``: loop variables that no checkpoint
+    contains."""
 
     job: JobView
     facts: Facts
@@ -82,10 +79,8 @@ class Run:
 def trial_spec(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a copy of the user's spec as a trial. Its job ends early, injects ``faults``, saves every ``every`` steps to its own
-    directories only, and is deleted a day after its end; ``changes`` has all keys that differ. ``role``: a part of the trial's
-    name; ``end_at``: its last step, None: ``auto``, with which the job itself ends some steps after an epoch's end, an evaluation
-    and the hook's start."""
+    """Return a copy of the user's spec as a trial, which saves every ``every`` steps and injects ``faults``. ``role``: goes into
+    its name; ``end_at``: its last step, None: chosen."""
     out = deepcopy(dict(spec))
     out["name"] = f"{str(spec.get('name', 'job'))[:42].rstrip('-')}-prove-{role}"
     out |= changes(out, role, end_at, every, faults)
@@ -95,8 +90,8 @@ def trial_spec(
 def changes(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the top-level keys of ``spec`` that a trial changes, except ``name``, each with its complete new value. The
-    arguments are those of ``trial_spec``."""
+    """Return the top-level keys of ``spec`` that a trial changes, except ``name``, with their new values. The arguments are those
+    of ``trial_spec``."""
     checkpoint = {
         k: v for k, v in (spec.get("checkpoint") or {}).items() if k not in ("every_seconds", "keep_best", "uri")
     }
@@ -118,8 +113,8 @@ def changes(
 
 
 class Trials:
-    """The jobs of a proof, to be obtained from the context manager ``trials``, which cancels and deletes them on exit.
-    ``client``: the client of their service; ``say``: prints the current step."""
+    """The jobs of a proof, obtained from the context manager ``trials``. ``client``: of their service; ``say``: prints the
+    current step."""
 
     def __init__(self, client: RatchetClient, report_progress: Progress) -> None:
         self.client, self.say = client, report_progress
@@ -136,8 +131,8 @@ class Trials:
         return job.id
 
     def wait(self, jobs: Mapping[str, str]) -> list[Run]:
-        """Block until these jobs (id: description) have ended, and return their runs in the same order. Raises ``TrialFailed`` as
-        soon as one does not succeed, or when all have ended if the script of one has no Session."""
+        """Block until these jobs (id: description) have ended, and return their runs in the same order. Raise ``TrialFailed`` if
+        one cannot be used."""
         ended: dict[str, JobView] = {}
         phases, said = "", 0.0
         while len(ended) < len(jobs):
@@ -157,16 +152,14 @@ class Trials:
         return [self._read(ended[job_id]) for job_id in jobs]
 
     def _failure_reason(self, job: JobView, words: str) -> str:
-        """Return the error text for a trial that did not succeed, with the last log lines of rank 0. ``words``: the description
-        of the job."""
+        """Return the error text for a trial that did not succeed, with log lines of rank 0. ``words``: the job's description."""
         lines = [f"{words} is {job.phase} at step {job.progress.step}: {job.message or job.reason}"]
         with suppress(RatchetError):
             lines += [f"  {line.text.rstrip()}" for line in self.client.logs(job.id, rank=0, tail=_LOG_LINES)]
         return "\n".join(lines)
 
     def _read(self, job: JobView) -> Run:
-        """Return the run of a job that has succeeded. Raises ``TrialFailed`` if it has reported no facts, since its script has no
-        Session."""
+        """Return the run of a job that has succeeded. Raise ``TrialFailed`` if the job has no Session."""
         events = list(self.client.events(job.id))
         facts = next((e.data["data"] for e in events if e.type == _ENDED), None)
         if facts is None:
@@ -183,8 +176,8 @@ class Trials:
         )
 
     def cleanup(self) -> None:
-        """Cancel and delete all registered jobs with their files, then run the registered actions. Blocks up to a minute for each
-        job that has not ended; one that has still not ended then is not deleted. Errors are ignored."""
+        """Cancel and delete all registered jobs with their files, then run the registered actions. May block for minutes. The
+        client's errors are ignored."""
         for job_id in self._job_ids:
             with suppress(RatchetError):
                 if not self.client.view(job_id).phase.terminal:
@@ -198,8 +191,7 @@ class Trials:
 
 @contextmanager
 def trials(client: RatchetClient, report_progress: Progress) -> Iterator[Trials]:
-    """Yield a ``Trials`` whose jobs are cancelled and deleted on exit, also after an error. Signals are ignored during this
-    clean-up."""
+    """Yield a ``Trials``, and clean up its jobs on exit. Signals are ignored meanwhile."""
     made = Trials(client, report_progress)
     try:
         yield made
@@ -209,8 +201,8 @@ def trials(client: RatchetClient, report_progress: Progress) -> Iterator[Trials]
 
 
 def _variables(notes: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Return the distinct loop variables in ``notes`` as text, like ``best (train.py, line 3)``. Notes of earlier versions of the
-    worker have no names and are skipped."""
+    """Return the distinct loop variables in ``notes`` as text, like ``best (train.py, line 3)``."""
+    # Notes of earlier versions of the worker have no names.
     found = (f"{', '.join(note['names'])} ({note['place']})" for note in notes if "names" in note)
     return list(dict.fromkeys(found))
 

@@ -134,20 +134,16 @@ def run(
 
 
 class _Proof(NamedTuple):
-    """The two parts of the command line that proves this job's exactness. ``prepare``: the command that pipes the spec to
-    ``ratchet prove`` with ``|`` at its end, "" for a spec file; ``target``: the arguments of ``ratchet prove``."""
+    """The two parts of the command line that proves this job. ``prepare``: a command that pipes the spec to ``ratchet prove``, or
+    ""; ``target``: arguments of ``ratchet prove``."""
 
     prepare: str
     target: list[str]
 
 
 def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]) -> tuple[dict[str, Any], str, _Proof]:
-    """Return three values for the command: the spec, its digest, and the commands that prove the job. The spec is read from a
-    spec file, else it is the one that ``ratchet init`` would write, with ``--nproc``, ``--name`` and ``--set`` applied; serious
-    notes are printed. The digest identifies the command, so that the same command finds its job. It is that of the spec from the
-    file with these options, else of the training command in ``words`` with these options. Other options of ``ratchet run``, the
-    script's text and this machine's number of GPUs then have no effect on it. Raises ``Refused``, ``SpecError``, ``NotFound``,
-    and ``typer.BadParameter`` for arguments after a spec file."""
+    """Return the spec for the command, a digest that identifies the command, and the command that proves the job. Raise
+    ``typer.BadParameter``, ``Refused``, ``SpecError`` or ``NotFound`` for an unusable command."""
     from ratchet_client.cli.commands.submit import apply_overrides
     from ratchet_client.cli.run.beginning import command_digest
     from ratchet_client.init.command_line import count_ranks, parse_command
@@ -197,15 +193,14 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
 
 
 def _own_options(ctx: typer.Context, words: list[str]) -> list[str]:
-    """Return those of ``words`` that look like options of this command; they have no effect here, since it accepts its options
-    only before ``words``."""
+    """Return those of ``words`` that look like options of ``ratchet run``; they have no effect there."""
     own = {option for parameter in ctx.command.params for option in parameter.opts}
     return [word for word in words if word.startswith("--") and word.partition("=")[0] in own]
 
 
 def _ranks(text: str, size: int) -> Collection[int] | None:
-    """Return the ranks that ``text``, the value of ``--ranks``, selects; None: all. Raises ``typer.BadParameter`` if it is
-    invalid or names a rank that a job of ``size`` ranks does not have."""
+    """Return the ranks that ``text``, the value of ``--ranks``, selects; None: all. Raise ``typer.BadParameter`` if it is invalid
+    for ``size`` ranks."""
     if text == "all":
         return None
     parts = text.split(",")
@@ -218,8 +213,7 @@ def _ranks(text: str, size: int) -> Collection[int] | None:
 
 
 def _check_outputs(folder: Path) -> None:
-    """Raise ``Refused`` if files could not be copied into ``folder``: it is no directory, cannot be written to, or is missing and
-    cannot be created, since its parent is missing or cannot be written to. Nothing is created."""
+    """Raise ``Refused`` if files could not be copied into ``folder``, for example because it cannot be created."""
     from ratchet_contract.errors import Refused
 
     place = folder if os.path.lexists(folder) else folder.absolute().parent
@@ -238,7 +232,7 @@ def _typed() -> str:
 
 
 def _warn_slurm_nodes() -> None:
-    """Print a warning if this process runs in a Slurm allocation of several nodes, since it trains on this one alone."""
+    """Print a warning if this process runs in a Slurm allocation of several nodes."""
     nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     if nodes != "1":
         output.note(
@@ -255,10 +249,8 @@ def _train(
     ranks: Collection[int] | None,
     fold: EventFold,
 ) -> JobView:
-    """Follow the job until it has ended or is suspended, and return it; its ranks' output is shown meanwhile. The first signal
-    requests that the job is suspended. The second raises ``typer.Exit``; it kills a private service and its ranks at once, and
-    with another service, the suspension goes on. ``begun``: the job, and what an earlier command has shown of it; ``ranks``:
-    whose output is shown, None: all."""
+    """Follow the job until it has ended or is suspended, and return it. Ctrl-C suspends the job; a second one raises
+    ``typer.Exit``. ``ranks``: whose output is shown, None: all."""
     from ratchet_client.cli.commands.wait import pump
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView
@@ -309,11 +301,9 @@ def _report(service: RunService, job_id: str, text: str) -> str:
 def _print_results(
     client: RatchetClient, service: RunService, job: JobView, outputs: Path | None, proof: str, reason: str
 ) -> Exit:
-    """Print on standard error how the job ended or that it is suspended, its ``reason``, where its results are, and the commands
-    to type next; return the exit code. ``proof``: the command that proves the job's exactness, printed for a job that has
-    succeeded and has a checkpoint. ``outputs``: a directory into which the files of a successful job are copied, replacing
-    existing ones; None: no copy. Files that could not be copied are named in notes. Raises what ``fetch_files`` raises, after all
-    else is printed."""
+    """Print how the job ended or that it is suspended, where its results are and which commands come next; return the exit code.
+    ``outputs``: a directory to copy a successful job's files to, replacing existing ones. ``proof``: the command that proves the
+    job."""
     from ratchet_client.cli.commands.files import escape_path, outputs_text
     from ratchet_client.cli.run.beginning import is_resumable
 

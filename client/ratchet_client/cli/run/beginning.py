@@ -42,8 +42,8 @@ _LOGS: Final = (".log", ".out", ".err")
 
 @dataclass(frozen=True)
 class SelectedJob:
-    """The job that this command trains. ``attempt``, ``event``: the number of the last attempt and the id of the last event that
-    an earlier command has shown; 0 and None for a new job."""
+    """The job that this command trains. ``attempt``, ``event``: the last ones that an earlier command has shown; 0 and None for a
+    new job."""
 
     job: JobView
     attempt: int = 0
@@ -51,21 +51,16 @@ class SelectedJob:
 
 
 def command_digest(command_parts: Mapping[str, Any]) -> str:
-    """Return the digest (12 hexadecimal digits) of everything that the command specifies. Commands with the same digest mean the
-    same job."""
+    """Return a digest (12 hexadecimal digits) of everything that the command specifies, by which its job is found."""
     return hashlib.sha256(json.dumps(command_parts, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def begin(
     client: RatchetClient, home: HomePaths, spec: dict[str, Any], mark: str, *, new: bool, adopt: Path | None
 ) -> SelectedJob:
-    """Return the job to train. If the newest job of this command, whose digest is ``mark``, is unfinished (``is_resumable``), it
-    is resumed. Else, or with ``new``, a new job of ``spec`` is submitted; with ``new``, a job that has not ended is cancelled
-    first, and its end awaited. ``adopt``: the directory of a run without a service that a new job continues.
-
-    Raises what the requests raise: ``SpecError``; ``Conflict`` if the code has changed and determinism is strict. Raises
-    ``Refused`` if ``adopt`` is given, an unfinished job exists and ``new`` is not set.
-    """
+    """Return the job to train: the newest unfinished job of this command, resumed, or a new one. ``mark``: the command's digest;
+    ``new``: cancel a job that has not ended, and submit; ``adopt``: a run's directory to continue. Raise ``Refused``,
+    ``Conflict`` or ``SpecError``."""
     known = next(client.jobs(label={LABEL: mark}, page_size=1), None)
     if known is not None and adopt is not None and not new and is_resumable(known):
         raise Refused(
@@ -95,8 +90,7 @@ def begin(
 
 
 def _warn_changed_spec(spec: dict[str, Any], job: JobView) -> None:
-    """Print a warning if the keys of ``spec`` that may come from the script's text (``_READ``) differ from those of the continued
-    ``job``: the text has changed. The continued job keeps its spec."""
+    """Print a warning if keys of ``spec`` that may come from the script's text differ from those of the continued ``job``."""
     now = parse_spec(spec).model_dump(mode="json")
     odd = [leaf for key in _READ for leaf in differing_leaves(key, job.spec.get(key), now[key])]
     if odd:
@@ -110,11 +104,8 @@ def is_resumable(job: JobView) -> bool:
 
 
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
-    """Resume ``job`` and return it, with its last attempt and event until now, which an earlier command has shown. If its code
-    has changed, a queued or running job is suspended first, which blocks, and the job resumes with the new code. Raises
-    ``Conflict`` if determinism is strict and the code has changed; a queued or running job is then not stopped, or is resumed
-    with the code that it had. It is also resumed so if another error prevents the change. Raises ``Conflict`` (``job-ended``) if
-    the job ends meanwhile and cannot be resumed."""
+    """Resume ``job`` and return it. If its code has changed, it resumes with the new code; a queued or running job is suspended
+    first, which blocks. Raise ``Conflict`` if that is refused."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
@@ -149,8 +140,8 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
 
 
 def _suspend_and_wait(client: RatchetClient, job_id: str) -> bool:
-    """Suspend the queued or running job and block until it is suspended or has ended. Return True if it is suspended, False if it
-    has failed and can be resumed. Raises ``Conflict`` (``job-ended``) if it has ended otherwise."""
+    """Suspend the job and block until it is suspended (True) or has failed resumably (False). Raise ``Conflict`` if it ended
+    otherwise."""
     with suppress(Conflict):  # it has ended, or is being cancelled
         client.suspend(job_id)
     job = client.wait(job_id, until=(JobPhase.SUSPENDED,))
@@ -164,8 +155,8 @@ def _suspend_and_wait(client: RatchetClient, job_id: str) -> bool:
 
 
 def _refuses_new_code(job: JobView) -> bool:
-    """Return True if the service will refuse other code for the unfinished ``job``, which still has to be suspended: determinism
-    is strict, and there is a checkpoint, or the job trains, so that the suspension saves one."""
+    """Return True if the service will refuse other code for the unfinished ``job``, whose determinism is strict."""
+    # The suspension of a job that trains saves a checkpoint.
     trains = job.phase.active and job.progress.step > 0
     return job.spec.get("determinism") == "strict" and (job.last_checkpoint is not None or trains)
 
@@ -180,16 +171,15 @@ def _strict_conflict(changed: list[str], detail: str) -> Conflict:
 
 
 def _newest_step(paths: JobPaths, job: JobView) -> int:
-    """Return the highest step of the job's complete checkpoints on the disk and of its last checkpoint known to the service, 0 if
-    there is none. The service may lack the last reports of an attempt that was killed together with it."""
+    """Return the highest step of the job's checkpoints that are on the disk or known to the service, 0 if there is none."""
+    # The service may lack the last reports of an attempt that was killed together with it.
     names = [path.parent.name for path in paths.checkpoints.glob(f"*/{MANIFEST_NAME}")] + [job.last_checkpoint or ""]
     return max((found[0] for name in names if (found := parse_checkpoint_dir_name(name)) is not None), default=0)
 
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
-    """Return the files of the job's code that have changed since its snapshot. Logs, files that this command writes to, specs of
-    ``ratchet init``, ignore files and what they name now are left out. Return an empty list if the code is not a snapshot, or,
-    after a warning, if the changes cannot be determined."""
+    """Return the files of the job's code that have changed since its snapshot, without logs and ignored files. Empty, possibly
+    after a warning, if that is unknown."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
         return []

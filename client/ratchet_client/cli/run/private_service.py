@@ -1,4 +1,4 @@
-"""The service of a ``ratchet run``: one that runs already, or a private one that is started for it and ends with it."""
+"""The service of a ``ratchet run``: a running one, or a private one that is started for the command and ends with it."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ _RESTART_SECONDS: Final = 10.0
 
 
 class RunService:
-    """The service that a ``ratchet run`` uses. ``paths``: its run directory. ``private``: the service was started for this
-    command, and ends with it."""
+    """The service that a ``ratchet run`` uses. ``paths``: its run directory. ``private``: it was started for this command."""
 
     def __init__(self, paths: HomePaths, *, private: bool) -> None:
         self.paths = paths
@@ -51,8 +50,7 @@ class RunService:
         self._next_start = 0.0
 
     def start(self) -> None:
-        """Start a private service unless it runs, and block until it listens; do nothing for one that is not private. Raises
-        ``CannotStart`` if it does not start."""
+        """Start a private service unless it runs, and block until it listens. Raise ``CannotStart`` if it does not start."""
         if not self.private or (self._process is not None and self._process.poll() is None):
             return
         own = {env_vars.ENDS_WITH: parent_death.process_name(os.getpid())}
@@ -60,10 +58,8 @@ class RunService:
         wait_ready(self._process, self.paths)
 
     def restart_if_ended(self) -> bool:
-        """Return True if a private service has ended, after one attempt to start it again, successful or not; its agents continue
-        meanwhile. There is no attempt within ``_RESTART_SECONDS`` of a failed one. Return False if the service still runs or is
-        not private. Called when the service did not respond; waits up to two seconds for its end. A failed start is printed, not
-        raised."""
+        """Start a private service again if it has ended, and return True then, even if the start fails; else return False. May
+        wait for its end first."""
         if self._process is None:
             return False
         try:
@@ -81,8 +77,7 @@ class RunService:
         return True
 
     def stop(self) -> None:
-        """Stop a private service and block until it has ended; it is killed after 30 seconds. Agents whose jobs still run save
-        and stop by themselves when this command has ended. Does nothing for a service that is not private."""
+        """Stop a private service and block until it has ended; it is killed after 30 seconds."""
         if self._process is None:
             return
         self._process.terminate()
@@ -102,10 +97,8 @@ class RunService:
 
 @contextmanager
 def run_service(base: Path, name: str) -> Iterator[RunService]:
-    """Yield the service that runs for the run directory ``base`` or for ``run/NAME`` below it. It must respond, be ready, and not
-    be the private one of a ``ratchet run``. If there is none, start a private one in ``run/NAME`` and stop it on exit. Raises
-    ``CannotStart``, and ``Refused`` if another ``ratchet run`` uses that directory, or if it cannot be created or locked. Blocks
-    while the service of a killed ``ratchet run`` ends, and raises ``DeadlineReached`` if that takes over 30 seconds."""
+    """Yield a ready service for ``base`` or ``run/NAME`` below it; without one, start a private service in ``run/NAME`` and stop
+    it on exit. Raise ``CannotStart``, ``Refused`` or ``DeadlineReached``."""
     paths = HomePaths(HomePaths(base).runs / name)
     for shared in (HomePaths(base), paths):
         if _owner(shared) == "" and _is_responding(shared):
@@ -126,8 +119,8 @@ def run_service(base: Path, name: str) -> Iterator[RunService]:
 
 @contextmanager
 def _lock(paths: HomePaths) -> Iterator[None]:
-    """Create the run directory and lock it for this command during the block. Raises ``Refused`` if another command has locked
-    it, or if it cannot be created or locked."""
+    """Create the run directory and lock it for this command. Raise ``Refused`` if another command has locked it, or if that
+    fails."""
     with ExitStack() as stack:
         try:
             paths.home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -156,9 +149,8 @@ def _is_responding(paths: HomePaths) -> bool:
 
 
 def _owner(paths: HomePaths) -> str | None:
-    """Return the process with which the service of this run directory ends, a ``ratchet run``, in the form of ``process_name``.
-    Return "" if the service does not end with another process. Return None if no service runs there, or if its environment is
-    unreadable."""
+    """Return the ``ratchet run`` process with which this run directory's service ends; "" for an independent service, None if
+    none is known."""
     found = service_file(paths)
     if found is None or start_time(found.pid) is None:
         return None
@@ -168,8 +160,8 @@ def _owner(paths: HomePaths) -> str | None:
 
 
 def unfinished_elsewhere(paths: HomePaths, name: str) -> list[str]:
-    """Return the ``ratchet run`` commands, as typed, that have an unfinished job named ``name`` in another run directory next to
-    ``paths``; sorted. A run directory's name is that of its job, "-" and a digest."""
+    """Return the ``ratchet run`` commands that have an unfinished job named ``name`` in another run directory next to
+    ``paths``."""
     found = []
     for file in paths.home.parent.glob(f"{name}-*/{COMMAND_FILE}"):
         if file.parent != paths.home and file.parent.name.rpartition("-")[0] == name:

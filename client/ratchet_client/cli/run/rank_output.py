@@ -18,16 +18,14 @@ _BLOCK: Final = 1 << 16
 
 
 class RankOutput:
-    """A context manager that copies the ranks' output from their logs to standard output (or ``to``) in a thread, as it arrives;
-    on exit everything that is in the logs is copied. After a failed write nothing more is copied. If one rank is selected, its
-    bytes are not changed, but an incomplete last line of an attempt gets a line end. If several ranks or all (``ranks`` None)
-    are selected, each line is prefixed with ``ATTEMPT.RANK | ``, as in ``ratchet logs``."""
+    """A context manager that copies the ranks' output from their logs to standard output (or ``to``) in a thread. Unless one rank
+    is selected, each line is prefixed with ``ATTEMPT.RANK | ``."""
 
     def __init__(
         self, job: JobPaths, ranks: Collection[int] | None, last_displayed_attempt: int, to: BinaryIO | None = None
     ) -> None:
-        """``ranks``: whose output is copied; None: all. ``last_displayed_attempt``: the last attempt that an earlier command has
-        shown; what is in its log now is skipped, and earlier attempts too."""
+        """``ranks``: whose output is copied; None: all. ``last_displayed_attempt``: output that this and earlier attempts have
+        written by now is skipped."""
         self._job = job
         self._ranks = ranks
         self._to = to or sys.stdout.buffer
@@ -53,7 +51,7 @@ class RankOutput:
         self._thread.join()
 
     def note(self, text: str) -> None:
-        """Print ``text`` on standard error on a line of its own, even if a rank's incomplete line is on the same terminal."""
+        """Print ``text`` on standard error, on a line of its own."""
         with self._lock:
             if self._open_line and _is_one_terminal(self._to, sys.stderr):
                 self._open_line = False
@@ -76,8 +74,7 @@ class RankOutput:
         return sorted(found)
 
     def _poll(self, *, last: bool) -> None:
-        """Copy the new output of the newest attempt that was known so far, and of all later attempts. ``last``: no more output
-        follows, so incomplete lines are copied too."""
+        """Copy the new output of the newest attempts. ``last``: no more output follows, so incomplete lines are copied too."""
         logs = [one for one in self._logs() if one[0] >= self._first]
         newest = max((attempt for attempt, _, _ in logs), default=0)
         for attempt, rank, path in logs:
@@ -90,8 +87,8 @@ class RankOutput:
         self._first = max(self._first, newest)
 
     def _copy(self, path: Path, is_over: bool) -> None:
-        """Copy the new bytes of a log. ``is_over``: nothing more of this attempt is copied; an incomplete last line is then
-        ended, so that the next output starts on a new line."""
+        """Copy the new bytes of a log. ``is_over``: nothing more of this attempt is copied, so an incomplete last line is
+        ended."""
         while data := self._read(path, _BLOCK):
             self._offsets[path] += len(data)
             self._open_line = not data.endswith(b"\n")
@@ -101,11 +98,12 @@ class RankOutput:
             self._write(b"\n")
 
     def _copy_lines(self, path: Path, prefix: bytes, is_over: bool) -> None:
-        """Copy the new whole lines of a log, each with ``prefix``. An incomplete line is copied only if nothing more of the
-        attempt is copied (``is_over``), or if it fills a block: a longer line is cut, and each part gets the prefix."""
+        """Copy the new lines of a log, each with ``prefix``. ``is_over``: nothing more of this attempt is copied, so an
+        incomplete line is, too."""
         while data := self._read(path, _BLOCK):
             end = data.rfind(b"\n") + 1
             if not end:
+                # A line that fills a block is cut, and each part gets the prefix.
                 if not is_over and len(data) < _BLOCK:
                     return
                 end = len(data)
@@ -113,10 +111,11 @@ class RankOutput:
             self._write(b"".join(prefix + line + b"\n" for line in data[:end].removesuffix(b"\n").split(b"\n")))
 
     def _read(self, path: Path, size: int) -> bytes:
-        """Return at most ``size`` new bytes of the log, from the offset copied so far; b"" if there are none or no file. The part
-        that was omitted from a long log (a hole in the file) is skipped: the log's offset is moved behind it."""
+        """Return at most ``size`` bytes of the log that were not yet copied; b"" if there are none. A hole in the file is
+        skipped."""
         try:
             with path.open("rb") as file:
+                # The part that was omitted from a long log is a hole.
                 at = os.lseek(file.fileno(), self._offsets.setdefault(path, 0), os.SEEK_DATA)
                 self._offsets[path] = at
                 return os.pread(file.fileno(), size, at)
@@ -146,7 +145,7 @@ def _is_one_terminal(one: IO[Any], other: IO[Any]) -> bool:
 
 
 def last_lines(job: JobPaths, attempt: int, rank: int, count: int) -> list[str]:
-    """Return the last ``count`` lines of one rank's log, from at most the last 64 KiB; an empty list if there is no log."""
+    """Return the last ``count`` lines, at most 64 KiB, of one rank's log; an empty list if there is no log."""
     try:
         with job.attempt(attempt).log(rank).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))

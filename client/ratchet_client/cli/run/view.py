@@ -21,10 +21,8 @@ _KNOWN: Final = frozenset({"submitted", "launch", "resume", "rank-started", "tra
 
 
 def private_commands(text: str, job_id: str, home: str) -> str:
-    """Return the service's message ``text`` with the commands in backticks adapted to a private service, which ends with this
-    command. ``ratchet resume`` of this job, without options, becomes "the same command", which continues the job with the code
-    as it is then. Other commands, except ``ratchet run`` and ``ratchet serve``, get ``--home`` with ``home``, the run directory
-    whose service they need."""
+    """Return the service's message ``text`` with its commands in backticks adapted to a private service. ``home``: the run
+    directory for ``--home``."""
     again = (
         rf"`ratchet resume (?:JOB|{job_id})`(?:, which runs the same code again, or with changed code `--code DIR`)?"
     )
@@ -32,9 +30,8 @@ def private_commands(text: str, job_id: str, home: str) -> str:
 
 
 class RunView(PlainView):
-    """Prints events, progress and the last log lines of a failed rank while ``ratchet run`` trains. ``adapt_message``: adapts an
-    event's message to this command. ``revive``: called when the service does not respond; returns True if it has ended.
-    ``ranks``: those whose output is shown anyway, so that their last lines are not printed; None: all. ``say``: prints a line."""
+    """Prints events, progress and a failed rank's last log lines. ``revive``: called when the service does not respond, returns
+    True if it has ended. ``ranks``: whose output is shown anyway; None: all. ``say``: prints a line."""
 
     def __init__(
         self,
@@ -55,8 +52,8 @@ class RunView(PlainView):
             super().on_progress(snapshot)
 
     def on_event(self, event: EventView) -> None:
-        """Print the event, unless the command reports it in another way. At the end of an attempt, also print the last log lines
-        of the rank that failed, if its output is not shown."""
+        """Print the event unless ``ratchet run`` reports it otherwise, and the last log lines of a failed rank whose output is
+        not shown."""
         if event.type in _KNOWN:
             return
         super().on_event(event.model_copy(update={"message": self._adapt_message(event.message)}))
@@ -74,8 +71,8 @@ class RunView(PlainView):
         return self._ranks is None or rank in self._ranks
 
     def on_disconnect(self, detail: str) -> bool:
-        """Start a private service again if it has ended; otherwise print ``detail``, the error, if it is the first since the
-        service responded. Return True, since a service that hangs may end later, and a failed start is tried again."""
+        """Start a private service again if it has ended; otherwise print the first ``detail`` since the service responded. Return
+        True, so that later failures are passed, too."""
         if not self._revive() and not self._reported:
             super().on_disconnect(detail)
             self._reported = True

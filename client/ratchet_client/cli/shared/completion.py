@@ -1,7 +1,7 @@
-"""Shell completion. Jobs, checkpoints and hooks are read from the running service with a short timeout; none is offered if the
-service does not respond. Phases and sort keys need no service.
+"""Shell completion. Jobs, checkpoints and hooks are read from the running service with a short timeout; without a response none
+is offered.
 
-Heavy modules are imported only when the service is queried, and nothing is retried: a Tab must cause no noticeable delay.
+Heavy modules are imported only when the service is queried: a Tab must cause no noticeable delay.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ Choices = list[tuple[str, str]]
 
 
 def _items(ctx: typer.Context, path: str, **params: str | int) -> list[dict[str, Any]]:
-    """Return the items on the first page of the list at the API path ``path``; an empty list after any error. ``params``: query
-    parameters."""
+    """Return the first page of the list at the API path ``path``; empty after any error. ``params``: query parameters."""
     given = ctx.find_root().params
     try:
         from ratchet_client.http.transport import Transport
@@ -41,8 +40,7 @@ def _matching(choices: Choices, incomplete: str) -> Choices:
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> Choices:
-    """Return the completions for a job, from the newest 100 jobs: first the names that commands accept, then the ids of all these
-    jobs. Commands accept a name that only one job has, or only one job that has not ended."""
+    """Return the completions for a job, from the newest jobs: unambiguous names, then ids."""
     found = _items(ctx, "/v1/jobs", limit=_MOST)
     ids = [(job["id"], f"{job['name']}, {job['phase']}") for job in found]
     names = dict.fromkeys(job["name"] for job in found)
@@ -51,8 +49,7 @@ def jobs(ctx: typer.Context, incomplete: str) -> Choices:
 
 
 def _selected_job(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a list with the job that commands choose from ``jobs``, which all have the same name: the only one, or the only one
-    that has not ended. Return an empty list if the name is ambiguous."""
+    """Return a list with the job that a name shared by all ``jobs`` refers to; empty if the name is ambiguous."""
     left = jobs if len(jobs) == 1 else [job for job in jobs if not JobPhase(job["phase"]).terminal]
     return left if len(left) == 1 else []
 
@@ -64,7 +61,7 @@ def names(ctx: typer.Context, incomplete: str) -> Choices:
 
 
 def checkpoints(ctx: typer.Context, incomplete: str) -> Choices:
-    """Return the completions for a checkpoint of the job that the command line names; empty if the job is not known."""
+    """Return the completions for a checkpoint of the job on the command line; empty if the job is unknown."""
     job = str(ctx.params.get("job") or "")
     if not is_job_id(job):
         found = _selected_job(_items(ctx, "/v1/jobs", name=job, limit=_MOST)) if job else []

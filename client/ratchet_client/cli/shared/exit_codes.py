@@ -47,7 +47,7 @@ MEANINGS: dict[Exit, str] = {
 
 
 def exit_code_for(error: RatchetError) -> Exit:
-    """Return the exit code of a command that ends with ``error``; ``FAULT`` for an error that has no code of its own."""
+    """Return the exit code of a command that ends with ``error``, by the error's class; ``FAULT`` for other classes."""
     from ratchet_client.http.errors import AmbiguousName, DeadlineReached, ServiceUnreachable
     from ratchet_contract.errors import Conflict, NotFound, Refused, SpecError
 

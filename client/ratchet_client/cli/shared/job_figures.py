@@ -21,8 +21,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One job at one moment, for display. ``losses``: the loss over the whole job, thinned, oldest first; empty if no series has
-    "loss" in its name. ``checkpoint_at``: when the last checkpoint was committed, None if there is none or it is deleted."""
+    """One job at one moment, for display. ``losses``: oldest first, may be empty. ``checkpoint_at``: when the last checkpoint was
+    committed, None if unknown."""
 
     job: JobView
     hook: HookView | None
@@ -36,8 +36,7 @@ class Snapshot:
 
     @property
     def eta_seconds(self) -> float | None:
-        """Seconds until the last step, at the current speed; None if the number of steps or the speed is unknown, or the speed is
-        0."""
+        """Seconds until the last step at the current speed; None if that cannot be computed."""
         now = self.job.progress
         if now.total_steps is None or not now.steps_per_second:
             return None
@@ -53,16 +52,14 @@ class SnapshotReader:
         self._committed: dict[str, datetime | None] = {}
 
     def read(self, job: JobView) -> Snapshot:
-        """Return a snapshot of ``job``. The hook and the losses are requested at each call; the time of the newest checkpoint
-        only if that checkpoint is new. Without an attempt nothing is requested, and all three are empty. Raises the client's
-        errors; ``NotFound`` for a job that was deleted meanwhile."""
+        """Return a snapshot of ``job``, with the hook and the losses as they are now if it has an attempt. Raise the client's
+        errors, such as ``NotFound``."""
         if not job.attempt:
             return Snapshot(job, None, (), None)
         return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))
 
     def _losses(self, job_id: str) -> tuple[float, ...]:
-        """Return at most ``_POINTS`` values of the series ``loss``, else of the first series with "loss" in its name, oldest
-        first; empty if there is none. Once found, the series' name is cached for the job."""
+        """Return up to ``_POINTS`` values of a series with "loss" in its name, oldest first; empty if there is none."""
         name = self._loss_names.get(job_id)
         if name is None:
             found = [s.name for s in self._client.metrics(job_id, max_points=2).series if "loss" in s.name.lower()]
@@ -73,8 +70,7 @@ class SnapshotReader:
         return tuple(point.value for s in series for point in s.points)
 
     def _committed_at(self, job: JobView) -> datetime | None:
-        """Return when the job's last checkpoint was committed; None if there is none or it is deleted. The result is cached per
-        checkpoint, and not updated when the checkpoint is deleted later."""
+        """Return when the job's last checkpoint was committed; None if that is unknown. Cached per checkpoint."""
         if job.last_checkpoint is None:
             return None
         key = f"{job.id}/{job.last_checkpoint}"
@@ -98,8 +94,7 @@ def snapshot_fields(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def progress_text(job: JobView) -> str:
-    """Return the job's step in the form of ``steps``, like ``1200/6000``. For an active job that has reported neither a step nor
-    the number of steps, return the time since the job started."""
+    """Return the job's step, like ``1200/6000``; for an active job that reports no steps, how long it has run."""
     if job.progress.step or job.progress.total_steps is not None or not job.phase.active or job.started_at is None:
         return steps(job)
     return output.span(job.started_at, None)
@@ -136,8 +131,7 @@ def checkpoint_text(snapshot: Snapshot) -> str:
 
 
 def waiting_text(job: JobView) -> str:
-    """Return why a job is not training, with the time until the next try and its position in the queue, if there are any. Return
-    "" while it is training, and if no reason is known."""
+    """Return why a job is not training, with its next try and queue position if known; "" if there is no reason."""
     text = "" if job.phase == "RUNNING" else reason_text(job)
     if job.not_before is not None and not job.phase.terminal:
         left = (job.not_before - datetime.now(UTC)).total_seconds()
@@ -149,8 +143,7 @@ def waiting_text(job: JobView) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one block character per value, scaled from the smallest to the largest; a value that is not finite is a space.
-    Return "" if fewer than two values are finite."""
+    """Return one block character per value, scaled to their range; "" if fewer than two values are finite."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""

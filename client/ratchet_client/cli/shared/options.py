@@ -49,9 +49,8 @@ def settings(ctx: typer.Context) -> Settings:
 
 
 def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float = 30.0) -> RatchetClient:
-    """Return a client for the service that the global options, variables and files name; the caller closes it. ``retry_for``:
-    seconds for which a call retries; ``timeout``: seconds without a byte after which one request fails. May print a note on which
-    service is used. Raises ``Refused`` if an address or the configuration is invalid; no request is sent."""
+    """Return a client for the service in use; the caller closes it. ``retry_for``: seconds for which a call retries; ``timeout``:
+    seconds without data after which a request fails. Raise ``Refused`` if the configuration is invalid."""
     from ratchet_client.resources.client import RatchetClient
 
     given = settings(ctx)
@@ -60,8 +59,7 @@ def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float
 
 
 def _note_service(ctx: typer.Context, given: Settings) -> None:
-    """Print a note, once per command, if the service used is only found because it is the user's only running one. Nothing is
-    printed during shell completion."""
+    """Print a note, once per command, if the service is used only because it is the user's only running one."""
     from ratchet_client.cli.shared import output
     from ratchet_client.http.discovery import RUNNING, find_target
 
@@ -72,12 +70,8 @@ def _note_service(ctx: typer.Context, given: Settings) -> None:
 
 
 def job_id_of(ctx: typer.Context, value: str) -> str:
-    """Return the id of the job that ``value``, an id or name, refers to. An id is returned unchanged, without a request and
-    without a check that the job exists; so is any value during shell completion. ``value`` is stored in the context, for hints at
-    errors.
-
-    Raises ``NotFound`` and ``AmbiguousName`` for a name, like the client's ``job_id``, and the client's other errors.
-    """
+    """Return the id of the job that ``value``, an id or a name, refers to. Raise ``NotFound`` or ``AmbiguousName`` for a name. An
+    id is not checked."""
     ctx.meta[JOB_NAMED] = value
     if ctx.resilient_parsing or is_job_id(value):
         return value
@@ -86,9 +80,8 @@ def job_id_of(ctx: typer.Context, value: str) -> str:
 
 
 def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
-    """Return the id of the job with this id or name, for a command that only reads. If several jobs have the name, return the id
-    of the only one that has not ended; if all have ended, return the newest one's and print a note. Raises ``AmbiguousName`` if
-    more than one has not ended, and the other errors of ``job_id_of``."""
+    """Return the id of the job with this id or name. If all jobs of that name have ended, the newest is meant, and a note is
+    printed."""
     from ratchet_client.cli.shared import output
     from ratchet_client.http.errors import AmbiguousName
 
@@ -106,13 +99,12 @@ def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
 
 
 def is_path(value: str) -> bool:
-    """Return True if ``value`` has a slash or a dot and is therefore a path: neither a job's id nor its name has them."""
+    """Return True if ``value`` has a slash or a dot: no job's id or name has them."""
     return "/" in value or "." in value
 
 
 def _job_or_path(ctx: typer.Context, value: str) -> str:
-    """Return ``value`` unchanged if it is a path, else the id of the job that it refers to. Raises ``NotFound`` and
-    ``AmbiguousName``."""
+    """Return ``value`` unchanged if it is a path, else the id of the job that it refers to."""
     return value if is_path(value) else job_id_of(ctx, value)
 
 
@@ -176,8 +168,8 @@ def active_phases() -> list[str]:
 
 
 def parse_phases(values: Sequence[str], option: str) -> list[str]:
-    """Return the phases as the service spells them (upper case). Raises ``typer.BadParameter`` for an unknown one; ``option``:
-    the option's name in the message."""
+    """Return the phases in upper case. Raise ``typer.BadParameter`` for an unknown one; ``option``: the option's name for the
+    message."""
     from ratchet_contract.phases import JobPhase
 
     known = set(JobPhase)
@@ -187,8 +179,8 @@ def parse_phases(values: Sequence[str], option: str) -> list[str]:
 
 
 def parse_pairs(items: Sequence[str], option: str) -> dict[str, str]:
-    """Return ``["k=v", ...]`` as a dict. Raises ``typer.BadParameter`` for an item without key or "="; ``option``: the option's
-    name in the message."""
+    """Return ``["k=v", ...]`` as a dict. Raise ``typer.BadParameter`` for another form; ``option``: the option's name for the
+    message."""
     out = {}
     for item in items:
         key, equals, value = item.partition("=")
@@ -199,8 +191,7 @@ def parse_pairs(items: Sequence[str], option: str) -> dict[str, str]:
 
 
 def steps(job: JobView) -> str:
-    """Return the job's step as ``120/600``, or ``120`` if the total is unknown; ``-`` for a script without a Session, which
-    reports no steps."""
+    """Return the job's step as ``120/600``, or ``120`` if the total is unknown; ``-`` for a script that reports no steps."""
     progress = job.progress
     if not progress.step and any(warning.code == UNMANAGED for warning in job.warnings):
         return "-"
@@ -219,16 +210,15 @@ def reason_text(job: JobView) -> str:
 
 
 def absence_message(job: JobView, what: str, running: str = " yet") -> str:
-    """Return ``what``, a text like "no checkpoint" about something that only a Session reports or saves, with the reason why the
-    job lacks it: its script has no Session, or it has ended. Else the thing may still arrive, and ``running`` is appended."""
+    """Return ``what``, a text like "no checkpoint", with the reason why the job lacks it, or with ``running`` if it may still
+    arrive."""
     if any(warning.code == "unmanaged-script" for warning in job.warnings):
         return f"{what}: {job.spec['script'][0]} has no Session of Ratchet (docs/adoption.md)"
     return f"{what}: the job has ended" if job.phase.terminal else f"{what}{running}"
 
 
 def queue_position_text(job: JobView) -> str:
-    """Return ``position 12 in the queue``, or the known minimum of jobs ahead; "" if the job is not queued or the service does
-    not report it."""
+    """Return the job's position in the queue as text; "" if the service reports none."""
     if job.position is not None:
         return f"position {job.position} in the queue"
     return (

@@ -43,7 +43,7 @@ def console() -> Console:
 
 
 def style_of(word: str) -> str:
-    """Return rich's style for a phase or status, without regard to text after ", " or " ("; "" for other words."""
+    """Return rich's style for a phase or status, which may have a remark after it; "" for other words."""
     return _STYLES.get(word.partition(", ")[0].partition(" (")[0], "")
 
 
@@ -53,14 +53,12 @@ def line(text: str = "") -> None:
 
 
 def sentence(text: str, indent: str = "") -> None:
-    """Print one sentence or paragraph on standard output; on a terminal it is wrapped between words. ``indent``: text before the
-    first line and, on a terminal, before the others (two spaces if it is empty)."""
+    """Print a paragraph on standard output, wrapped on a terminal. ``indent``: text before its lines."""
     line(wrap_text(text, indent))
 
 
 def wrap_text(text: str, indent: str = "") -> str:
-    """Return ``text`` wrapped between words to the terminal's width; elsewhere as one line. ``indent``: text before the first
-    line and, on a terminal, before the others (two spaces if it is empty)."""
+    """Return ``text`` wrapped to the terminal's width, elsewhere as one line. ``indent``: text before the first line."""
     if not on_terminal():
         return indent + text
     later = indent or "  "
@@ -73,8 +71,7 @@ def flush() -> None:
 
 
 def note(text: str) -> None:
-    """Print a message for people on standard error, so that it is never part of what a script reads. Standard output is flushed
-    first."""
+    """Print a message for people on standard error, after a flush of standard output."""
     sys.stdout.flush()
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
@@ -107,10 +104,9 @@ def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (),
     cut: str | None = None, empty: str = "",
 ) -> list[str]:  # fmt: skip
-    """Print a table with a header on standard output; return the omitted columns. ``right``: columns that are right-aligned.
-    ``drop``: columns that are omitted, in this order, if the terminal is too narrow; they are named below the table. ``cut``: a
-    column of running text; with it each row is one line, on a terminal with an ellipsis where it is too long, elsewhere with at
-    most ``_CUT`` characters in that column. ``empty``: printed on standard error instead of a table without rows."""
+    """Print a table on standard output; return the omitted columns. ``right``: columns to align right. ``drop``: columns to omit
+    in this order on a narrow terminal. ``cut``: a column of text to shorten. ``empty``: printed on standard error if there are no
+    rows."""
     body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)
@@ -144,8 +140,8 @@ def render_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], drop: Sequence[str], width: int,
     one_line: bool = False,
 ) -> tuple[Table, list[str]]:  # fmt: skip
-    """Return a table for a terminal of ``width`` columns, and the names of the omitted columns. ``right``, ``drop``: as for
-    ``table``. ``one_line``: rows are not wrapped; the widest columns are truncated with an ellipsis instead."""
+    """Return a table for a terminal of ``width`` columns, and the names of the omitted columns. ``one_line``: cells are
+    truncated, not wrapped. Other arguments: as for ``table``."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
@@ -168,9 +164,7 @@ def render_table(
 def _columns_to_omit(
     columns: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str], width: int
 ) -> list[str]:
-    """Return the columns of ``drop``, from its beginning, that must be omitted so that the table fits in ``width`` characters. If
-    it fits in no case, all of ``drop`` that the table has are returned. A column of long text counts as at most ``_TEXT`` wide,
-    since it is wrapped."""
+    """Return the columns of ``drop``, from its beginning, that are omitted so that the table fits in ``width`` characters."""
     needs = {c: min(max(len(c), *(len(row[i]) for row in rows), 0), _TEXT) for i, c in enumerate(columns)}
     missing: list[str] = []
     for column in drop:
@@ -184,8 +178,8 @@ def _columns_to_omit(
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Yield a function that is called with the number of new bytes. While the block runs, a bar over ``total`` bytes is shown on
-    standard error if it is a terminal. ``what``: the text before the bar."""
+    """Yield a function to call with the number of new bytes, which advances a bar on a terminal. ``total``: bytes; ``what``: the
+    bar's text."""
     if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda _count: None
         return
@@ -199,8 +193,7 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 
 def fields(*groups: Iterable[tuple[str, object]]) -> None:
-    """Print lines of the form ``name value`` on standard output, with a blank line between groups. Values that are None or empty
-    are omitted, and groups without lines too."""
+    """Print lines ``name value`` on standard output, with a blank line between groups. None and empty values are omitted."""
     said = [[(name, str(value)) for name, value in group if value is not None and value != ""] for group in groups]
     shown = [group for group in said if group]
     width = max((len(name) for group in shown for name, _ in group), default=0)
@@ -217,7 +210,7 @@ def fields(*groups: Iterable[tuple[str, object]]) -> None:
 
 
 def age(moment: datetime | None, now: datetime | None = None) -> str:
-    """Return how long ago ``moment`` was, in one unit: 12s, 5m, 3h, 2d; "-" for None. ``now``: the present time by default."""
+    """Return how long ago ``moment`` was, in one unit, like ``12s`` or ``3h``; "-" for None."""
     if moment is None:
         return "-"
     seconds = max(0, int(((now or datetime.now(UTC)) - moment).total_seconds()))
@@ -233,7 +226,7 @@ def span(start: datetime | None, end: datetime | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a number of seconds in its largest unit and the next smaller one: 4.2s, 1m 23s, 5h 02m, 3d 04h."""
+    """Return a duration as text, like ``4.2s``, ``1m 23s`` or ``5h 02m``."""
     if seconds < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(int(seconds), 60)

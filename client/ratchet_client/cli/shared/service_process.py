@@ -1,6 +1,6 @@
-"""Runs ``ratchet serve`` as a child process for one command: at a free port, in its own process session.
+"""Runs ``ratchet serve`` as a child process for one command.
 
-The caller passes the environment of ``without_ratchet_variables``, so that the service uses SQLite in its run directory.
+Callers pass the environment of ``without_ratchet_variables``, so that the service uses SQLite in its run directory.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ END_SECONDS: Final = 20.0
 
 
 class CannotStart(RatchetError):
-    """The service did not start, it cannot be started from this installation, or there is no space for its run directory."""
+    """The service did not start or cannot be started here, or there is no space for its run directory."""
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float, period: float = 0.05) -> None:
-    """Block until ``condition`` returns true; it is called every ``period`` seconds. Raises ``DeadlineReached`` after
-    ``seconds``; ``what``: the awaited event, for its message."""
+    """Block until ``condition`` returns true. Raise ``DeadlineReached`` after ``seconds``; ``what``: the awaited event, for the
+    message."""
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -43,16 +43,13 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float, period: f
 
 
 def without_ratchet_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environ`` without the RATCHET_ variables, which configure the user's other services, so that a private
-    service never uses their database."""
+    """Return a copy of ``environ`` without the RATCHET_ variables, which configure the user's other services."""
     return {name: value for name, value in environ.items() if not name.startswith("RATCHET_")}
 
 
 def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -> subprocess.Popen[bytes]:
-    """Start the service at a free port, as a child process in its own process session, and return the process without waiting
-    until it listens. Its output is appended to ``service.log`` in the run directory, which must exist. ``environ``: the complete
-    environment of the service; ``options``: more arguments of ``serve``. Raises ``CannotStart`` if this installation has no
-    service."""
+    """Start a service at a free port for an existing run directory, and return its process at once. ``options``: more arguments
+    of ``serve``. Raise ``CannotStart`` if this installation has no service."""
     if find_spec("fastapi") is None:
         raise CannotStart(
             f'{sys.executable} has no fastapi: {sys.executable} -m pip install "ratchet-train[service,worker]"'
@@ -70,8 +67,8 @@ def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -
 
 
 def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
-    """Block until the service listens. Raises ``CannotStart`` if it ends first, or does not listen within ``START_SECONDS``; the
-    process is not killed then."""
+    """Block until the service listens. Raise ``CannotStart`` if it ends first or takes too long; the process may still run
+    then."""
 
     def ready() -> bool:
         """Return True if ``service.json`` names the started process. Raises ``CannotStart`` if that process has ended."""
@@ -90,16 +87,16 @@ def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
 
 
 def service_file(paths: HomePaths) -> ServiceFile | None:
-    """Return the content of ``service.json`` in the run directory; None if it does not exist, cannot be read or is invalid. A
-    killed service leaves it behind."""
+    """Return the content of the run directory's ``service.json``, which a killed service leaves behind; None if it has no valid
+    one."""
     with suppress(OSError, ValidationError):
         return ServiceFile.model_validate_json(paths.service_file.read_bytes())
     return None
 
 
 def kill_attempts(root: Path) -> None:
-    """Kill (SIGKILL) every process that was started for an attempt below the run directory ``root``. Block until none is left,
-    for at most ``END_SECONDS``; then return without an error. Processes whose environment is not readable are not found."""
+    """Kill the processes that were started for attempts below the run directory ``root``. Blocks until they have ended, up to
+    ``END_SECONDS``."""
     root = root.resolve()  # as the service writes it
 
     def none_left() -> bool:
@@ -119,8 +116,7 @@ def _pids() -> list[int]:
 
 
 def was_started_below(pid: int, root: Path) -> bool:
-    """Return True if the environment of the process shows that it was started for an attempt below ``root``, an absolute path
-    without symbolic links. False for zombies, whose environment is empty, and for processes whose environment is not readable."""
+    """Return True if the process was started for an attempt below ``root``, a resolved path, as far as its environment shows."""
     try:
         return (environment_variable(pid, env_vars.ATTEMPT_DIR) or "").startswith(f"{root}/")
     except OSError:
@@ -128,8 +124,8 @@ def was_started_below(pid: int, root: Path) -> bool:
 
 
 def environment_variable(pid: int, name: str) -> str | None:
-    """Return the value of ``name`` in the environment that the process was started with; None if it is not set. Raises
-    ``OSError`` if the environment is not readable."""
+    """Return the variable ``name`` that the process was started with; None if it is not set. Raise ``OSError`` if that is
+    unreadable."""
     needle = os.fsencode(f"{name}=")
     for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
         if pair.startswith(needle):

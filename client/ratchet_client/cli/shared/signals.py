@@ -1,5 +1,5 @@
-"""Makes SIGTERM and SIGHUP end a command as Ctrl-C does, so that it cleans up (``interruptible``). Commands run the clean-up
-itself under ``signals_ignored``, so that it is not interrupted."""
+"""Makes SIGTERM and SIGHUP end a command as Ctrl-C does (``interruptible``), and keeps signals from interrupting clean-up
+(``signals_ignored``)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ def _interrupt(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def _handled(handler: Any) -> Iterator[None]:
-    """Set ``handler`` for SIGINT, SIGTERM and SIGHUP, and restore the previous handlers after the block. SIGHUP keeps its handler
-    if it is ignored (``nohup``)."""
+    """Set ``handler`` for SIGINT, SIGTERM and SIGHUP during the block. An ignored SIGHUP (``nohup``) stays ignored."""
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     before = {number: signal.signal(number, handler) for number in _SIGNALS[: 2 if nohup else 3]}
     try:

@@ -1,6 +1,5 @@
-"""Edits and remarks for plain variables that a loop carries from one iteration to the next: no checkpoint has them unless a
-Session keeps them. ``save_carried`` records the edits that make ``session.keep`` hold them. Where that is not enough, a remark
-says what to do by hand."""
+"""Edits and remarks for variables that a loop carries from one iteration to the next: no checkpoint has them unless a Session
+keeps them."""
 
 from __future__ import annotations
 
@@ -26,11 +25,8 @@ _Names = dict[str, ast.Name]
 
 
 def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepared: Collection[str] = ()) -> None:
-    """Record edits that keep the loop's carried variables in an object of the Session, ``kept``: it is created before the loop,
-    read at the beginning of each iteration and updated at its end. After the loop, variables that are read there get their values
-    from it. A ``global`` statement of a kept variable becomes an assignment of its first value. Variables for which this is not
-    enough, or that are only displayed, get a remark instead (``_add_remarks``). ``session``: the name of the Session.
-    ``prepared``: names of objects that the Session already has."""
+    """Record edits that keep the loop's carried variables by ``session.keep``, or add remarks where edits are not enough.
+    ``session``: the Session's name. ``prepared``: names of objects that the Session has."""
     source, node = patching.source, loop.node
     carrying = _Carrying(patching, loop, prepared)
     names = [name for name in carrying.needed if carrying.obstacle(name) is None]
@@ -55,8 +51,7 @@ def save_carried(patching: Patching, loop: Loop | StepLoop, session: str, prepar
 
 
 def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str) -> None:
-    """Add the remarks of ``_add_remarks`` on all variables that the loop carries from one iteration to the next. No edit is
-    recorded. ``session``: the name of the Session."""
+    """Add remarks on the variables that the loop carries from one iteration to the next. ``session``: the Session's name."""
     _add_remarks(patching, _Carrying(patching, loop, ()), session)
 
 
@@ -68,13 +63,8 @@ def _add_remarks(
     keep: str = "",
     kept: str = "kept",
 ) -> None:
-    """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. For a loop over epochs, also for
-    variables that a loop over batches carries. The remark is optional for variables that are only displayed, and for those of a
-    loop over batches in another function.
-
-    ``keep``: how to keep variables, with the placeholder ``{names}``; by default ``_keep``. ``kept``: the variable with the kept
-    ones in that case.
-    """
+    """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. ``keep``: how to keep variables,
+    with the placeholder ``{names}``; ``kept``: the variable with the kept ones."""
     loop = carrying.loop
     cures: list[tuple[ast.Name, str, str, str, bool]] = []  # place, variable, what is the case, cure, needed
     for name, node in carrying.needed.items():
@@ -112,9 +102,8 @@ def _add_remarks(
 
 
 def _keep(patching: Patching, loop: Loop | StepLoop, session: str, names: list[str]) -> tuple[str, str]:
-    """Return how to keep variables, as text with the placeholder ``{names}``, and the variable with the kept ones: in the file's
-    last ``session.keep(...)`` before the loop, since a second one would replace its variable. Without one, in a new call for all
-    ``names`` together. ``session``: the name of the Session."""
+    """Return how to keep ``names``, as text with the placeholder ``{names}``, and the variable with the kept ones."""
+    # An existing call is extended, since a second one would replace its variable.
     found: list[tuple[int, str, str]] = []
     for node in ast.walk(patching.source.scope(loop.node)):
         match node:
@@ -129,10 +118,8 @@ def _keep(patching: Patching, loop: Loop | StepLoop, session: str, names: list[s
 
 
 class _Carrying:
-    """The carried variables of one loop. ``needed``: those that training or a file may depend on. ``shown``: those that are only
-    displayed. Both map a name to a place where it is read, or where a called function assigns it. Left out are the counter of a
-    loop over steps, and objects of the Session that the loop does not assign. ``declarations``: the ``global`` statements of the
-    loop's function."""
+    """The carried variables of one loop. ``needed``: those on which training or a file may depend. ``shown``: those that are only
+    displayed. ``declarations``: the ``global`` statements of the loop's function."""
 
     def __init__(self, patching: Patching, loop: Loop | StepLoop, prepared: Collection[str]) -> None:
         self.loop, self._source, self._prepared = loop, patching.source, prepared
@@ -152,8 +139,8 @@ class _Carrying:
         ]
 
     def _changed_in_functions(self) -> _Names:
-        """Return the variables of the module or of another function that the functions called in the loop assign by ``global`` or
-        ``nonlocal``, each with a place where it is assigned."""
+        """Return the variables that functions called in the loop assign by ``global`` or ``nonlocal``, each with a place of
+        assignment."""
         found: _Names = {}
         for n in self._loops.reachable_nodes(self.loop.node):
             if isinstance(n, ast.Global | ast.Nonlocal) and (home := self._source.scope(n)) is not self._scope:
@@ -162,12 +149,8 @@ class _Carrying:
         return found
 
     def obstacle(self, name: str) -> str | None:
-        """Return None if two lines preserve the variable ``name``: one at the beginning of each iteration and one at its end.
-        Else return, as text with the placeholders ``{keep}`` and ``{kept}``, what to do by hand.
-
-        Obstacles are, for example, a ``continue`` in the loop, and a change of the variable before an epoch's batches: after a
-        resume within an epoch, that code runs again.
-        """
+        """Return None if the variable ``name`` can be kept by a line at the beginning and one at the end of each iteration; else
+        what to do by hand, with the placeholders ``{keep}`` and ``{kept}``."""
         source, node = self._source, self.loop.node
         left = self.loop.exits
         if name in self._prepared:
@@ -197,15 +180,14 @@ class _Carrying:
         return None
 
     def _values(self, name: str) -> Iterator[ast.expr]:
-        """Yield the right side of each ``=`` assignment anywhere in the file whose targets mention ``name``: also of ``name.x =
-        ...``, of ``a[name] = ...``, and of ``a, name = ...`` (the whole right side)."""
+        """Yield the right side of each ``=`` assignment in the file whose targets mention ``name``."""
         for one in ast.walk(self._source.tree):
             if isinstance(one, ast.Assign) and name in [n.id for t in one.targets for n in _names(t)]:
                 yield one.value
 
     def _is_changed_elsewhere(self, name: str) -> bool:
-        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or if the loop's function does and the
-        variable cannot become local (``_can_be_local``)."""
+        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or the loop's own does and must keep
+        that."""
         others = (
             n for n in ast.walk(self._source.tree) if isinstance(n, ast.Global | ast.Nonlocal) and name in n.names
         )
@@ -215,17 +197,15 @@ class _Carrying:
         )
 
     def _can_be_local(self, name: str) -> bool:
-        """Return True if the global variable ``name`` can become a local variable of the loop's function, with the module's
-        constant as its first value. This needs that nothing outside this function uses the variable except the module's
-        assignment of the constant, and that it has a ``global`` statement of its own. It must become local because a change of a
-        module's variable is never restored."""
+        """Return True if the global variable ``name`` can become a local variable of the loop's function, with its constant as
+        first value."""
         uses = [n for n in _names(self._source.tree) if n.id == name and self._source.scope(n) is not self._scope]
+        # It must become local, because a change of a module's variable is never restored.
         alone = [one.names for one in self.declarations if name in one.names] == [[name]]
         return alone and len(uses) == 1 and _first_value(self._source, name) is not None
 
     def _is_assigned_before(self, name: str) -> bool:
-        """Return True if ``name`` certainly has a value before the loop: by an unconditional assignment, as a parameter, or as a
-        global variable."""
+        """Return True if an assignment before the loop, a parameter or a ``global`` statement gives ``name`` a value."""
         if any(name in one.names for one in self.declarations) or name in parameters(self._scope):
             return True
         around = [self.loop.node, *self._source.ancestors(self.loop.node)]
@@ -245,8 +225,7 @@ class _Carrying:
         return any(isinstance(one, ast.Name) and one.id == name for one in flat)
 
     def _changes(self, name: str) -> Iterator[ast.Name]:
-        """Yield the places in the loop's body that assign ``name``, or may change its value in place, for example by passing it
-        to a function."""
+        """Yield the places in the loop's body that assign ``name`` or may change its value in place."""
         for n in (n for s in self.loop.node.body for n in _names(s)):
             if n.id == name:
                 parent = next(self._source.ancestors(n))
@@ -256,17 +235,15 @@ class _Carrying:
                     yield n
 
     def _is_within_steps(self, around: ast.stmt, change: ast.Name) -> bool:
-        """Return True if saving the variable works although ``around`` changes it at ``change``. ``around`` is a statement of the
-        loop's body that trains. It works if ``around`` is a loop over batches that changes the value in place. It also works for
-        a simple statement, unless ``change`` is in the call that trains."""
+        """Return True if saving the variable works although ``around``, a training statement of the loop's body, changes it at
+        ``change``."""
         if isinstance(around, _SIMPLE):
             return not any(change in _names(call) for call in _calls(around) if self._loops.trained_by(call))
         return isinstance(around, ast.For) and isinstance(change.ctx, ast.Load)
 
 
 def _assigned_before(loop: ast.For | ast.While, scope: ast.AST) -> _Names:
-    """Return the variables that ``loop`` carries from one iteration to the next and that may have a value before it, each with a
-    place where it is read."""
+    """Return the variables that ``loop`` carries and that may have a value before it, each with a place where it is read."""
     given = {n.id for n in _names(scope) if isinstance(n.ctx, ast.Store) and n.lineno < loop.lineno}
     given |= {name for n in ast.walk(scope) if isinstance(n, ast.Global) for name in n.names}
     given |= parameters(scope)
@@ -274,7 +251,7 @@ def _assigned_before(loop: ast.For | ast.While, scope: ast.AST) -> _Names:
 
 
 def _first_value(source: Source, name: str) -> str | None:
-    """Return the source text of the constant that the module assigns to ``name`` at its top level; None if there is none."""
+    """Return the source text of the constant that the module assigns to ``name``; None if there is none."""
     for statement in source.tree.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=target)], value=ast.Constant() as value) if target == name:
@@ -283,9 +260,7 @@ def _first_value(source: Source, name: str) -> str | None:
 
 
 def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
-    """Return True if the value that ``name`` has after the loop may be read: after the loop in the loop's function, in functions
-    nested in it (wherever they are), or, for a loop at module level, in any function. Functions that have their own variable
-    ``name`` do not count."""
+    """Return True if the value that ``name`` has after the loop may be read, by code after the loop or by a function."""
     scope, end = source.scope(loop), loop.end_lineno or loop.lineno
     for n in _names(source.tree):
         if n.id == name and isinstance(n.ctx, ast.Load):
@@ -299,8 +274,7 @@ def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
 
 
 def _binds(function: ast.AST, name: str) -> bool:
-    """Return True if ``name`` is a parameter or local variable of ``function`` or of a function in it, and is declared ``global``
-    or ``nonlocal`` in none of them."""
+    """Return True if ``name`` is a parameter or local variable of ``function`` or of a function in it, and global in none."""
     nodes = list(ast.walk(function))
     if any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in nodes):
         return False

@@ -17,9 +17,8 @@ Arguments = dict[str, ast.expr]
 
 @dataclass(frozen=True)
 class Pass:
-    """A loop over batches. ``loader``: the expression that it iterates over, without the ``enumerate`` and ``tqdm`` calls around
-    it; None if unknown. ``calls``: these calls, outermost first. ``aliases``: names that were replaced by their values to find
-    the loader, with the statements that assign them."""
+    """A loop over batches. ``loader``: what it iterates over, without the ``calls`` (``enumerate``, ``tqdm``) around it; None if
+    unknown. ``aliases``: names replaced to find it, with their assignments."""
 
     node: ast.For
     loader: ast.expr | None
@@ -29,9 +28,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Loop:
-    """A ``for`` loop around passes over data. ``range``: its range; None if it is not over a ``range(...)`` with a known number
-    of epochs. ``passes``: the loops over batches in it; their loaders are named as in the loop's function. ``outer``: True if
-    another such loop is nested in it, or is in a function that it calls."""
+    """A ``for`` loop around passes over data. ``range``: None if it is not over a known ``range(...)``. ``passes``: the loops
+    over batches in it. ``outer``: another such loop is nested in it."""
 
     node: ast.For
     range: Range | None
@@ -49,8 +47,8 @@ class Loop:
         return exits(self.node.body)
 
     def unsupported_reason(self, name: str) -> str | None:
-        """Return the reason, as text, why the loop cannot be changed to iterate over ``name.epochs``; None if it can. ``name``:
-        the variable with the Session or Accelerator."""
+        """Return why the loop cannot iterate over ``name.epochs``, as text; None if it can. ``name``: the Session or
+        Accelerator."""
         if self.outer:
             return f"nested training loops: it is unknown which one is over epochs and must use {name}.epochs(n)"
         if self.range is None:
@@ -67,8 +65,7 @@ class Loop:
 
 
 class Loops:
-    """Finds loops and calls in a file. ``functions`` has the file's functions and methods by name, without names that several
-    have."""
+    """Finds loops and calls in a file. ``functions``: its functions and methods by name, if the name is unique."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -79,7 +76,7 @@ class Loops:
 
     def training_loops(self) -> list[Loop]:
         """Return the outermost ``for`` loops that contain loops over batches, themselves or in functions that they call, in file
-        order. A loop in a function that such a loop calls is not outermost."""
+        order."""
         fors = [n for n in ast.walk(self._source.tree) if isinstance(n, ast.For) and list(self._passes(n.body, ()))]
         below = {id(loop): {id(n) for n in self.reachable_nodes(loop)} for loop in fors}
         found = [
@@ -93,8 +90,7 @@ class Loops:
         return sorted(found, key=lambda loop: loop.node.lineno)
 
     def trains(self, node: ast.AST, within: tuple[str, ...] = ()) -> bool:
-        """Return True if ``backward`` or ``manual_backward`` is called in ``node``, or in a function of the file that ``node``
-        calls, directly or not. ``within``: functions being searched already, which are skipped."""
+        """Return True if ``node``, or a function of the file that it calls, calls ``backward``. ``within``: functions to skip."""
         for inner in ast.walk(node):
             if not isinstance(inner, ast.Call):
                 continue
@@ -111,8 +107,7 @@ class Loops:
         return called is not None and called.name not in within and self.trains(called, (*within, called.name))
 
     def _called(self, call: ast.Call) -> Function | None:
-        """Return the function of the file that ``call`` calls by its name, or the method that it calls on ``self``; None for any
-        other call."""
+        """Return the function of the file that ``call`` calls by name or as a method of ``self``; else None."""
         if isinstance(call.func, ast.Name):
             return self.functions.get(call.func.id)
         if (
@@ -124,8 +119,7 @@ class Loops:
         return None
 
     def _passes(self, body: list[ast.stmt], within: tuple[str, ...]) -> Iterator[Pass]:
-        """Yield the innermost training loops in ``body`` and in the functions that it calls. Their loaders are named as in the
-        function that contains ``body``. ``within``: functions being searched already, which are skipped."""
+        """Yield the innermost training loops in ``body`` and in the functions that it calls. ``within``: functions to skip."""
         for statement in body:
             for node in ast.walk(statement):
                 if isinstance(node, ast.For) and self.trains(node):
@@ -141,9 +135,8 @@ class Loops:
                             yield replace(one, loader=arguments.get(name, one.loader))
 
     def _loader(self, over: ast.expr, one: Pass) -> ast.expr | None:
-        """Return what ``over``, the iterated expression of the loop ``one``, iterates over in the end: without ``enumerate`` and
-        ``tqdm`` calls around it, and with aliases replaced by their values. These calls and aliases are appended to ``one``.
-        Return None if ``over`` is another call, or a conditional expression whose two values do not lead to the same name."""
+        """Return what ``over``, the expression of the loop ``one``, iterates over in the end; None if unknown. Calls and aliases
+        on the way are appended to ``one``."""
         if isinstance(over, ast.IfExp):
             return _common_name([self._loader(value, one) for value in (over.body, over.orelse)])
         if isinstance(over, ast.Call):
@@ -162,8 +155,7 @@ class Loops:
         return over
 
     def _assignments(self, name: str, scope: ast.AST) -> Iterator[tuple[ast.stmt, ast.expr | None]]:
-        """Yield each statement that assigns ``name`` in ``scope``, with the assigned expression, or with None if the value cannot
-        be read from the statement."""
+        """Yield each statement that assigns ``name`` in ``scope``, with the assigned expression, or None if that is unknown."""
         for node in ast.walk(scope):
             if isinstance(node, ast.Name) and node.id == name and not isinstance(node.ctx, ast.Load):
                 statement = self._source.statement(node)
@@ -179,8 +171,7 @@ class Loops:
                         yield statement, None
 
     def reachable_nodes(self, node: ast.AST, within: tuple[str, ...] = ()) -> Iterator[ast.AST]:
-        """Yield all nodes in ``node`` except itself, and all nodes in the functions of the file that it calls, directly or not.
-        ``within``: functions being searched already, which are skipped."""
+        """Yield the nodes in ``node`` and those in the functions of the file that it calls. ``within``: functions to skip."""
         for inner in ast.walk(node):
             if inner is not node:
                 yield inner
@@ -190,8 +181,7 @@ class Loops:
 
 
 def exits(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the ``break``, ``continue`` and ``return`` statements that end an iteration of the loop with this ``body``; those
-    that concern only a nested loop or function are left out."""
+    """Return the ``break``, ``continue`` and ``return`` statements that end an iteration of the loop with this ``body``."""
     found: list[ast.stmt] = []
     for one in body:
         if isinstance(one, ast.Break | ast.Continue | ast.Return):
@@ -213,8 +203,7 @@ def parameters(scope: ast.AST) -> set[str]:
 
 
 def bind(function: Function, call: ast.Call) -> Arguments:
-    """Return the argument expressions of ``call`` by the parameter names of ``function``. ``self`` of a method call,
-    ``*x`` with the positional arguments after it, and ``**x`` are left out."""
+    """Return the argument expressions of ``call`` by the parameter names of ``function``, as far as they are known."""
     names = [a.arg for a in (*function.args.posonlyargs, *function.args.args)]
     if names[:1] == ["self"] and isinstance(call.func, ast.Attribute):
         del names[0]

@@ -27,16 +27,14 @@ def is_hugging_face_trainer(origin: str) -> bool:
 
 
 def makes_a_session(origin: str) -> bool:
-    """Return True if the dotted name ``origin`` is in one of Ratchet's integrations (Lightning, Transformers, Accelerate), whose
-    classes create or use a Session."""
+    """Return True if the dotted name ``origin`` is in one of Ratchet's integrations, whose classes create or use a Session."""
     return origin.startswith(
         ("ratchet.lightning.", "ratchet.transformers.", "ratchet.accelerate.", "ratchet_worker.integrations.")
     )
 
 
 class Origins:
-    """Maps each name that a file imports to its origins, as dotted names. A name that several imports bind, as in ``try`` and
-    ``except``, has several origins. Relative imports are left out."""
+    """Maps each name that a file imports to its origins, as dotted names. A name that several imports bind has several."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.names: dict[str, set[str]] = {}
@@ -50,8 +48,7 @@ class Origins:
                     self.names.setdefault(alias.asname or alias.name, set()).add(f"{node.module}.{alias.name}")
 
     def origins_of(self, node: ast.expr) -> set[str]:
-        """Return the origins of a name or dotted name, as ``torch.optim.SGD``. Return an empty set for any other expression, and
-        for names that no import binds."""
+        """Return the origins of a name or dotted name, such as ``torch.optim.SGD``; empty if they are unknown."""
         if isinstance(node, ast.Name):
             return self.names.get(node.id, set())
         if isinstance(node, ast.Attribute):
@@ -59,7 +56,6 @@ class Origins:
         return set()
 
     def is_one(self, node: ast.expr, expected: Collection[str]) -> bool:
-        """Return True if ``node`` has origins and all of them are in ``expected``: then it does not matter which of several
-        imports takes effect."""
+        """Return True if ``node`` has origins and all of them are in ``expected``."""
         found = self.origins_of(node)
         return bool(found) and found <= set(expected)

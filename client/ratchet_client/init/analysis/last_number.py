@@ -16,9 +16,8 @@ _OPERANDS: Final = (ast.Name, ast.Constant, ast.Attribute, ast.Call, ast.Subscri
 
 
 def set_last_number(patching: Patching, loop: Loop | StepLoop) -> None:
-    """Insert an assignment before the loop that gives the iteration variable its last value, if the script reads the variable
-    after the loop: an attempt that starts after the last step runs no iteration. Add a needed remark instead if a ``break``,
-    ``continue`` or ``return`` leaves an iteration, or if the head of a ``for`` loop reads the variable or its body assigns it."""
+    """If the script reads the iteration variable after the loop, record an assignment of its last value before the loop, or add a
+    remark if that is not enough."""
     node, over = loop.node, loop.over if isinstance(loop, StepLoop) else loop.range
     target = node.target if isinstance(node, ast.For) else over.counter if isinstance(over, Counted) else None
     if not isinstance(target, ast.Name) or over is None or not is_read_after(patching.source, node, target.id):
@@ -31,6 +30,7 @@ def set_last_number(patching: Patching, loop: Loop | StepLoop) -> None:
         text = "is read after the loop, which has no iteration if none is left: give it a value before the loop, too"
         patching.add_remark(node, f"{target.id} {text}")
         return
+    # An attempt that starts after the last step runs no iteration.
     last = over.total
     if isinstance(over, Range) and not over.first:
         plain = isinstance(ast.parse(last, mode="eval").body, _OPERANDS)

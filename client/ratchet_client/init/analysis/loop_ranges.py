@@ -11,9 +11,8 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Range:
-    """The ``range(...)`` call of a loop. ``total``: the number of all iterations, as source text. ``first``: the number of the
-    first iteration, 0 or 1. ``start``: the expression from which a script with its own resume code starts, which is 0 in a new
-    run; None if there is none."""
+    """The ``range(...)`` call of a loop. ``total``: number of iterations, as source text. ``first``: 0 or 1. ``start``: where a
+    script with its own resume code starts; None if there is none."""
 
     call: ast.Call
     total: str
@@ -21,9 +20,7 @@ class Range:
     start: ast.expr | None = None
 
     def change(self, patching: Patching, loop: ast.For, counted: str) -> None:
-        """Record the edits that make ``loop`` iterate over ``counted(total)``, for example ``session.epochs(10)``. Since
-        ``counted`` counts from 0, a line that adds 1 is inserted for a range from 1. A script's own ``start`` is dropped, with a
-        remark."""
+        """Record the edits that make ``loop`` iterate over ``counted(total)``, for example ``session.epochs(10)``."""
         source = patching.source
         source.replace(self.call, f"{counted}({self.total})")
         if self.first:
@@ -33,8 +30,7 @@ class Range:
 
 
 def begins_by_itself(patching: Patching, loop: ast.stmt, start: ast.expr, counted: str) -> None:
-    """Add an optional remark that ``start``, where ``loop`` began before the patch, has no effect any more: ``counted`` begins at
-    Ratchet's last checkpoint."""
+    """Add an optional remark that ``start``, where ``loop`` began, has no effect any more."""
     text = (
         f"it began at {ast.unparse(start)}; {counted} begins at the last checkpoint of Ratchet. Do not have the script "
     )
@@ -42,8 +38,7 @@ def begins_by_itself(patching: Patching, loop: ast.stmt, start: ast.expr, counte
 
 
 def range_of(source: Source, loop: ast.For) -> Range | None:
-    """Return the range of ``loop``, also inside ``tqdm(...)``. Return None if it iterates over something else, or over a range of
-    another form than ``Range`` describes, such as one with a step."""
+    """Return the range of ``loop``; None if it has none of a supported form."""
     call = range_call(loop.iter)
     plain = isinstance(loop.target, ast.Name) and loop.body[0].lineno > loop.lineno
     if call is None or call.keywords:
@@ -70,7 +65,7 @@ def range_call(over: ast.expr) -> ast.Call | None:
 
 
 def called_as(call: ast.Call) -> str:
-    """Return the last part of the called function's dotted name; "" if the function is neither a name nor an attribute."""
+    """Return the last part of the called function's dotted name; "" if it has none."""
     match call.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -78,9 +73,7 @@ def called_as(call: ast.Call) -> str:
 
 
 def begins_at_0(source: Source, value: ast.expr, loop: ast.stmt) -> bool:
-    """Return True if ``value`` is 0 in a new run. Two forms are recognised: a variable whose first assignment in the loop's
-    function is an unconditional 0 before ``loop``, and an attribute with the name of a command line option whose default is 0.
-    Later assignments before ``loop`` count as the script's own resume code."""
+    """Return True if ``value`` is recognised as 0 in a new run, such as a variable that is first set to 0 before ``loop``."""
     if isinstance(value, ast.Name):
         given = assignments(source, value.id, loop)
         return (

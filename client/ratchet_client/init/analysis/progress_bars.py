@@ -1,5 +1,4 @@
-"""Remarks on counters around the loader that restart at 0 after a resume within an epoch, and on aliases of the loader that are
-created too early."""
+"""Remarks on counters around the loader that restart at 0 after a resume, and on aliases of the loader."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from ratchet_client.init.analysis.script_source import Patching
 
 
 def add_remarks(patching: Patching, loop: Loop, session: str) -> None:
-    """Add remarks on the loader of each pass of ``loop``: an alias of it that is assigned before the loop (needed), ``tqdm``
-    around it without ``initial`` (optional), and ``enumerate`` around ``tqdm``. ``session``: the name of the Session."""
+    """Add remarks on the loaders of the passes of ``loop``: aliases set too early, and counters that restart. ``session``: the
+    Session's name."""
     for one in loop.passes:
         for name, statement in one.aliases:
             same = patching.source.scope(statement) is patching.source.scope(loop.node)
@@ -31,8 +30,7 @@ def add_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _numbers(patching: Patching, one: Pass, session: str) -> None:
-    """Add a remark if the pass has ``enumerate`` around ``tqdm``, since ``enumerate`` then counts from 0 after a resume within an
-    epoch. The remark is needed if the loop's body uses the number, else optional."""
+    """Add a remark if the pass has ``enumerate`` around ``tqdm``, which counts from 0 after a resume within an epoch."""
     kinds = [called_as(call) for call in one.calls]
     target = one.node.target.elts[0] if isinstance(one.node.target, ast.Tuple) else one.node.target
     used = {n.id for s in one.node.body for n in ast.walk(s) if isinstance(n, ast.Name)}

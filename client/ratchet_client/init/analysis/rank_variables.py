@@ -1,4 +1,4 @@
-"""Finds where a script reads torchrun's variables, which python does not set, and where it chooses a device as a Session does."""
+"""Finds where a script reads torchrun's variables, and where it chooses a device as a Session does."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ class RankVariables:
     # --- devices -------------------------------------------------------------------------------------------------------
 
     def device(self, statement: ast.stmt) -> str | None:
-        """Return the name of the variable if ``statement`` does nothing but assign the rank's device to it. An example is
-        ``device = torch.device("cuda", local_rank)``; a choice between that and the CPU, on one line or by ``if`` and ``else``,
-        is one, too, also if a branch calls ``torch.cuda.set_device``. Return None for any other statement. Also return None if
-        only string constants like ``"cuda"`` are assigned, which mean the current device."""
+        """Return the name of the variable to which ``statement`` assigns the rank's device, as in ``device = torch.device("cuda",
+        local_rank)``; None if it is no such choice."""
         values: list[ast.expr] = []
         name = self._chosen([statement], values)
         made = [value for value in values if not isinstance(value, ast.Constant)]
@@ -46,8 +44,8 @@ class RankVariables:
         return False
 
     def _chosen(self, block: list[ast.stmt], values: list[ast.expr]) -> str | None:
-        """Return the only variable to which the statements of ``block``, including the branches of an ``if``, assign devices;
-        None if they do anything else, except ``torch.cuda.set_device``. Append the assigned expressions to ``values``."""
+        """Return the only variable to which ``block`` assigns devices; None if it does more. The assigned expressions are
+        appended to ``values``."""
         names: set[str | None] = set()
         for statement in block:
             match statement:
@@ -87,9 +85,8 @@ class RankVariables:
     # --- variables -----------------------------------------------------------------------------------------------------
 
     def reads(self) -> Iterator[tuple[ast.expr, str]]:
-        """Yield each expression that fails without torchrun, like ``os.environ["RANK"]``, including ``int(...)`` around it, with
-        the attribute of a Session that has the value. A read below an ``if`` whose test contains the variable's name is
-        skipped."""
+        """Yield each expression that fails without torchrun, like ``os.environ["RANK"]``, with the Session's attribute that has
+        the value."""
         for node in ast.walk(self._source.tree):
             name = self._name(node)
             if name is None or not isinstance(node, ast.Subscript):
@@ -105,8 +102,8 @@ class RankVariables:
         return isinstance(read, ast.Call)
 
     def is_unused(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
-        """Return True if ``statement`` is like ``local_rank = int(os.environ["LOCAL_RANK"])`` and its variable is assigned
-        nowhere else, and is read only in the nodes ``gone``, which the patch removes."""
+        """Return True if ``statement``, like ``rank = int(os.environ["RANK"])``, assigns a name that is read only in ``gone``,
+        nodes that the patch removes."""
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=value) if self._value(value) is not None:
                 within = {id(n) for one in gone for n in ast.walk(one)}
@@ -121,9 +118,8 @@ class RankVariables:
         return False
 
     def needs_session(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
-        """Return True if ``statement``, which stands before the creation of the process group, must use attributes of the
-        Session: it chooses a device, or assigns an int that it reads from torchrun's variables and that is not unused
-        (``is_unused``). ``gone``: nodes that the patch removes."""
+        """Return True if ``statement`` must use attributes of the Session, for a device or a rank. ``gone``: nodes that the patch
+        removes."""
         if self.device(statement) is not None:
             return True
         reads = {id(read) for read, _ in self.reads() if self.is_whole(read)}
@@ -137,16 +133,14 @@ class RankVariables:
         ]
 
     def _value(self, node: ast.expr) -> str | None:
-        """Return the name of the variable in ``int(os.environ["RANK"])`` and the other forms that ``_name`` accepts, with ``int``
-        around them; None for any other node."""
+        """Return the name of the variable in ``int(os.environ["RANK"])`` or a similar call of ``int``; else None."""
         match node:
             case ast.Call(func=ast.Name(id="int"), args=[value], keywords=[]):
                 return self._name(value)
         return None
 
     def _name(self, node: ast.AST) -> str | None:
-        """Return the name of torchrun's variable that ``os.environ["RANK"]``, ``os.environ.get("RANK", 0)`` or
-        ``os.getenv("RANK", 0)`` reads; None for any other node and other variables."""
+        """Return the name of torchrun's variable that ``node`` reads, as in ``os.environ["RANK"]``; else None."""
         match node:
             case ast.Subscript(value=of, slice=ast.Constant(value=name), ctx=ast.Load()):
                 known = self._origins.is_one(of, {"os.environ"})

@@ -1,4 +1,4 @@
-"""What the patches for all kinds of scripts share: the source, the origins of its names, and what is left to the user."""
+"""What the patches for all kinds of scripts share: the source, the origins of its names, and the remarks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Remark:
-    """A remark for the user at a line of the script. ``needed`` True: a change that the user must make by hand, without which the
-    patched script would not run or would not resume exactly. ``needed`` False: only information."""
+    """A remark for the user at a line of the script. ``needed``: the user must make a change; else the remark is only
+    information."""
 
     line: int
     text: str
@@ -21,8 +21,7 @@ class Remark:
 
 @dataclass
 class Patching:
-    """A script that is being patched: its source with the recorded edits, the origins of its names, and the remarks for the
-    user."""
+    """A script that is being patched: its source with the recorded edits, the origins of its names, and the remarks."""
 
     source: Source
     origins: Origins
@@ -56,8 +55,7 @@ class Patching:
         )
 
     def imports_of(self, wanted: frozenset[str]) -> list[ast.stmt]:
-        """Return the import statements anywhere in the file that make a dotted name in ``wanted`` available: ``import`` of a
-        package or module that contains it, and ``from ... import`` of the name itself."""
+        """Return the import statements in the file that make a dotted name in ``wanted`` available."""
         found: list[ast.stmt] = []
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Import):
@@ -69,10 +67,8 @@ class Patching:
         return found
 
     def add_import(self, line: str, statements: list[ast.stmt], used: int | None = None) -> None:
-        """Record the insertion of the import ``line`` after the imports at the top of the file and after ``statements``, which
-        are imports. ``used``: a line number; only imports at the top that are above it count. If all ``statements`` are in
-        functions, ``line`` is inserted in each of these functions instead. If there is nothing to insert it after, it is inserted
-        before the first statement of the file."""
+        """Record the insertion of the import ``line`` after the leading imports and ``statements``, or in the functions that
+        contain all of these. ``used``: only leading imports above this line count."""
         scopes = {id(scope): scope for scope in map(self.source.scope, statements)}
         functions = [s for s in scopes.values() if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
         inside = bool(functions) and len(functions) == len(scopes)
@@ -86,8 +82,7 @@ class Patching:
 
 
 def _leading_imports(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the imports directly in ``body`` (of a module or function) before its first function, class or loop. Other
-    statements may be between them."""
+    """Return the imports directly in ``body`` that stand before its first function, class or loop."""
     found: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.For | ast.While):

@@ -21,8 +21,8 @@ _NO_END: Final = "\\ No newline at end of file\n"
 
 
 class Source:
-    """A Python source and its recorded edits. ``text`` must be valid Python, else ``SyntaxError`` is raised. Edits do not change
-    ``tree`` or ``data``; ``edited_text`` applies them."""
+    """A Python source and its recorded edits, which ``edited_text`` applies. Raises ``SyntaxError`` if ``text`` is not valid
+    Python."""
 
     def __init__(self, text: str) -> None:
         self.tree = ast.parse(text.removeprefix(_MARK))
@@ -68,8 +68,7 @@ class Source:
         return self.data[self._start(node) : self._end(node)].decode()
 
     def expression(self, node: ast.expr) -> str:
-        """Return the source text of ``node``, in parentheses if it would not be valid Python alone, as for text on several
-        lines."""
+        """Return the source text of ``node``, in parentheses if the text alone would not be valid Python."""
         text = self.segment(node)
         try:
             ast.parse(text)
@@ -78,8 +77,7 @@ class Source:
         return text
 
     def begins_with(self, node: ast.stmt, word: str) -> bool:
-        """Return True if the text of ``node`` begins with ``word``. This distinguishes ``if`` from ``elif``, which is an
-        ``ast.If`` node too."""
+        """Return True if the text of ``node`` begins with ``word``; this distinguishes ``if`` from ``elif``."""
         return self.data.startswith(word.encode(), self._start(node))
 
     def _start(self, node: _Node) -> int:
@@ -102,16 +100,15 @@ class Source:
         self._edits.append((self._start(loop), self._colon(loop), text.encode()))
 
     def _colon(self, loop: ast.For | ast.While) -> int:
-        """Return the byte position of the colon that ends the head of ``loop``. Only parentheses and comments stand between its
-        last expression and the colon."""
+        """Return the byte position of the colon that ends the head of ``loop``."""
+        # Only parentheses and comments stand between the last expression and the colon.
         at = self._end(loop.test if isinstance(loop, ast.While) else loop.iter)
         while self.data[at : at + 1] != b":":
             at = next(start for start in self._starts if start > at) if self.data[at : at + 1] == b"#" else at + 1
         return at
 
     def insert_in(self, loop: ast.For | ast.While, text: str) -> None:
-        """Record the insertion of a line as the first line of the loop's body. The body must begin on another line than the
-        loop."""
+        """Record the insertion of a line at the beginning of the loop's body, which must not begin on the loop's line."""
         line = self.lines[loop.body[0].lineno - 1]
         indent = line[: len(line) - len(line.lstrip())]
         at = next(start for start in self._starts if start > self._colon(loop))
@@ -136,16 +133,14 @@ class Source:
         self._edits.append((at, at, (text + (", " if others else "")).encode()))
 
     def _insert_first(self, first: _Node, text: str) -> None:
-        """Record the insertion of ``text`` and a comma before ``first``; ``first`` moves to a new line if it begins a line."""
+        """Record the insertion of ``text`` and a comma before ``first``."""
         before = self.lines[first.lineno - 1][: first.col_offset]
         gap = b" " if before.strip() else self.newline + before
         self._edits.append((self._start(first), self._start(first), text.encode() + b"," + gap))
 
     def remove(self, statement: ast.stmt, *, comment: bool = False) -> None:
-        """Record the removal of ``statement`` with its lines. If it shares a line with other code, it is replaced by ``pass``
-        instead. If it is the only statement left in its block, it is replaced by ``pass``, too, unless the block belongs to an
-        ``if`` that can be removed (``_is_removable_if``): then the whole ``if`` is removed. ``comment``: also remove the comments
-        and empty lines directly above."""
+        """Record the removal of ``statement``, or its replacement by ``pass`` where needed; an ``if`` left empty may go, too.
+        ``comment``: also remove comments and empty lines directly above."""
         first, last = statement.lineno - 1, (statement.end_lineno or statement.lineno) - 1
         start, end = self._start(statement), self._end(statement)
         before = self.data[self._starts[first] : start]
@@ -165,8 +160,7 @@ class Source:
             self._edits.append((int(self._starts[first]), int(self._starts[last + 1]), b""))
 
     def _is_removable_if(self, node: ast.If) -> bool:
-        """Return True if the ``if`` is no ``elif`` and has no ``elif`` or ``else``, no edit inserts text in it, and its test has
-        no side effects."""
+        """Return True if the ``if`` has no other branch, no insertion in it, and a test without side effects."""
         calls = [n for n in ast.walk(node.test) if isinstance(n, ast.Call)]
         asks = all(isinstance(c.func, ast.Attribute) and c.func.attr in _ASKS and not c.args for c in calls)
         plain = not any(isinstance(n, (ast.NamedExpr, ast.Await, ast.Yield)) for n in ast.walk(node.test))
@@ -184,8 +178,7 @@ class Source:
         return any(first <= start and end <= last and not text for first, last, text in self._edits)
 
     def remove_names(self, statement: ast.Import | ast.ImportFrom, names: Collection[str]) -> None:
-        """Record the removal of ``names``, as the file uses them (after ``as``), from an import statement; the whole statement is
-        removed if none is left."""
+        """Record the removal of ``names``, as the file uses them, from an import statement."""
         left = [a for a in statement.names if (a.asname or a.name.partition(".")[0]) not in names]
         if not left:
             self.remove(statement)
@@ -199,8 +192,8 @@ class Source:
     def insert(
         self, text: str, *, before: ast.stmt | None = None, behind: ast.stmt | None = None, blank: bool = False
     ) -> None:
-        """Record the insertion of the line ``text`` before the statement ``before`` or after the statement ``behind``, of which
-        exactly one is given, with the indentation of that statement. ``blank``: an empty line is inserted between them."""
+        """Record the insertion of the line ``text``, indented alike, before or after a statement, of which one is given.
+        ``blank``: with an empty line between them."""
         statement = before or behind
         assert statement is not None
         line = self.lines[statement.lineno - 1]
@@ -228,8 +221,7 @@ class Source:
         self._edits = checkpoint
 
     def edited_text(self) -> str:
-        """Return the text with all recorded edits applied; edits at the same position in the order of recording. Overlapping
-        edits fail an assertion."""
+        """Return the text with all recorded edits applied. They must not overlap."""
         made, at = b"", 0
         for start, end, text in sorted(self._edits, key=lambda edit: edit[:2]):
             assert start >= at, "two changes of one place"
@@ -239,15 +231,13 @@ class Source:
 
 
 def unified_diff(old: str, new: str, name: str) -> str:
-    """Return a unified diff from ``old`` to ``new`` for ``patch -p0`` and ``git apply -p0``; "" if they are equal. ``name``: the
-    file name in the diff."""
+    """Return a unified diff from ``old`` to ``new``; "" if they are equal. ``name``: the file name in the diff."""
     found = difflib.unified_diff(_lines(old), _lines(new), name, name)
     return "".join(line if line.endswith(("\n", "\r")) else f"{line}\n{_NO_END}" for line in found)
 
 
 def moved_lines(old: str, new: str) -> dict[int, int]:
-    """Return a dict from the numbers of the lines of ``old`` that are also in ``new`` to their numbers in ``new``; numbers start
-    at 1."""
+    """Return the numbers of the lines of ``old`` that ``new`` also has, each with its number in ``new``; from 1."""
     blocks = difflib.SequenceMatcher(None, _lines(old), _lines(new), autojunk=False).get_matching_blocks()
     return {block.a + n + 1: block.b + n + 1 for block in blocks for n in range(block.size)}
 

@@ -1,5 +1,4 @@
-"""Finds objects that a loop uses besides model, optimizers and loaders, and that may have state of their own: early stopping,
-averages, generators, sources of batches."""
+"""Finds objects with state of their own, such as generators, that a loop uses besides model, optimizers and loaders."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ def is_generator(patching: Patching, value: ast.expr) -> bool:
 
 
 def is_used(patching: Patching, loop: Loop | StepLoop, name: str) -> bool:
-    """Return True if ``name`` is used in the loop, or in a function that the loop calls, and not in a ``DataLoader(...)`` call. A
-    generator in such a call is excluded because the Session restores it with the loader."""
+    """Return True if the loop, or a function that it calls, uses ``name``, and no ``DataLoader(...)`` call does."""
+    # The Session restores a loader's generator with the loader.
     given = [n for call in patching.calls(LOADERS) for n in ast.walk(call)]
     return not _named(given, name) and _named(Loops(patching.source).reachable_nodes(loop.node), name)
 
@@ -55,9 +54,8 @@ def _named(nodes: Iterable[ast.AST], name: str) -> bool:
 
 
 def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str]) -> None:
-    """Add remarks on objects, copies of models and iterators with state that the loop uses and the Session does not have, and on
-    random numbers that an epoch draws before its batches. ``session``: the name of the Session; ``known``: names of objects that
-    the Session already has."""
+    """Add remarks on state and random numbers of the loop that no checkpoint has. ``session``: the Session's name; ``known``:
+    names of objects that the Session has."""
     add_object_remarks(patching, loop, session, known)
     if isinstance(loop, Loop):
         _add_draw_remarks(patching, loop, session)
@@ -72,8 +70,8 @@ def is_stepped(loop: Loop | StepLoop, name: str) -> bool:
 def add_object_remarks(
     patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str], *, only_own: bool = False
 ) -> None:
-    """Add one remark for each object with state that the loop uses, except those in ``known``. ``session``: the name of the
-    Session. ``only_own``: only for objects of the file's own classes and for copies of models; these remarks are optional."""
+    """Add a remark for each object with state that the loop uses, except those in ``known``. ``only_own``: only for the file's
+    own classes and copies of models, as optional remarks."""
     said = {*known}
     inner = {n.id for n in ast.walk(loop.node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     for node in ast.walk(loop.node):
@@ -94,8 +92,8 @@ def add_object_remarks(
 
 
 def _used_with_state(patching: Patching, loop: Loop | StepLoop, node: ast.AST) -> tuple[str | None, str]:
-    """Return the name of an object whose state the loop may change at ``node``, and the way: "attribute" (assigned), "next" (an
-    iterator or file is read), "call", or "copy" (a copied model). Return None and "" if there is none."""
+    """Return the name of an object whose state the loop may change at ``node``, and the way: "attribute", "next", "call" or
+    "copy"; None and "" if there is none."""
     source = patching.source
     match node:
         case ast.Attribute(value=ast.Name(id=name), ctx=ast.Store()) if assignments(source, name, loop.node):
@@ -120,8 +118,7 @@ def _used_with_state(patching: Patching, loop: Loop | StepLoop, node: ast.AST) -
 
 
 def _is_changed_copy(patching: Patching, loop: Loop | StepLoop, use: ast.Name) -> bool:
-    """Return True if ``use`` is a copy of a model, created by ``deepcopy`` before the loop, and the loop uses its weights or
-    passes it to a function of the file."""
+    """Return True if ``use`` is a ``deepcopy`` of an object that the loop uses as a model."""
     copies = [made for made in _makers(patching, use.id, loop) if ast.unparse(made).rpartition(".")[2] == "deepcopy"]
     parent = next(patching.source.ancestors(use))
     of_weights = isinstance(parent, ast.Attribute) and parent.attr in ("parameters", "buffers", "load_state_dict")
@@ -135,8 +132,8 @@ def _is_of(patching: Patching, makers: list[ast.expr], package: str) -> bool:
 
 
 def _add_draw_remarks(patching: Patching, loop: Loop, session: str) -> None:
-    """Add a remark at each statement that draws random numbers in an epoch before its batches: after a resume within the epoch it
-    would draw other numbers."""
+    """Add a remark at each statement that draws random numbers in an epoch before its batches: a resume would draw other
+    numbers."""
     loops = Loops(patching.source)
     bodies = [loop.node.body]
     for one in loop.passes:
@@ -158,8 +155,7 @@ def _add_draw_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _is_own(patching: Patching, makers: list[ast.expr]) -> bool:
-    """Return True if one of ``makers`` is a class of the file, and this class is no module, data set or sampler, nor derived from
-    one of ``torch.nn``."""
+    """Return True if one of ``makers`` is a class of the file other than a module, data set or sampler."""
     classes = {
         n.name for n in ast.walk(patching.source.tree) if isinstance(n, ast.ClassDef)
         and not any(base.endswith(_OF_DATA) or base.startswith(("nn.", "torch.nn.")) for base in map(ast.unparse, n.bases))

@@ -1,4 +1,4 @@
-"""Finds where a script trains in a loop over steps, with batches that it creates itself instead of with a ``DataLoader``."""
+"""Finds a script's training loop over steps, whose batches come from no ``DataLoader``."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Counted:
-    """The count of a ``while`` loop that increments ``counter`` by 1, starting from 0. ``total``: the number of all steps, as
-    source text. ``exit``: the statement ``if counter >= total: break``, or with ``> last``, at the end of a ``while True`` loop;
-    None if the head of the loop has the condition."""
+    """The count of a ``while`` loop that increments ``counter`` by 1, from 0. ``total``: number of steps, as source text.
+    ``exit``: the ``if`` that ends a ``while True`` loop; else None."""
 
     counter: ast.Name
     total: str
@@ -32,8 +31,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class StepLoop:
-    """A loop over training steps without a ``DataLoader``. ``over``: its range or count; None if the number of steps is
-    unknown."""
+    """A loop over training steps without a ``DataLoader``. ``over``: its range or count; None if unknown."""
 
     node: ast.For | ast.While
     over: Range | Counted | None
@@ -54,17 +52,14 @@ class StepLoop:
         return [one for one in exits(self.node.body) if one is not self.removed_break]
 
     def unsupported_reason(self, name: str) -> str | None:
-        """Return the reason, as text, why the loop cannot be changed to iterate over ``name.steps``; None if it can. ``name``:
-        the variable with the Session."""
+        """Return why the loop cannot iterate over ``name.steps``, as text; None if it can. ``name``: the Session."""
         if self.over is not None:
             return None
         over = ast.unparse(self.node.iter if isinstance(self.node, ast.For) else self.node.test)
         return f"it goes over {over}: {name}.steps(n), with the number of all steps, goes over those that are left"
 
     def change(self, patching: Patching, name: str) -> None:
-        """Record the edits that make the loop iterate over ``name.steps``; nothing if ``over`` is None. A ``while`` loop becomes
-        a ``for`` loop; the increment of its counter is kept, since the code after it may read the counter. An optional remark is
-        added if the script's own resume code set the first step."""
+        """Record the edits that make the loop iterate over ``name.steps``; a ``while`` loop becomes a ``for`` loop."""
         counted = f"{name}.steps"
         if isinstance(self.over, Range) and isinstance(self.node, ast.For):
             self.over.change(patching, self.node, counted)
@@ -78,16 +73,13 @@ class StepLoop:
 
 
 def training_loops(patching: Patching) -> list[Loop | StepLoop]:
-    """Return a list with the script's loop over steps if there is one, else the outermost loops over epochs, in file order."""
+    """Return a list with the script's loop over steps, or without one its outermost loops over epochs, in file order."""
     steps = _step_loop(patching)
     return [*Loops(patching.source).training_loops()] if steps is None else [steps]
 
 
 def _step_loop(patching: Patching) -> StepLoop | None:
-    """Return the only loop in which ``zero_grad`` is called, as a loop over steps. Return None if there is no such loop, if there
-    are several or nested ones, or if the file creates a ``DataLoader``. Also return None if the loop takes batches from an
-    iterator, does not train, has an ``else``, may run several times, or is a ``for`` loop with an unknown range. A ``while`` loop
-    with an unknown count is returned, with ``over`` None."""
+    """Return the only loop in which ``zero_grad`` is called, if it is a loop over steps; else None."""
     source, loops = patching.source, Loops(patching.source)
     if patching.calls(LOADERS):
         return None
@@ -113,8 +105,7 @@ def _step_loop(patching: Patching) -> StepLoop | None:
 
 
 def _runs_once(source: Source, scope: ast.AST) -> bool:
-    """Return True if the code in ``scope`` runs once: for the module, and for a function that is called at exactly one place of
-    the file, outside loops, by code that runs once. Functions that call each other do not."""
+    """Return True if the code in ``scope`` is seen to run once, as that of the module does."""
     called: list[ast.AST] = []
     while isinstance(scope, Function) and scope not in called:
         called.append(scope)
@@ -126,9 +117,7 @@ def _runs_once(source: Source, scope: ast.AST) -> bool:
 
 
 def _counted(source: Source, loop: ast.While) -> Counted | None:
-    """Return the count of ``while n < total`` or ``while n <= last``, or of ``while True`` whose last statement is ``if n >=
-    total: break`` or ``if n > last: break``. Return None unless ``n`` starts at 0, grows by 1 in each iteration (no
-    ``continue``), and the number of steps is constant."""
+    """Return the count of a loop such as ``while n < total``, in which ``n`` starts at 0 and grows by 1; else None."""
     leaves: ast.If | None = None
     number: type[ast.cmpop]
     last_number: type[ast.cmpop]
@@ -160,8 +149,7 @@ def _counted(source: Source, loop: ast.While) -> Counted | None:
 
 
 def _is_constant(source: Source, end: ast.expr, loop: ast.While) -> bool:
-    """Return True if ``end``, the number of steps, has the same value in each iteration. It must consist of constants, variables,
-    attributes and operators, and neither the loop nor a function that it calls may change these variables and attributes."""
+    """Return True if ``end``, the number of steps, is seen to have the same value in each iteration."""
     if not all(
         isinstance(n, ast.Name | ast.Attribute | ast.Constant | ast.BinOp | ast.operator | ast.expr_context)
         for n in ast.walk(end)

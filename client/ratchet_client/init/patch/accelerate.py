@@ -15,9 +15,8 @@ _RESUMES: Final = ("load_state", "skip_first_batches")
 
 
 def patch(patching: Patching) -> bool:
-    """Patch a script with Accelerate, and return True; return False, without an edit, if the script creates no Accelerator. The
-    recorded edits use the class of ``ratchet.accelerate``, and its ``epochs`` in the training loop. Remarks are added on what
-    cannot be changed, including the script's own resume code."""
+    """Record the edits that make a script with Accelerate use ``ratchet.accelerate``, and add remarks on the rest. Return False
+    if the script creates no Accelerator."""
     made = patching.calls(ACCELERATORS)
     if not made:
         return False
@@ -37,8 +36,8 @@ def patch(patching: Patching) -> bool:
 
 
 def _class(patching: Patching, made: list[ast.Call]) -> str:
-    """Replace the script's Accelerator class and its import by those of ``ratchet.accelerate``. Return the source text of
-    the class in the first call of ``made``, like ``accelerate.Accelerator``."""
+    """Replace the script's Accelerator class and its import by those of ``ratchet.accelerate``; return the class's old source
+    text."""
     uses = [n for n in ast.walk(patching.source.tree)
             if isinstance(n, ast.Attribute) and patching.origins.is_one(n, ACCELERATORS)]  # fmt: skip
     for use in uses:  # accelerate.Accelerator
@@ -56,9 +55,8 @@ def _class(patching: Patching, made: list[ast.Call]) -> str:
 
 
 def _epochs(patching: Patching, accelerator: str) -> None:
-    """Record the edits that make the only training loop iterate over ``epochs`` of the variable ``accelerator``, save its carried
-    variables and set its iteration variable where no epoch is left. If there is no loop, several, or one that cannot be changed,
-    add remarks instead."""
+    """Record the edits of the only training loop, which then iterates over ``epochs`` of ``accelerator``. Add remarks where that
+    is not possible."""
     loops = Loops(patching.source).training_loops()
     if not loops:
         call = patching.calls(ACCELERATORS)[0]
@@ -85,8 +83,7 @@ def _epochs(patching: Patching, accelerator: str) -> None:
 
 
 def _prepared(patching: Patching, accelerator: str, scope: ast.AST) -> set[str]:
-    """Return the names that results of ``accelerator.prepare`` are assigned to anywhere in the file, and the parameters of the
-    function ``scope``."""
+    """Return the names that hold results of ``accelerator.prepare``, and the parameters of the function ``scope``."""
     found = parameters(scope)
     for node in ast.walk(patching.source.tree):
         match node:
@@ -106,8 +103,7 @@ def _resumes(patching: Patching) -> None:
 
 
 def _sees(patching: Patching, loop: ast.For, name: str) -> bool:
-    """Return True if the Accelerator is visible at the loop under ``name``: as a variable of the module or the loop's function,
-    as a parameter, or as an attribute."""
+    """Return True if the Accelerator is visible at the loop under ``name``."""
     scope = patching.source.scope(loop)
     home = patching.source.scope(patching.calls(ACCELERATORS)[0])
     if scope is home or isinstance(home, ast.Module):

@@ -1,4 +1,4 @@
-"""``ratchet init --patch``: the change that a script needs so that Ratchet resumes it bit for bit, as a unified diff."""
+"""``ratchet init --patch``: the change with which Ratchet resumes a script bit for bit, as a unified diff."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ _PACKAGES: Final = frozenset({"ratchet", "ratchet_worker", "ratchet_hooks"})
 
 @dataclass
 class Patch:
-    """The result of ``patch_of``. ``diff``: a unified diff, empty if nothing is changed. ``known``: True if one of the patches
-    found in the script what it handles (a framework's Trainer, an Accelerator, DDP). ``starts_ranks``: True if the script uses
-    Lightning, which starts the ranks itself. ``encoding``: the encoding of the script and the diff."""
+    """The result of ``patch_of``. ``diff``: empty if nothing is changed. ``known``: the script uses something that a patch
+    handles. ``starts_ranks``: Lightning starts the ranks. ``encoding``: of script and diff."""
 
     diff: str
     known: bool
@@ -42,13 +41,13 @@ class Patch:
 
     @property
     def is_complete(self) -> bool:
-        """True if there is a diff, and no needed remark is left to do by hand after it has been applied."""
+        """True if there is a diff and no needed remark."""
         return bool(self.diff) and not any(remark.needed for remark in self.remarks)
 
 
 def patch_of(script: Path, name: str) -> Patch:
-    """Return the patch of ``script``, without writing anything. ``name``: the file name in the diff. Raises ``NotFound`` if the
-    file cannot be read, and ``Refused`` if it is not valid Python."""
+    """Return the patch of ``script``. ``name``: the file name in the diff. Raise ``NotFound`` if the file cannot be read,
+    ``Refused`` if it is not valid Python."""
     text, encoding, patching = _read(script)
     known = [kind(patching) for kind in _KINDS]
     changed = _without_unused_imports(text, patching.source.edited_text())
@@ -58,9 +57,7 @@ def patch_of(script: Path, name: str) -> Patch:
 
 
 def remaining_remarks(script: Path) -> list[Remark]:
-    """Return remarks on the variables that training loops carry from one iteration to the next, and on objects with state that
-    they use and the Session does not have, for a script that already uses Ratchet. Raises ``NotFound`` and ``Refused`` as
-    ``patch_of`` does."""
+    """Return remarks on state that the checkpoints of a script that uses Ratchet may lack. Raise the errors of ``patch_of``."""
     _, _, patching = _read(script)
     for loop in _session_loops(patching):
         carried_variables.add_remarks(patching, loop, _session(patching))
@@ -69,8 +66,8 @@ def remaining_remarks(script: Path) -> list[Remark]:
 
 
 def objects_without_session(script: Path) -> list[str]:
-    """Return, as ``ema (train.py, line 12)``, the objects with state that the training loops of a script with a Session use, and
-    that the Session does not have. Empty if the file cannot be read or is not valid Python."""
+    """Return the objects with state, as ``ema (train.py, line 12)``, that the script's training loops use and its Session does
+    not have. Empty for an invalid file."""
     try:
         _, _, patching = _read(script)
     except (NotFound, Refused):
@@ -115,8 +112,7 @@ def _session(patching: Patching) -> str:
 
 
 def _known_names(patching: Patching) -> set[str]:
-    """Return the names that are passed to ``session.prepare``, ``keep``, ``register`` or ``wrap``, or are assigned their results
-    or the results of any of Ratchet's functions and classes."""
+    """Return the names of objects that the Session has, or that Ratchet's functions and classes make."""
     found: set[str] = set()
     for node in ast.walk(patching.source.tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _GIVES:
@@ -147,11 +143,12 @@ def _sorted(patching: Patching) -> list[Remark]:
 
 
 def _read(script: Path) -> tuple[str, str, Patching]:
-    """Return the text of the script, its encoding (without ``-sig``, so that the text keeps a byte order mark), and its
-    ``Patching``. Raises ``NotFound`` if the script cannot be read, ``Refused`` if it is not valid Python."""
+    """Return the script's text, encoding and ``Patching``. Raise ``NotFound`` if it cannot be read, ``Refused`` if it is not
+    valid Python."""
     try:
         data = script.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        # So that the text keeps a byte order mark.
         encoding = encoding.removesuffix("-sig")
         text = data.decode(encoding)
         return text, encoding, Patching.parse(text)
@@ -164,8 +161,7 @@ def _read(script: Path) -> tuple[str, str, Patching]:
 
 
 def _without_unused_imports(old: str, new: str) -> str:
-    """Return the source ``new`` without the imported names that ``old`` uses and ``new`` does not use any more. An import that
-    was already unused in ``old`` is kept."""
+    """Return the source ``new`` without the imported names that ``old`` uses and ``new`` does not."""
     if new == old:
         return new
     source = Source(new)

@@ -20,11 +20,8 @@ _STRATEGIES: Final = frozenset(
 
 
 def patch(patching: Patching) -> bool:
-    """Patch a script with Lightning's Trainer or ``LightningCLI``, and return True; return False, without an edit or remark, if
-    it uses neither. The recorded edits set ``SessionStrategy()`` as the strategy of the Trainer; for ``LightningCLI`` they only
-    add ``import ratchet.lightning``. Remarks are added on what cannot be changed, such as ``ckpt_path`` of ``fit`` or a Trainer
-    of ``pytorch_lightning``. If there are several Trainers, of which not exactly one is trained, no Trainer is changed, and each
-    gets a remark."""
+    """Record the edits that make a script with Lightning use ``ratchet.lightning``, and add remarks on the rest. Return False if
+    it uses no Lightning."""
     old, commands = patching.calls(OLD_LIGHTNING_TRAINERS), patching.calls(LIGHTNING_CLI)
     trainers = patching.calls(LIGHTNING_TRAINERS)
     if not (trainers or old or commands):
@@ -59,8 +56,7 @@ def patch(patching: Patching) -> bool:
 
 
 def _trains(patching: Patching, call: ast.Call) -> bool:
-    """Return True if the Trainer that ``call`` creates is trained: ``Trainer(...).fit(...)``, or ``fit`` of the name that it is
-    assigned to."""
+    """Return True if ``fit`` of the Trainer that ``call`` creates is seen to be used."""
     parent = next(patching.source.ancestors(call))
     if isinstance(parent, ast.Attribute):
         return parent.attr == "fit"
@@ -75,9 +71,8 @@ def _trains(patching: Patching, call: ast.Call) -> bool:
 
 
 def _strategy(patching: Patching, call: ast.Call) -> bool:
-    """Record the edit that sets ``strategy=SessionStrategy()`` in ``call``, which creates a Trainer, and return True. Return
-    False, after a remark and without an edit, if the Trainer's strategy is unknown or is not DDP. A remark is also added if
-    settings of DDP are lost."""
+    """Record the edit that sets ``strategy=SessionStrategy()`` in ``call``, and return True; or add a remark and return False if
+    another strategy may be set."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     value = given.get("strategy")
     if value is None and None in given:

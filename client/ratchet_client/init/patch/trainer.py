@@ -13,9 +13,8 @@ OFFERED: Final = ("Seq2SeqTrainer", "Trainer")
 
 
 def patch(patching: Patching) -> bool:
-    """Patch a script with a Trainer of Hugging Face, and return True; return False, without an edit, if it uses none. The
-    recorded edits replace ``Trainer`` and ``Seq2SeqTrainer`` by the classes of ``ratchet.transformers``. A remark is added at
-    each use of another Trainer, or of a name with several origins; these are not changed."""
+    """Record the edits that replace Trainers of Hugging Face by those of ``ratchet.transformers``, and add remarks on the rest.
+    Return False if the script uses none."""
     uses = [
         node
         for node in ast.walk(patching.source.tree)

@@ -1,5 +1,5 @@
-"""``ratchet init --patch`` of an ordinary training loop under DistributedDataParallel: ``Session`` replaces the process group,
-``session.prepare`` replaces DDP, and ``session.epochs`` or ``session.steps`` replaces ``range``."""
+"""``ratchet init --patch`` of a training loop under DistributedDataParallel: a ``Session`` replaces the process group, DDP and
+the loop's ``range``."""
 
 from __future__ import annotations
 
@@ -36,14 +36,12 @@ _NOT_NEEDED: Final = ("device_ids", "output_device", "dim")
 
 
 class _Unknown(Exception):
-    """Raised if the script cannot be patched. A remark with the reason has been added before; ``patch`` catches the exception and
-    discards all edits."""
+    """Raised, after a remark with the reason, if the script cannot be patched; ``patch`` catches it."""
 
 
 def patch(patching: Patching) -> bool:
-    """Patch a script with DistributedDataParallel, and return True; return False, without an edit, if it does not call DDP. The
-    edits are recorded in ``patching.source``. If the script cannot be patched, no edit is recorded, and remarks outline the
-    change. A patched script can have needed remarks, too."""
+    """Record the edits that make a script with DistributedDataParallel use a Session, or only add remarks if that is not
+    possible. Return False if it does not call DDP."""
     models = patching.calls(DDP)
     if models:
         change = _Change(patching, models)
@@ -70,8 +68,7 @@ class _Change:
         self._class = "Session" if "Session" not in bound else "RatchetSession"
 
     def apply(self) -> None:
-        """Record all edits, and add remarks. Raises ``_Unknown`` if the script cannot be patched; the caller then discards the
-        edits that were recorded before."""
+        """Record all edits, and add remarks. Raise ``_Unknown``, perhaps after some edits, if the script cannot be patched."""
         self._raise_if_unsupported()
         (loop,), (start,), model = self._loops, self._starts, self._models[0]
         made = self._source.statement(model)
@@ -98,8 +95,7 @@ class _Change:
         self._patching.add_import(f"from ratchet import Session{renamed}", [], self._made[1])
 
     def _shuffled(self, loop: Loop | StepLoop) -> None:
-        """Add an optional remark if all epochs of the script had the same order of samples until now: it creates a
-        DistributedSampler, and never uses ``set_epoch``. Nothing is added for a loop over steps."""
+        """Add an optional remark if the script's DistributedSampler gave all epochs the same order until now."""
         samplers = self._patching.calls(frozenset({
             "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler",
         }))  # fmt: skip
@@ -109,8 +105,7 @@ class _Change:
             self._patching.add_remark(samplers[0], text, needed=False)
 
     def outline(self) -> None:
-        """Add remarks that outline the change to make by hand, at each place whose line has no remark yet, and remarks on carried
-        variables and progress bars. No edit is recorded."""
+        """Add remarks that outline the change to make by hand."""
         said = {remark.line for remark in self._patching.remarks}
         places: list[tuple[ast.expr | ast.stmt, str]] = [
             *((call, "session = Session() takes its place (from ratchet import Session)") for call in self._starts),
@@ -140,8 +135,8 @@ class _Change:
         raise _Unknown
 
     def _raise_if_unsupported(self) -> None:
-        """Add a remark for each reason, visible without an edit, why the script cannot be patched. Then raise ``_Unknown`` if one
-        of them is needed. If this returns, ``apply`` may still find other reasons."""
+        """Add a remark for each reason, visible without an edit, why the script cannot be patched. Raise ``_Unknown`` if one is
+        needed."""
         leave, before = self._patching.add_remark, len(self._patching.remarks)
         for call in self._patching.calls(_SPAWN):
             leave(
@@ -181,14 +176,12 @@ class _Change:
             raise _Unknown
 
     def _is_called_too(self, spawn: ast.Call) -> bool:
-        """Return True if the function that ``spawn`` starts in new processes is also called directly in the file, as in a run
-        under torchrun."""
+        """Return True if the file also directly calls the function that ``spawn`` starts."""
         name = ast.unparse(spawn.args[0]) if spawn.args else ""
         return any(isinstance(n, ast.Call) and ast.unparse(n.func) == name for n in ast.walk(self._source.tree))
 
     def _are_branches(self) -> bool:
-        """Return True if only one of several calls of DDP can run. All must be statements ``model = DDP(model)`` with the same
-        name, in one function, and each two of them in different branches of an ``if``."""
+        """Return True if the calls of DDP are ``model = DDP(model)`` in branches of which only one can run."""
         made = [self._source.statement(call) for call in self._models]
         names = {self._rebound_name(statement) for statement in made}
         branches = [self._branches(statement) for statement in made]
@@ -200,14 +193,13 @@ class _Change:
         )  # fmt: skip
 
     def _branches(self, statement: ast.stmt) -> dict[int, bool]:
-        """Return a dict with an entry for each ``if`` around ``statement``. The key is the ``id`` of the ``if`` node; the value
-        is True if ``statement`` is in its body, False if it is in its ``else`` branch."""
+        """Return, by the ``id`` of each ``if`` around ``statement``, whether the statement is in its body and not in its
+        ``else``."""
         chain = [statement, *self._source.ancestors(statement)]
         return {id(outer): inner in outer.body for inner, outer in pairwise(chain) if isinstance(outer, ast.If)}
 
     def _rebound_name(self, made: ast.stmt) -> str | None:
-        """Return the name in a statement ``model = DDP(model)``, which assigns to the name that it wraps. Return None for any
-        other statement."""
+        """Return the name in a statement ``model = DDP(model)``; None for any other statement."""
         match made:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call):
                 module = _module(call)
@@ -215,16 +207,16 @@ class _Change:
         return None
 
     def _before(self, made: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``_outermost(made, end)`` for ``made``, the statement that creates the DDP model. Raises ``_Unknown`` as
-        ``_outermost`` does, and also if the result is an ``if`` around ``made`` but ``made`` is not ``model = DDP(model)``."""
+        """Return ``_outermost(made, end)`` for the statement that creates the DDP model. Raise ``_Unknown`` if it cannot be moved
+        there."""
         outer = self._outermost(made, end)
         if outer is not made and self._rebound_name(made) is None:
             self._add_remark(made, "it stands in a block of its own: session.prepare takes the module without DDP")
         return outer
 
     def _outermost(self, statement: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``statement`` if its block also contains ``end``, directly or nested; else the innermost ``if`` around it
-        whose block does. Raises ``_Unknown`` if something other than an ``if`` is in between."""
+        """Return ``statement``, or the innermost ``if`` around it whose block contains ``end``. Raise ``_Unknown`` if there is
+        none."""
         found = statement
         while id(self._source.siblings(found)) not in self._blocks(end):
             around = next(self._source.ancestors(found))
@@ -237,12 +229,8 @@ class _Change:
     # --- the session ---------------------------------------------------------------------------------------------------
 
     def _insert_session(self, start: ast.Call, where: Scope, end: ast.stmt) -> None:
-        """Record the edits that insert ``session = Session()`` and remove ``start``, the call of ``init_process_group``.
-        ``where``: the function (or module) that creates the DDP model; ``end``: a statement in it that needs the session. The
-        session is created before ``end``, outside any ``if`` that does not contain ``end`` too, and before statements that need
-        it. If ``start`` is in another function that ``where`` calls, it is created in ``where``, at that call. Else it is created
-        in the function with ``start``, and passed to ``where`` as an argument. Raises ``_Unknown`` if there is no such place, or
-        if ``start`` is not a statement of its own."""
+        """Record the edits that create the session in place of ``start``, the call of ``init_process_group``. ``where``: the
+        scope of the DDP model; ``end``: a statement in it. Raise ``_Unknown`` if there is no place."""
         statement, scope = self._source.statement(start), self._source.scope(start)
         if not isinstance(statement, ast.Expr):
             self._add_remark(start, "not a statement of its own: session = Session() takes its place")
@@ -264,10 +252,8 @@ class _Change:
             self._source.remove(statement)
 
     def _find_removed(self, where: Scope, starts: Scope, place: ast.stmt) -> None:
-        """Set three attributes. ``_devices``: the statements that choose a device; ``_set``: the calls of
-        ``torch.cuda.set_device``; ``_gone``: all nodes whose reads of variables are removed, which are these statements and the
-        arguments of ``init_process_group`` and DDP. ``where`` is the scope of the DDP model, ``starts`` that of
-        ``init_process_group``, ``place`` the statement where the session is created. No edit is recorded."""
+        """Find the code whose reads of variables the patch removes: set ``_devices``, ``_set`` and ``_gone``. ``place``: where
+        the session is created."""
         home, block = self._source.scope(place), self._source.siblings(place)
         known = [s for s in self._statements(home) if s.lineno > place.lineno or s in block]
         known += [] if where is home else self._statements(where)
@@ -284,10 +270,9 @@ class _Change:
         self._gone = [*self._devices, *self._set, *start.args, *start.keywords, *others, *keywords]
 
     def _ranks(self) -> None:
-        """Replace the choice of a device and the reads of ``RANK``, ``LOCAL_RANK`` and ``WORLD_SIZE`` by attributes of the
-        session; add an optional remark at each read that is not replaced. Remove the calls of ``torch.cuda.set_device``, and
-        assignments of the rank that are no longer used. The caller calls this after all edits of other statements, because what
-        they have changed is skipped here."""
+        """Replace the choice of a device and the reads of torchrun's variables by the session's attributes, or add optional
+        remarks."""
+        # After all edits of other statements: what these have changed is skipped.
         for statement in self._devices:
             name = self._variables.device(statement)
             device = f"{self._session}.device"
@@ -312,9 +297,8 @@ class _Change:
                 self._patching.add_remark(read, f"{ast.unparse(read)}: {text}", needed=False)
 
     def _path_to(self, origin: Scope, target: Scope, there: ast.stmt) -> ast.stmt:
-        """Return the statement of the function ``origin`` that calls the function ``target``, and insert the session as a
-        parameter of ``target`` and an argument of that call. Return ``there``, which is in ``target``, without an edit if both
-        functions are the same. Raises ``_Unknown`` unless the only call of ``target`` is in ``origin`` (``_only_call``)."""
+        """Return the statement of ``origin`` that calls ``target``, to which the session is passed; ``there`` if both are the
+        same. Raise ``_Unknown`` if the call is not clear."""
         if origin is target:
             return there
         call = self._only_call(target)
@@ -330,8 +314,7 @@ class _Change:
         return self._source.statement(call)
 
     def _only_call(self, function: Scope) -> ast.Call | None:
-        """Return the only call of ``function``. Return None if ``function`` is not an undecorated function at the top level of
-        the file, or if the file names it at several places or without a call."""
+        """Return the only call of ``function``; None if it is not the only use, or the function is decorated or nested."""
         if not isinstance(function, Function) or function not in self._source.tree.body or function.decorator_list:
             return None
         uses = [n for n in ast.walk(self._source.tree) if isinstance(n, ast.Name) and n.id == function.name]
@@ -341,11 +324,8 @@ class _Change:
     # --- model and devices ---------------------------------------------------------------------------------------------
 
     def _unwrap(self, name: str, made: ast.stmt, end: ast.stmt, prepared: ast.stmt) -> str | None:
-        """Record the edits that remove DDP from ``made``, the statement that creates the model ``name``, and return the name of
-        the module that ``session.prepare`` takes. ``prepared``: the statement after which ``session.prepare`` is inserted later;
-        ``end``: the loop, or the call that leads to it. Return None if the code up to ``prepared`` uses the model for more than
-        its parameters. ``session.prepare`` of the model is then inserted at ``made``, and the later one takes only the other
-        objects. Calls of ``register_comm_hook`` are removed, too, with a remark."""
+        """Record the edits that remove DDP from ``made``, and return the name of the module for ``session.prepare`` after
+        ``prepared``; None if the model is prepared at ``made``. ``end``: the loop or its call."""
         before, after = list[ast.AST](), list[ast.AST]()
         for node in self._between(made, end):
             (before if getattr(node, "lineno", 0) <= (prepared.end_lineno or 0) else after).append(node)
@@ -377,8 +357,7 @@ class _Change:
         return None if early else taken
 
     def _is_of_parameters(self, use: ast.Name) -> bool:
-        """Return True if ``use`` is part of ``model.parameters()`` or a similar use of the model that works equally with and
-        without DDP, or of ``model.register_comm_hook``, which is removed."""
+        """Return True if ``use`` works equally with and without DDP, like ``model.parameters()``, or is removed."""
         parent, above = list(self._source.ancestors(use))[:2]
         if not isinstance(parent, ast.Attribute):
             return False
@@ -386,9 +365,8 @@ class _Change:
         return of_module or parent.attr in _SAME or parent.attr == "register_comm_hook"
 
     def _unconditional(self, name: str, made: ast.If) -> None:
-        """Adapt the script to a model that is always in DDP, not only if the condition of ``made`` is true: in the code after
-        ``made``, replace ``model.module if condition else model`` by ``model.module``. Add an optional remark on the changed
-        names of weights."""
+        """Replace ``model.module if condition else model`` after ``made`` by ``model.module``, since the model is now always in
+        DDP."""
         for node in ast.walk(self._source.tree):
             match node:
                 case ast.IfExp(
@@ -406,8 +384,8 @@ class _Change:
         self._patching.add_remark(made, text, needed=False)
 
     def _module_of(self, call: ast.Call) -> ast.expr:
-        """Return the module that the DDP call ``call`` wraps. Add a needed remark on each setting of DDP that belongs in the spec
-        or is not supported. Raises ``_Unknown`` if the module is not visible in the call."""
+        """Return the module that the DDP call ``call`` wraps, and add remarks on settings of DDP. Raise ``_Unknown`` if it is not
+        visible."""
         module = _module(call)
         if module is None:
             self._add_remark(call, "cannot determine which module it wraps: pass that to session.prepare")
@@ -433,11 +411,8 @@ class _Change:
     # --- session.prepare ----------------------------------------------------------------------------------------------
 
     def _prepare(self, model: str, made: ast.stmt, end: ast.stmt, loop: Loop | StepLoop) -> set[str]:
-        """Insert ``model, ... = session.prepare(model, ...)`` before the loop, after the statements that create its arguments;
-        without the model if ``_unwrap`` has prepared it already. Add remarks on other objects with state. Return the names of all
-        objects that the Session then has. ``model``: the name of the DDP model; ``made``: the statement that creates it; ``end``:
-        the loop, or the call that leads to it. A needed remark is added if no optimizer is found. Raises ``_Unknown``, for
-        example if not exactly one loader is found for a loop over epochs."""
+        """Insert the call of ``session.prepare`` before the loop, and return the names of the objects that the Session then has.
+        ``made``: creates ``model``; ``end``: the loop or its call. Raise ``_Unknown`` if that is not possible."""
         taken: dict[str, list[str]] = {kind: [] for kind in _ORDER}
         taken["model"], last, loaders = [model], made, self._loaders(loop) if isinstance(loop, Loop) else set[str]()
         for statement in self._statements(self._source.scope(made)):
@@ -481,8 +456,7 @@ class _Change:
         return {*known}
 
     def _loaders(self, loop: Loop) -> set[str]:
-        """Return the names of the loaders that the loop's passes iterate over, as they are named in the function of the DDP
-        model; "" stands for a loader without a name."""
+        """Return the names of the loaders of the loop's passes in the function of the DDP model; "" for an unnamed one."""
         found: set[str] = set()
         function = self._source.scope(loop.node)
         call = None if function is self._source.scope(self._models[0]) else self._only_call(function)
@@ -493,9 +467,8 @@ class _Change:
         return found
 
     def _kind(self, target: ast.expr, value: ast.expr, model: str, loop: Loop | StepLoop) -> str | None:
-        """Return the kind of object, as in ``_ORDER``, that ``value`` creates for ``session.prepare``: loader, scaler, scheduler,
-        generator or optimizer. Return None for anything else, and for a generator that the loop does not use or a DataLoader has.
-        ``target``: what ``value`` is assigned to; ``model``: the name of the model."""
+        """Return the kind, as in ``_ORDER``, of the object that ``value`` creates for ``session.prepare``; None if there is none.
+        ``target``: what it is assigned to."""
         origins = self._patching.origins.origins_of(value.func) if isinstance(value, ast.Call) else set()
         if origins & LOADERS:
             return "loader"
@@ -518,8 +491,7 @@ class _Change:
         return "scheduler" if stateful_objects.is_stepped(loop, ast.unparse(target)) else None
 
     def _is_stepped(self, name: ast.expr, model: str, loop: Loop | StepLoop) -> bool:
-        """Return True if the loop calls ``zero_grad`` of ``name`` and steps it, and ``name`` is not the model. This detects an
-        optimizer that was created by a function."""
+        """Return True if the loop uses ``name`` like an optimizer, and ``name`` is not the model."""
         return not _is_name(name, model) and any(
             isinstance(n, ast.Attribute) and n.attr == "zero_grad" and ast.unparse(n.value) == ast.unparse(name)
             for n in ast.walk(loop.node)
