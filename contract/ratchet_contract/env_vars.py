@@ -1,5 +1,4 @@
-"""The names of Ratchet's own environment variables, and of torchrun's variables that the agent sets for ranks. Variables of other
-programs that Ratchet reads, such as ``XDG_CONFIG_HOME``, are not here."""
+"""The names of Ratchet's environment variables, and of torchrun's variables that the agent sets for ranks."""
 
 from __future__ import annotations
 

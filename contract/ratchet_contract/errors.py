@@ -1,15 +1,4 @@
-"""One tree of errors, each with a stable ``code``; only the HTTP layer maps a code to a status.
-
-RatchetError
-├── SpecError            a job spec that cannot be honoured, or another invalid body; field errors with JSON pointers
-├── NotFound             what is named does not exist: a job, checkpoint, file, quota ...
-├── Conflict             not possible in the present state: the job's phase, a stale attempt, a used-up quota ...
-├── Refused              for another reason: too large, busy, missing token, reused idempotency key ...
-├── CheckpointError      damaged, incomplete or missing checkpoint data
-├── StateError           a state that cannot be captured or restored; names the key
-└── WorkerError          an error that a rank reports about itself
-    └── UserError        the user's code or spec is wrong; a retry cannot help
-"""
+"""The errors that a user may see, each with a stable ``code``. ``RatchetError`` is the base of all."""
 
 from __future__ import annotations
 
@@ -55,14 +44,12 @@ class RatchetError(Exception):
 
 
 class SpecError(RatchetError):
-    """A job's spec or another request is invalid, or the job cannot be run. ``errors`` has the wrong fields; it is empty if no
-    single field is wrong, for instance at invalid YAML. ``parse_spec`` reports at most 50 fields."""
+    """A job's spec or another request is invalid, or the job cannot be run. ``errors`` has the wrong fields, if any."""
 
     code = "invalid-spec"
 
     def __str__(self) -> str:
-        """Return the number of ``errors`` and a line for each, or ``detail`` if there are fewer than two. ``detail`` describes
-        the first only."""
+        """Return ``detail``; with several ``errors``, their number and a line for each instead."""
         if len(self.errors) < 2:
             return self.detail
         each = (f"  {wrong.pointer or '/'}: {wrong.detail} [{wrong.code}]" for wrong in self.errors)
@@ -76,22 +63,19 @@ class NotFound(RatchetError):
 
 
 class Conflict(RatchetError):
-    """The request is not possible in the present state. Examples: the job's phase does not allow it, a concurrent request came
-    first, a quota is used up."""
+    """The request is not possible in the present state, for example the job's phase or a used-up quota."""
 
     code = "conflict"
 
 
 class Refused(RatchetError):
-    """The request is not allowed, too large or invalid. Examples: a missing token, a role without the permission, a wrong
-    setting."""
+    """The request is not allowed, too large or invalid, for example without a token or with a wrong setting."""
 
     code = "refused"
 
 
 class CheckpointError(RatchetError):
-    """Checkpoint data cannot be read, written or used; ``code`` states why. ``ratchet_store.filesystem.durable_io`` describes
-    the codes of files on a local disk."""
+    """Checkpoint data cannot be read, written or used; ``code`` states why."""
 
     code = "checkpoint-damaged"
 
@@ -109,8 +93,7 @@ class WorkerError(RatchetError):
 
 
 class UserError(WorkerError):
-    """The user's code or spec is wrong, so that a retry cannot help: a wrong entrypoint, an import error, a spec that the
-    worker's machine cannot run. The rank ends with exit code 78."""
+    """The user's code or spec is wrong, so that a retry cannot help. The rank ends with exit code 78."""
 
     code = "user-error"
 

@@ -1,5 +1,4 @@
-"""Reserved exit codes of ranks and agents. ``result.json`` is authoritative; codes are for engines that have no other
-information."""
+"""Reserved exit codes of ranks and agents, for engines that have no better information."""
 
 from __future__ import annotations
 
@@ -40,15 +39,14 @@ RESERVED: Final[dict[int, str]] = {
 
 
 def script_exit_code(code: object) -> int | None:
-    """Return ``code``, the argument of a script's ``sys.exit``, if the rank's process ends with it unchanged: an integer from
-    1 to 255 that Ratchet does not reserve. Else None."""
+    """Return ``code``, the argument of ``sys.exit``, if it is an unreserved integer from 1 to 255, else None."""
     if isinstance(code, bool) or not isinstance(code, int) or not 0 < code <= 255 or code in RESERVED:
         return None
     return code
 
 
 def exit_code_of(cause: Cause) -> int:
-    """Return the exit code of an agent that ends for ``cause``, or of a rank whose script has not chosen an exit code."""
+    """Return the exit code of an agent, or of a rank without an exit code of its script, for ``cause``."""
     codes = {
         Cause.COMPLETED: EXIT_COMPLETED,
         Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,

@@ -1,18 +1,7 @@
-"""Paths of files below the run directory. Pure path arithmetic; nothing here touches the disk. The main ones:
+"""Paths of files below the run directory. Nothing here touches the disk. For example:
 
-<home>/service.json                      url, pid, protocol of the running service
-<home>/ratchet.db
-<home>/code/<digest>/                    snapshots of user code
-<home>/run/<name>-<digest>/              run directory of a job of `ratchet run`, laid out as <home>
-<home>/jobs/<job id>/checkpoints/step-000000001200.a0007/{rank-00000-of-00002.safetensors, MANIFEST.json}
-<home>/jobs/<job id>/quarantine/         damaged checkpoints, moved here whole
-<home>/jobs/<job id>/adopted/            copy of the run without a service that the job began with, laid out as a job
-<home>/jobs/<job id>/work/               current directory of the ranks: a writable copy of the code, kept over all attempts
-<home>/jobs/<job id>/work.json           the code that this copy was made of, file by file
-<home>/jobs/<job id>/framework-files.jsonl   the files that Lightning's callbacks wrote, with their steps
-<home>/jobs/<job id>/KEPT                the job was deleted, but its outputs in work/ were kept: its owner, as JSON
-<home>/jobs/<job id>/attempts/0007/      one launch: files of AttemptPaths
-<home>/jobs/<job id>/attempts/0007/node-00001/   its second node's agent: files of NodePaths
+<home>/jobs/<job id>/checkpoints/step-000000001200.a0007/rank-00000-of-00002.safetensors
+<home>/jobs/<job id>/attempts/0007/node-00001/result.json
 """
 
 from __future__ import annotations
@@ -91,14 +80,13 @@ class HomePaths:
 
     @property
     def service_authorities(self) -> Path:
-        """PEM file of the certificate authorities by which agents and clients check the service's certificate. Written by the
-        service at its start; missing if it was given none."""
+        """PEM file of the certificate authorities for the service's certificate, written by the service; missing if there are
+        none."""
         return self.home / "service-ca.pem"
 
     @property
     def run_as_file(self) -> Path:
-        """File with the name and the ids of the user that users' code runs as. Empty: users' code runs as the service's own
-        user, but an earlier service ran it as another user. No file: it has always run as the service's own user."""
+        """File with the user that users' code runs as; empty or missing: the service's own user."""
         return self.home / "run-as"
 
     @property
@@ -107,14 +95,12 @@ class HomePaths:
 
     @property
     def reconciler_marker(self) -> Path:
-        """Empty file. Its modification time is the time of the last successful pass of any reconciler of this run directory,
-        exact to a few seconds."""
+        """Empty file. Its modification time is about that of a reconciler's last successful pass."""
         return self.home / "reconciler.mark"
 
     @property
     def database_reserve(self) -> Path:
-        """File that reserves disk space. If the disk is full when a job is deleted, this file is removed, so that SQLite has
-        space to record the deletion."""
+        """File that reserves disk space; removed if the disk is full, so that SQLite can record a job's deletion."""
         return self.home / "ratchet.reserve"
 
     @property
@@ -164,14 +150,12 @@ class JobPaths:
 
     @property
     def framework_files(self) -> Path:
-        """File with a line for each checkpoint file that Lightning's own callbacks have written or removed, and at which step.
-        Written by rank 0."""
+        """File that records the checkpoint files that Lightning's own callbacks wrote or removed, and at which step."""
         return self.root / "framework-files.jsonl"
 
     @property
     def kept_marker(self) -> Path:
-        """File that exists if the job has been deleted but its outputs were kept; it names their owner. Written by the
-        service."""
+        """File that exists if the job was deleted but its outputs were kept; has their owner."""
         return self.root / "KEPT"
 
     def checkpoint(self, step: int, attempt: int) -> Path:
@@ -189,7 +173,7 @@ class NodePaths:
 
     @property
     def lock_file(self) -> Path:
-        """File that the agent locks with ``flock`` while it lives: a proof of life that zombies and reused pids cannot fake."""
+        """File that the agent locks with ``flock`` while it lives: a proof of life."""
         return self.root / "agent.lock"
 
     @property
@@ -203,14 +187,12 @@ class NodePaths:
 
     @property
     def control_file(self) -> Path:
-        """``Control`` as JSON: the desired state of the node's ranks. Written by the agent, by rename; polled by a thread of
-        each rank."""
+        """``Control`` as JSON: the desired state of the node's ranks. Written by the agent, polled by the ranks."""
         return self.root / "control.json"
 
     @property
     def result_file(self) -> Path:
-        """``AttemptResult`` as JSON: how the attempt ended on this node. Written once by the agent, before it ends;
-        missing if the agent was killed or could not write it."""
+        """``AttemptResult`` as JSON: how the attempt ended on this node; missing if the agent could not write it."""
         return self.root / "result.json"
 
     @property
@@ -220,8 +202,7 @@ class NodePaths:
 
 @dataclass(frozen=True)
 class AttemptPaths(NodePaths):
-    """Paths of the files of one attempt: those that all nodes share, and those of node 0's agent. Other nodes' agents have
-    theirs in ``node-NNNNN``. Ranks are numbered over all nodes, so the ranks' files are here."""
+    """Paths of the files of one attempt: those that all nodes share, and those of node 0's agent."""
 
     def node(self, node: int) -> NodePaths:
         """Return the paths of the agent's files on one node; for node 0 this object itself."""
@@ -234,8 +215,7 @@ class AttemptPaths(NodePaths):
 
     @property
     def fence_file(self) -> Path:
-        """Empty file. The service writes it to end the attempt, before it looks for processes that are still alive. An agent that
-        finds the file at its start ends at once. A running agent ends its ranks, and these commit and delete no checkpoint."""
+        """Empty file, written by the service to end the attempt: its agents then end, and its ranks commit no checkpoint."""
         return self.root / "FENCED"
 
     @property
@@ -250,8 +230,7 @@ class AttemptPaths(NodePaths):
 
     @property
     def environment_file(self) -> Path:
-        """``EnvironmentView`` as JSON: the packages of rank 0's interpreter and the code's commit. Written before rank 0
-        trains."""
+        """``EnvironmentView`` as JSON: the packages of rank 0's interpreter and the code's commit."""
         return self.root / "environment.json"
 
     def log(self, rank: int) -> Path:
@@ -261,13 +240,11 @@ class AttemptPaths(NodePaths):
         return self.root / "counters" / f"rank-{rank:05d}.bin"
 
     def ring(self, rank: int) -> Path:
-        """File with the fingerprints of the rank's newest steps (``step_ring``), for a later attempt that does these steps
-        again."""
+        """File with the fingerprints of the rank's newest steps (``step_ring``)."""
         return self.root / "fingerprints" / f"rank-{rank:05d}.bin"
 
     def spool(self, rank: int) -> Path:
-        """File of the rank's messages: a ``RankMessage`` per line as JSON, appended by the rank. A line's number, from 1, is
-        the message's sequence number."""
+        """File of the rank's messages: a ``RankMessage`` as JSON per line. A line's number, from 1, is the sequence number."""
         return self.root / "spool" / f"rank-{rank:05d}.jsonl"
 
     @property
@@ -276,8 +253,7 @@ class AttemptPaths(NodePaths):
         return self.root / "spool" / "agent.jsonl"
 
     def node_spool(self, node: int) -> Path:
-        """Spool of the messages of node ``node``'s agent about that node, in the format of a rank's spool. ``node``: the node's
-        number, from 0; the messages have ``node_rank(node)`` as their ``rank``."""
+        """Spool of the agent of one node. The messages have ``node_rank(node)`` as their ``rank``."""
         return self.root / "spool" / f"node-{node:05d}.jsonl"
 
     def log_times(self, rank: int) -> Path:
@@ -290,6 +266,5 @@ class AttemptPaths(NodePaths):
         return self.root / "fetched.json"
 
     def rank_result(self, rank: int) -> Path:
-        """``RankResult`` as JSON: how the rank ended. Written by the rank itself at its end; missing if it was killed or could
-        not write it."""
+        """``RankResult`` as JSON: how the rank ended; missing if the rank could not write it."""
         return self.root / "results" / f"rank-{rank:05d}.json"

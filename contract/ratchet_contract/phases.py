@@ -1,5 +1,4 @@
-"""Phases, causes and the single transition table, which has a step for every phase and event. ``next_step`` adds one rule that
-depends on the desired state."""
+"""Phases of jobs and attempts, causes of an attempt's end, and the table of phase transitions."""
 
 from __future__ import annotations
 
@@ -95,7 +94,7 @@ class Cause(StrEnum):
 
     @property
     def is_failure(self) -> bool:
-        """True if the attempt failed or was lost: the end of one rank or node by such a cause ends the others."""
+        """True if an attempt that ended for this cause failed or was lost."""
         return self.outcome in (Outcome.FAILED, Outcome.LOST)
 
 
@@ -122,8 +121,7 @@ before the group was torn down: survivors of a killed rank see broken connection
 
 
 class Event(StrEnum):
-    """The possible events of a job: API actions first (the scheduler, too, requests a ``PREEMPT``), then the launch, the
-    beginning of training and the ends, which the service itself records."""
+    """The possible events of a job: API actions, the launch, the beginning of training, and ends."""
 
     SUSPEND = "suspend"
     RESUME = "resume"
@@ -143,9 +141,7 @@ class Event(StrEnum):
 
 
 class Step(NamedTuple):
-    """A cell of the transition table. ``phase``: the job's next phase; None: the event is refused with ``code`` (in the API
-    with status 409). ``desired``: the new desired state; None: it is not changed. ``reset_budgets``: True if the counts against
-    the budgets start again."""
+    """A cell of the transition table. ``phase`` None: the event is refused with ``code``. ``desired`` None: no change."""
 
     phase: JobPhase | None
     desired: Desired | None = None
@@ -170,18 +166,18 @@ def _build_transitions() -> dict[JobPhase, dict[Event, Step]]:
     no_end = dict.fromkeys(ends, _STALE)
 
     def unchanged(p: JobPhase, delete: Step = _NO) -> dict[Event, Step]:
-        """Return the steps of patch, fork and delete. Patch and fork keep the phase ``p``; ``delete``: the step for a delete."""
+        """Return the steps of patch, fork and delete; patch and fork keep the phase ``p``."""
         return {e.PATCH: Step(p), e.FORK: Step(p), e.DELETE: delete}
 
     def active_row(p: JobPhase, training: Step) -> dict[Event, Step]:
-        """Return the row of the table for ``p``, which is STARTING or RUNNING; ``training``: the step when training begins."""
+        """Return the row for ``p``, which is STARTING or RUNNING; ``training``: the step when training begins."""
         return {
             e.SUSPEND: Step(_T, d.SUSPEND), e.RESUME: Step(p), e.CANCEL: Step(_T, d.CANCEL),
             e.PREEMPT: Step(_T, d.PREEMPT), e.CHECKPOINT: Step(p), e.LAUNCH: _NO, e.TRAINING: training, **unchanged(p), **ends,
         }  # fmt: skip
 
     def ended_row(p: JobPhase, resume: Step) -> dict[Event, Step]:
-        """Return the row of the table for a phase in which the job has ended; ``resume``: the step for a resume."""
+        """Return the table's row for a phase of an ended job; ``resume``: the step for a resume."""
         return {
             e.SUSPEND: _OVER, e.RESUME: resume, e.CANCEL: Step(p) if p is _CA else _OVER, e.PREEMPT: _OVER,
             e.CHECKPOINT: _OVER, e.LAUNCH: _OVER, e.TRAINING: _STALE, **unchanged(p, Step(p)), **no_end,
@@ -216,8 +212,7 @@ TRANSITIONS: Final[dict[JobPhase, dict[Event, Step]]] = _build_transitions()
 
 
 def next_step(phase: JobPhase, event: Event, desired: Desired = Desired.RUN) -> Step:
-    """Return the table's step for ``phase`` and ``event``. While a job is STOPPING for a cancel (``desired``), suspend, resume
-    and preempt are refused as well. Raises nothing: the table is total."""
+    """Return the step for ``phase`` and ``event``. A job that stops for a cancel refuses suspend, resume and preempt."""
     if (
         phase is JobPhase.STOPPING
         and desired is Desired.CANCEL

@@ -12,12 +12,11 @@ def pluralize(number: int, noun: str) -> str:
 
 
 def join_first(names: Sequence[str], max_count: int = 5) -> str:
-    """Return the first ``max_count`` names, joined by commas, and the number of further ones, if any: ``a, b and 3 more``."""
+    """Return the first ``max_count`` names, and the number of further ones: ``a, b and 3 more``."""
     more = f" and {len(names) - max_count} more" if len(names) > max_count else ""
     return ", ".join(names[:max_count]) + more
 
 
 def short_digests(text: str) -> str:
-    """Return ``text`` in which each SHA-256 in lower-case hex is replaced by its first 12 digits and ``…``; these are enough to
-    distinguish two of them."""
+    """Return ``text`` with each SHA-256 in lower-case hex cut to 12 digits and ``…``."""
     return re.sub(r"\b([0-9a-f]{12})[0-9a-f]{52}\b", r"\1…", text)

@@ -21,8 +21,7 @@ only figures. Agents of a version that does not know it keep their own pace."""
 
 
 def not_upgraded(python: str, protocol: object) -> str:
-    """Return the message of an agent or a rank whose interpreter or image (``python``) was not upgraded with the service,
-    which uses protocol number ``protocol``."""
+    """Return the message of a process whose interpreter or image (``python``) was not upgraded with the service."""
     return (
         f"{python} has a Ratchet with protocol {PROTOCOL_VERSION}, the service uses "
         f"{protocol}: install the service's version of "

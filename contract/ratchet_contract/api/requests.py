@@ -65,8 +65,7 @@ class ResumeRequest(View):
     @field_validator("hook", mode="before")
     @classmethod
     def _name_or_mapping(cls, value: Any) -> Any:
-        """Raise ``ValueError``, with one clear message, for a hook that is neither a name nor a mapping. Return any other value
-        unchanged."""
+        """Return ``value`` unchanged. Raise ``ValueError`` if it is neither None nor a name nor a mapping."""
         if value is None or isinstance(value, str | dict):
             return value
         raise ValueError("a hook must be a name, or a mapping of its parameters")

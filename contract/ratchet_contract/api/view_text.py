@@ -18,9 +18,7 @@ _MAX_CELL_CHARS: Final = 300
 
 
 def displayed_fields(view: BaseModel, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Yield ``(name, value)`` of those fields in ``names`` that have a value, for ``repr``. Left out are None, empty texts, lists
-    and mappings, and names that do not exist. A dotted name is a nested field. Long texts are cut; of lists and mappings only the
-    length is shown."""
+    """Yield name and value, shortened, of those fields in ``names`` that have a value. A dotted name is a nested field."""
     for name in names:
         value: Any = view
         for part in name.split("."):
@@ -58,8 +56,7 @@ def _has_value(value: Any) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """Return a field's value as ``repr`` shows it: the value of an enum, a text cut to 80 characters, a time in ISO form, the
-    number of items of a list or mapping. Any other value is returned unchanged."""
+    """Return a field's value as ``repr`` shows it, for example the number of a list's items."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -72,8 +69,7 @@ def _short(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text for a cell of a table, not yet cut: a time in ISO form, a list of texts joined by commas, the value
-    of an enum, else ``str(value)``."""
+    """Return a value as text for a cell of a table, not yet cut."""
     if isinstance(value, datetime):
         return value.isoformat(timespec="seconds")
     if isinstance(value, list) and all(isinstance(item, str) for item in value):

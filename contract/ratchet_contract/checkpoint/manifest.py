@@ -1,10 +1,8 @@
 """The manifest: the last-written file of a checkpoint. No manifest, no checkpoint.
 
-Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private).
-A rank file is a safetensors file; its ``__metadata__["state"]`` holds that rank's JSON state. Its bytes are cut into blocks, each
-with an XXH3-128 digest, so that a reader can verify exactly the parts that it reads. The manifest's own digest is SHA-256 over
-its canonical JSON without the ``digest`` field, in every format version: a reader can distinguish a damaged version number from
-another format.
+Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private). A rank file
+is a safetensors file with that rank's JSON state in its metadata. Digests: XXH3-128 of each block of a rank file; SHA-256 of the
+manifest's canonical JSON without ``digest``.
 """
 
 from __future__ import annotations
@@ -134,21 +132,19 @@ def parse_entries(text: bytes | str) -> list[TensorEntry]:
 
 
 def same_entries(one: Sequence[TensorEntry], other: Sequence[TensorEntry]) -> bool:
-    """True if both lists contain the same objects in the same order; equal copies do not count. Entries are immutable, so
-    results for one list hold for the other."""
+    """Return True if both lists contain the same objects in the same order; equal copies do not count."""
     return len(one) == len(other) and all(map(is_, one, other))
 
 
 class _Rendered(NamedTuple):
-    """The value of a manifest's key as text. ``canonical``: in the form for the digest; ``lines``: in the form for the file."""
+    """The value of a manifest's key as text. ``canonical``: for the digest; ``lines``: for the file."""
 
     canonical: bytes
     lines: bytes
 
 
 class Sealer:
-    """Computes digests and file contents of manifests, one after another. The list of tensors is most of a manifest, and
-    seldom changes from save to save, like most of the rest: unchanged values are not converted to text again."""
+    """Computes digests and file contents of manifests. Keeps the text of values that seldom change, such as tensor lists."""
 
     def __init__(self) -> None:
         self._tensors: tuple[TensorEntry, ...] = ()
@@ -156,8 +152,7 @@ class Sealer:
         self._rendered = {"tensors": _Rendered(b"[]", b"[]")}
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
-        """Return a copy of the manifest with its digest, and the bytes of its file. Nothing is written. In file and digest,
-        floating-point numbers that are not finite are null."""
+        """Return a copy of the manifest with its digest, and the bytes of its file, in which NaN is null."""
         if not same_entries(manifest.tensors, self._tensors):
             self._rendered["tensors"] = _render(json.loads(_ENTRIES.dump_json(manifest.tensors)))
             self._tensors = tuple(manifest.tensors)
@@ -190,8 +185,7 @@ _LINES: Final = json.JSONEncoder(allow_nan=False)
 
 
 def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) -> str:
-    """Return the SHA-256 in hex of the canonical JSON (sorted keys, no spaces) of all keys of ``data`` but ``digest``.
-    ``rendered``: values that have been converted to text already, by key."""
+    """Return the SHA-256 in hex of the canonical JSON of ``data`` without ``digest``. ``rendered``: values as text."""
     hasher, comma = hashlib.sha256(b"{"), b""
     for key in sorted(data):
         if key != "digest":
@@ -213,8 +207,7 @@ def _canonical_text(value: Any) -> bytes:
 
 
 def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
-    """Return the bytes of the file: a line per key, and a line per entry of a list of objects, which is readable and faster than
-    an encoder that indents everything. ``rendered``: values that have been converted to text already, by key."""
+    """Return the bytes of the file: a line per key, and per object in a list. ``rendered``: values as text."""
     parts, comma = [b"{\n"], b""
     for key, value in data.items():
         parts.append(comma + b" " + _encoded_key(key, _lines_text) + b": ")
@@ -231,8 +224,8 @@ def _lines_text(value: Any) -> bytes:
 
 
 def open_manifest(raw: bytes) -> Manifest:
-    """Parse a manifest's bytes, check its digest and its format version, and return it. Raises ``CheckpointError``:
-    ``checkpoint-damaged`` (torn, altered, malformed), ``checkpoint-format`` (another format version)."""
+    """Return the manifest in ``raw``, whose digest matches. Raises ``CheckpointError``: ``checkpoint-damaged``, or
+    ``checkpoint-format`` for another format version."""
     try:
         data = json.loads(raw)
         if not isinstance(data, dict):

@@ -22,8 +22,7 @@ class _Model(BaseModel):
 
 
 def rename_epoch(data: Any) -> Any:
-    """Return ``data`` with the key ``attempt`` in place of ``epoch``. Files written before the first release (manifests,
-    ``base.json``, ``launch.json``) store the attempt's number under ``epoch``. Any other data is returned unchanged."""
+    """Return ``data`` with the key ``attempt`` in place of ``epoch``, the key in files of old versions."""
     if not isinstance(data, dict) or "epoch" not in data or "attempt" in data:
         return data
     return {"attempt" if key == "epoch" else key: value for key, value in data.items()}
@@ -99,20 +98,17 @@ class ResumeReport(_Model):
 
     @property
     def not_exact_since(self) -> str | None:
-        """The inexact resume from which the base descends, as a phrase with its step and attempt; None: every resume up to the
-        base was exact."""
+        """The inexact resume from which the base descends, as a phrase with step and attempt; None if there is none."""
         note = next((note for note in self.notes if note.startswith(NOT_EXACT_SINCE)), None)
         return None if note is None else note.partition(":")[0]
 
     @property
     def changed_code(self) -> EnvironmentDifference | None:
-        """Digests of the code that made the base, and of the code that continues from it; None if the code is the same."""
+        """Digests of the base's code and of the code that continues; None if the code is the same."""
         return next((d for d in self.differences if d.key == "code_digest"), None)
 
     def sentence(self) -> str:
-        """Return the verdict with its main reason, as one sentence. The reason is the first of these that applies: the code has
-        changed (both digests); the first component that is not exact; the first fact that differs, with the number of further
-        ones; an inexact resume from which the base descends. If none applies, the text is the verdict alone."""
+        """Return the verdict, with its main reason if there is one."""
         if (code := self.changed_code) is not None:
             return f"{self.verdict}: code changed ({code.recorded} -> {code.current})"
         part = next((c for c in self.components if c.status != "exact"), None) if self.verdict == "not-exact" else None
@@ -148,15 +144,7 @@ class Redone(_Model):
 
 
 def proof_text(report: ResumeReport, redone: Redone) -> str:
-    """Return the report's verdict with its level of proof, as text.
-
-    ``exact, proved (37 of 37 redone steps)`` if redone steps have been compared, ``exact, not yet proved`` if none has. An
-    attempt from scratch has ``fresh`` in place of ``exact``; if it redid no step, the text is ``fresh`` alone. If the base
-    descends from an inexact resume, ``; not exact since the resume from step 90, attempt 1`` is appended to these texts.
-
-    ``not-exact: code changed`` if the code differs; any other verdict stands alone. If a redone step differs from its first
-    execution, the text is ``not-exact`` with this step, whatever the verdict is.
-    """
+    """Return the report's verdict with its level of proof, such as ``exact, proved (37 of 37 redone steps)``."""
     verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"

@@ -1,13 +1,6 @@
-"""The ring of step fingerprints: a file of fixed size per rank and attempt, mapped by the rank, readable also after its death.
-
-A later attempt redoes the steps that a kill has lost, and compares their fingerprints with those in the ring. The rank only
-stores into mapped memory, without a system call. The content survives the process (SIGKILL), but not a power failure.
-
-Header of 16 KiB, little-endian: magic, version, number of records, length and CRC-32 of the JSON that follows (``RingHeader``).
-Then the records of 40 bytes, in the machine's byte order; step s has number s modulo the number of records, so that the newest
-steps are kept. A record: step, parameters, generators, data, and a checksum of these (64 bits each). A record that was torn by a
-kill fails the checksum and is left out.
-"""
+"""The ring of step fingerprints: a mapped file per rank and attempt, which survives SIGKILL but not a power failure. A later
+attempt compares the steps that it redoes. Layout: a header of 16 KiB with JSON and its checksum, then one record per step; step s
+has number s modulo the number of records."""
 
 from __future__ import annotations
 
@@ -43,8 +36,7 @@ PARTS: Final[tuple[Part, ...]] = ("data", "generators", "parameters")
 
 
 class StepFingerprint(NamedTuple):
-    """A rank's state after ``step``, as 64-bit digests: of a sample of the parameters, of the generators, of the position in
-    the data."""
+    """A rank's state after ``step``: 64-bit digests of sampled parameters, of the generators, and of the position in the data."""
 
     step: int
     parameters: int
@@ -52,32 +44,30 @@ class StepFingerprint(NamedTuple):
     data: int
 
     def first_difference(self, other: StepFingerprint) -> Part | None:
-        """Return the first part, in the order of ``PARTS``, in which two fingerprints of the same step differ; None if they
-        are equal."""
+        """Return the first part, in the order of ``PARTS``, in which the fingerprints differ; None if they are equal."""
         return next((part for part in PARTS if getattr(self, part) != getattr(other, part)), None)
 
 
 @dataclass(frozen=True)
 class RingHeader:
-    """The conditions under which rings may be compared. ``line``: the id of the course of training that the attempt belongs to.
-    Attempts that continue exactly from each other's checkpoints have the same id. ``facts``: everything that can change a bit, by
-    name."""
+    """The conditions under which rings may be compared. ``line``: the same for attempts that continue each other exactly.
+    ``facts``: what can change a bit."""
 
     line: str
     facts: dict[str, str | int | float | bool | None] = field(default_factory=dict)
 
 
 class StepRing:
-    """The file with the fingerprints of the newest steps of one rank in one attempt, mapped into memory. The rank is its only
-    writer."""
+    """The mapped file with the fingerprints of the newest steps of one rank in one attempt, which only this rank writes."""
 
     def __init__(self, path: Path, header: RingHeader) -> None:
-        """Create the file ``path``, with its disk space allocated: a full disk must fail here, not as a SIGBUS in the middle
-        of a step. An existing file is overwritten. Raises ``OSError``, and ``ValueError`` for a header that is too long."""
+        """Create or overwrite the file ``path``, with its disk space. Raises ``OSError``, and ``ValueError`` for a header that is
+        too long."""
         self._header, text = header, _text(header)
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
+            # A full disk must fail here, not as a SIGBUS in the middle of a step.
             os.posix_fallocate(fd, 0, _FILE_SIZE)
             self._map = mmap.mmap(fd, _FILE_SIZE)
             self._words = memoryview(self._map).cast("Q")
@@ -117,8 +107,7 @@ def read_header(path: Path) -> RingHeader | None:
 
 
 def read_ring(path: Path) -> dict[int, StepFingerprint]:
-    """Return the fingerprints in a ring file, by step; empty if the file is missing, unreadable, damaged or of another version.
-    Torn records are left out."""
+    """Return the intact fingerprints in a ring file, by step; empty if the file cannot be used."""
     data = _read(path, _FILE_SIZE + 1)
     if _header(data) is None:
         return {}

@@ -1,9 +1,4 @@
-"""A tree of code as a tar: the same bytes wherever it is written; verified, and unpacked completely or not at all.
-
-Only files and links are unpacked, within the limits that the caller sets (none for an archive of a single file), and only
-content that the digest confirms is used. The sender of the archive is not trusted. The dialect is GNU's, without extended
-headers: the one that ``write_archive`` writes.
-"""
+"""Writes a tree of code as a tar with reproducible bytes, and unpacks one from an untrusted sender."""
 
 from __future__ import annotations
 
@@ -39,9 +34,7 @@ class BadArchive(Exception):
 
 
 def write_archive(entries: list[Entry]) -> Iterator[bytes]:
-    """Yield the bytes of a tar of ``entries``, which the caller has sorted by path. The bytes are the same whenever and wherever
-    the tar is made. It contains no directories. Raises ``OSError``, also for a file whose size has changed since it was
-    listed."""
+    """Yield the bytes of a tar of ``entries``, sorted by path. Raises ``OSError``, also if a file's size has changed."""
     for entry in entries:
         yield _header(entry)
         if entry.link is None:
@@ -76,8 +69,7 @@ def _padding(entry: Entry) -> int:
 
 
 def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
-    """Yield the file's content. Raises ``OSError`` if it no longer has ``size`` bytes: the archive is then cut short, and its
-    receiver does not take it as complete."""
+    """Yield the file's content. Raises ``OSError`` if it no longer has ``size`` bytes."""
     sent = 0
     for chunk in tree.read_chunks(path):
         sent += len(chunk)
@@ -89,13 +81,8 @@ def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
 
 
 def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = False, limits: Limits = Limits()) -> None:
-    """Unpack the tar ``archive`` as the directory ``target``, read-only and durable, completely or not at all. Its content must
-    have the tree digest ``digest``, else ``BadArchive`` is raised. If ``target`` already exists as a directory with content, as
-    when another process has unpacked it concurrently, that directory is kept and nothing is raised.
-
-    ``one_file``: the archive is of a single file, and ``limits`` do not apply. Raises ``BadArchive`` also for content that must
-    not be unpacked, ``OSError``, and the errors of reading ``archive``.
-    """
+    """Unpack the tar ``archive`` as the read-only directory ``target``, completely or not at all. ``one_file``: it has a single
+    file, and ``limits`` do not apply. Raises ``BadArchive`` if its tree digest is not ``digest`` or it must not be unpacked."""
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=target.parent))
     try:
@@ -104,6 +91,7 @@ def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = Fa
         try:
             made.rename(target)
         except OSError:
+            # Another process may have unpacked it concurrently.
             if not target.is_dir():
                 raise
         else:
@@ -114,8 +102,7 @@ def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = Fa
 
 
 def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file: bool, limits: Limits) -> list[Entry]:
-    """Unpack into ``directory`` and return the entries there. Raises ``BadArchive`` for an invalid archive, for files that do not
-    count as code, and if the digest of the entries is not ``digest``. Raises ``OSError`` if the disk fails."""
+    """Unpack into ``directory`` and return its entries. Raises ``BadArchive`` if the archive is invalid or has another digest."""
     try:
         with tarfile.open(
             fileobj=archive, mode="r|", encoding="utf-8", errors="surrogateescape", tarinfo=_Member
@@ -139,8 +126,7 @@ def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file:
 
 
 class _Member(tarfile.TarInfo):
-    """A tar member whose header is checked before ``tarfile`` creates a file, or reads a long name into memory, because of it.
-    Only files and symbolic links, and names of limited length, are accepted."""
+    """A tar member whose header is checked before ``tarfile`` creates a file or reads a long name because of it."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         """Check the header, then process it as ``tarfile`` does. Raises ``BadArchive``."""
@@ -153,8 +139,7 @@ class _Member(tarfile.TarInfo):
 
 
 def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
-    """Extract all files, and after them all links, so that no file is written through a link. Returns the number of entries.
-    ``limits`` None: no limits. Raises ``BadArchive``, ``tarfile.TarError`` and ``OSError``."""
+    """Extract all files, then all links, and return their number. ``limits`` None: no limits."""
     links: list[tuple[Path, str]] = []
     count = total = 0
     for member in tar:
@@ -172,14 +157,14 @@ def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
             links.append((place, member.linkname))
         else:
             _write(tar, member, place)
+    # Links come last, so that no file is written through a link.
     for place, linked in links:
         place.symlink_to(linked)
     return count
 
 
 def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
-    """Write one member, a regular file, to the new file ``target`` and sync it. Of the member's mode only the executable bit is
-    used."""
+    """Write one regular file of the tar to the new file ``target`` and sync it."""
     source = tar.extractfile(member)
     assert source is not None
     with target.open("xb") as out:
@@ -191,8 +176,7 @@ def _write(tar: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
 
 
 def _make_read_only(root: Path, entries: list[Entry]) -> None:
-    """Make all ``entries`` and all directories below ``root`` read-only, and sync the directories. ``root`` itself stays
-    writable, since a read-only directory cannot be renamed; the caller changes its mode after the rename."""
+    """Make ``entries`` and the directories below ``root``, but not ``root`` itself, read-only. Sync the directories."""
     for entry in entries:
         if entry.link is None:
             entry.source.chmod(entry.mode)

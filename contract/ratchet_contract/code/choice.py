@@ -1,17 +1,6 @@
-"""Which files of a user's directory a snapshot includes: all that count as code (``code.tree``), except those that ``.gitignore``
-and ``.ratchetignore`` name.
-
-An ignore file applies to its own directory and everything below, as in git. The last matching pattern decides, in the deepest
-directory that has one; everything in an ignored directory stays ignored. In one directory ``.ratchetignore`` is read after
-``.gitignore``.
-
-Ignore files above the user's directory apply, too, up to the nearest directory that has ``.git``, if ``.git`` and the user's
-directory have the same owner and the caller allows this directory. None above applies if there is no such directory, or if they
-ignore the user's directory itself.
-
-``code.include`` of a spec names files and directories that are included although they are ignored. The ignore files apply only
-when a snapshot is made: ``code.tree.list_entries`` lists everything in the copy that counts as code.
-"""
+"""Which files of a user's directory a snapshot includes: those that count as code (``code.tree``) and that no ``.gitignore`` or
+``.ratchetignore`` names. These files apply as in git, also those above the directory in a repository that is trusted.
+``code.include`` of a spec names files and directories that are included nevertheless."""
 
 from __future__ import annotations
 
@@ -49,21 +38,19 @@ def allow_all(_: Path) -> bool:
 
 @dataclass(frozen=True)
 class Choice:
-    """The result of ``choose``. ``entries``: what the snapshot includes; ``left_out``: ignored paths; a directory ends with
-    ``/`` and stands for everything below it that is not in ``entries``."""
+    """The result of ``choose``. ``left_out``: ignored files, and ignored directories with a ``/`` at the end."""
 
     entries: list[Entry]
     left_out: list[str]
 
     def is_left_out(self, path: str) -> bool:
-        """True if the path is in ``left_out`` or below a directory in it, and not in the snapshot by ``include``."""
+        """Return True if the path is ignored and not in the snapshot by ``include``."""
         return all(entry.path != path for entry in self.entries) and any(
             _at_or_below(path, name.rstrip("/")) for name in self.left_out
         )
 
     def notes(self) -> list[tuple[str, str]]:
-        """Return notes for the user who submits the code, each with a code and a sentence: on ignored files, and on large
-        files."""
+        """Return notes on ignored and on large files for the user, each as a code and a sentence."""
         out = []
         if self.left_out:
             text = f"the snapshot of the code excludes files named in {' and '.join(IGNORE_FILES)}: {join_first(self.left_out)}"
@@ -85,9 +72,8 @@ class Choice:
 
 
 def iter_chosen(root: Path) -> Iterator[Entry]:
-    """Yield the entries that a snapshot of ``root`` without ``code.include`` would have, unsorted and without limits on their
-    number and size. Raises ``TreeError``: ``ignore-file``, at the call or while iterating; ``too-large`` after 100000 names and
-    the codes of ``code.tree.walk``, while iterating."""
+    """Yield the entries that a snapshot of ``root`` without ``code.include`` and limits would have, unsorted. Raises
+    ``TreeError``."""
     return walk(root.resolve(), _Rules(root.resolve(), []).is_included)
 
 
@@ -95,12 +81,7 @@ def choose(
     root: Path, include: Sequence[str] = (), limits: Limits = Limits(), is_allowed: Allowed = allow_all
 ) -> Choice:
     """Return the files of ``root`` that a snapshot includes, and the ignored paths. ``include``: ignored paths that are included
-    nevertheless. ``is_allowed``: returns whether a directory, at or above ``root``, may be used as the git repository; if not,
-    ignore files above ``root`` do not apply.
-
-    Raises ``TreeError``: the codes of ``code.tree.list_entries``, ``ignore-file`` for an ignore file that cannot be used, and
-    ``include-not-found`` if a name in ``include`` matches no file.
-    """
+    nevertheless. ``is_allowed``: False for a directory that must not serve as the git repository. Raises ``TreeError``."""
     rules = _Rules(root.resolve(), [str(PurePosixPath(name)) for name in include], is_allowed)
     found = within_limits(root, walk(root.resolve(), rules.is_included), limits)
     for name in rules.include:
@@ -114,12 +95,8 @@ def choose(
 
 
 class _Rules:
-    """The ignore rules for the directory ``root``, from the ignore files of its git repository. ``include``: paths that are
-    included nevertheless. ``is_allowed``: False for a directory that must not serve as the repository. ``left_out``: ignored
-    paths seen so far.
-
-    Ignore files above ``root`` have no effect if they ignore ``root`` itself.
-    """
+    """The ignore rules for the directory ``root``. ``include``: ignored paths that are included nevertheless. ``left_out``:
+    ignored paths seen so far."""
 
     def __init__(self, root: Path, include: list[str], is_allowed: Allowed = allow_all) -> None:
         self.include, self.left_out = include, list[str]()
@@ -135,10 +112,8 @@ class _Rules:
             self._prefix += f"{part}/"
 
     def is_included(self, path: str, is_dir: bool) -> bool:
-        """True if the file ``path`` is in the snapshot, or if the directory ``path`` must be searched, also for a path in
-        ``include`` below it. The caller asks for a directory before its content. Records an ignored path in ``left_out``, unless
-        its directory is recorded already. Raises ``TreeError``: ``too-large`` after ``_MAX_NAMES`` calls, ``ignore-file`` for an
-        ignore file that cannot be used."""
+        """Return True if the file ``path`` is in the snapshot, or if the directory ``path`` must be searched. Records ignored
+        paths in ``left_out``. Called for a directory before its content. Raises ``TreeError``."""
         self._examined_count += 1
         if self._examined_count > _MAX_NAMES:
             raise TreeError(
@@ -178,8 +153,7 @@ class _Rules:
 
 
 def _repository(root: Path, is_allowed: Allowed) -> Path:
-    """Return the nearest directory at or above ``root`` that has ``.git``, if ``.git`` and ``root`` have the same owner and
-    ``is_allowed`` is True for that directory; else ``root``."""
+    """Return the nearest directory at or above ``root`` with ``.git``; ``root`` if there is none or it is not trusted."""
     for folder in (root, *root.parents):
         try:
             same = (folder / ".git").lstat().st_uid == root.stat().st_uid
@@ -196,8 +170,7 @@ def _compile_patterns(lines: list[str]) -> GitIgnoreSpec:
 
 
 def _read_patterns(path: Path) -> list[str]:
-    """Return the lines of an ignore file that git accepts; empty if it does not exist or is a symbolic link. Raises ``TreeError``
-    (``ignore-file``) for a file that cannot be read or is too long, and for a pattern that may take minutes to match."""
+    """Return the valid lines of an ignore file; empty without one. Raises ``TreeError`` if the file cannot be used."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:

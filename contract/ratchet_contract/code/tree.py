@@ -1,9 +1,5 @@
-"""The content of a directory of user code: its files and links that count, and their digest, independent of its location.
-
-The digest is SHA-256 over the sorted relative paths with kind, mode and content. Of a file's mode only the executable bit counts,
-so that machines with other umasks, and read-only copies, agree. Left out: version control, caches, virtual environments
-(directories with a ``pyvenv.cfg``), checkpoints of a Session without a service, empty directories.
-"""
+"""The files and links of a directory of user code that count, and their digest: SHA-256 over the sorted relative paths with kind,
+executable bit and content. Some names, such as those of caches, never count."""
 
 from __future__ import annotations
 
@@ -39,8 +35,7 @@ class TreeError(Exception):
 
 @dataclass(frozen=True)
 class Entry:
-    """One file or link of a tree. ``path``: relative to the tree's directory, with ``/``; ``source``: the file to read;
-    ``link``: the target of a symbolic link, None for a file; ``size``: bytes of a file."""
+    """A file or link of a tree. ``path``: relative to the tree. ``link``: a symbolic link's target; None: a file."""
 
     path: str
     source: Path
@@ -50,8 +45,7 @@ class Entry:
 
     @property
     def mode(self) -> int:
-        """The permission bits of the entry in a read-only copy: 0o555 for an executable file, 0o444 for any other, 0o777 for a
-        link."""
+        """The permission bits of the entry in a read-only copy."""
         return 0o777 if self.link is not None else 0o555 if self.executable else 0o444
 
 
@@ -68,14 +62,12 @@ UNLIMITED: Final = Limits(max_bytes=2**63, max_files=2**31)
 
 
 def list_entries(root: Path, limits: Limits = Limits()) -> list[Entry]:
-    """Return the entries below ``root`` that count as code, sorted by path. Raises ``TreeError`` (``unreadable``,
-    ``special-file``, ``link-outside``, ``too-deep``, ``too-large``)."""
+    """Return the entries below ``root`` that count as code, sorted by path. Raises ``TreeError``."""
     return within_limits(root, walk(root.resolve(), lambda path, is_dir: True), limits)
 
 
 def within_limits(root: Path, candidates: Iterable[Entry], limits: Limits) -> list[Entry]:
-    """Return ``candidates``, entries below ``root``, as a list sorted by path. Raises ``TreeError``: ``too-deep`` for a path
-    that is too long, ``too-large`` beyond ``limits``."""
+    """Return ``candidates`` sorted by path. Raises ``TreeError`` beyond ``limits``, and for a path that is too long."""
     out: list[Entry] = []
     total = 0
     for entry in candidates:
@@ -95,14 +87,13 @@ def within_limits(root: Path, candidates: Iterable[Entry], limits: Limits) -> li
 
 
 def file_entry(path: Path) -> Entry:
-    """Return the entry of the file ``path`` for a tree of only this file: under its own name, not executable. Raises
-    ``OSError``."""
+    """Return the entry of ``path`` for a tree of only this file, under its own name and not executable."""
     return Entry(path.name, path, size=path.stat().st_size)
 
 
 def tree_digest(entries: Iterable[Entry], content_digest: Callable[[Entry], bytes] | None = None) -> str:
-    """Return the digest, in hex, of ``entries``, which the caller has sorted by path. ``content_digest`` returns the SHA-256 of a
-    file's bytes; None: they are read from the entry's source. Raises ``OSError``, and the errors of ``content_digest``."""
+    """Return the digest of ``entries``, which are sorted by path. ``content_digest``: returns a file's SHA-256; None: read the
+    file."""
     out = hashlib.sha256(b"ratchet-code-1\0")
     for entry in entries:
         kind = "link" if entry.link is not None else "file"
@@ -116,15 +107,12 @@ def tree_digest(entries: Iterable[Entry], content_digest: Callable[[Entry], byte
 
 
 def script_digest(modules: Mapping[str, Path]) -> str:
-    """Return the tree digest of ``modules``: the files that a run without a service has imported, by module name (``__main__``
-    for the main file). The module names take the place of paths, so the digest does not depend on the files' locations. Raises
-    ``OSError``."""
+    """Return the tree digest of the files ``modules``, with module names in place of paths."""
     return tree_digest(Entry(name, path) for name, path in sorted(modules.items()))
 
 
 def differing_paths(one: Iterable[Entry], other: Iterable[Entry]) -> list[str]:
-    """Return the sorted paths of entries that only one of two trees has, or that differ. The files are read. Raises
-    ``OSError``."""
+    """Return the sorted paths of entries that only one tree has or that differ. Reads the files."""
     there, here = ({entry.path: tree_digest([entry]) for entry in tree} for tree in (one, other))
     return sorted(path for path in {*there, *here} if there.get(path) != here.get(path))
 
@@ -145,10 +133,8 @@ def _content_digest(entry: Entry) -> bytes:
 
 
 def walk(root: Path, is_included: Callable[[str, bool], bool]) -> Iterator[Entry]:
-    """Yield the entries below ``root``, a real path, that count as code, in no particular order. ``is_included(path, is_dir)`` is
-    called for each path, relative to ``root``, except names that never count (``IGNORED_NAMES``, ``IGNORED_SUFFIXES``). It
-    returns True if a file is included, or if a directory is searched; virtual environments and directories of checkpoints are
-    not searched in any case. Raises ``TreeError`` (``unreadable``, ``special-file``, ``link-outside``)."""
+    """Yield the entries below ``root`` that count as code, unsorted. ``is_included(path, is_dir)``: True to include or search.
+    Raises ``TreeError``."""
     folders = [root]
     while folders:
         folder = folders.pop()

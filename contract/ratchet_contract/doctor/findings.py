@@ -1,5 +1,4 @@
-"""Findings of ``ratchet doctor``: rows of one form from the client, the service and the worker, which each check their own
-part."""
+"""Findings of ``ratchet doctor``, in one form for the client, the service and the worker."""
 
 from __future__ import annotations
 

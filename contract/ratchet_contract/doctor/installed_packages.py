@@ -1,8 +1,4 @@
-"""Finds the packages that an extra of Ratchet requires, the versions of them that are installed in this interpreter, and whether
-these satisfy the requirements.
-
-The requirements are read from the installed distribution's metadata, so that they are defined only in ``pyproject.toml``.
-"""
+"""Finds the packages that an extra of Ratchet requires, by the installed distribution's metadata, and checks their versions."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ _OPERATORS: Final[dict[str, Callable[[tuple[int, ...], tuple[int, ...]], bool]]]
 
 @dataclass(frozen=True)
 class Package:
-    """A package that Ratchet requires. ``required``: version specifiers like ``<2.14,>=2.13``; ``installed``: the installed
-    version, None if the package is not installed."""
+    """A package that Ratchet requires. ``required``: specifiers like ``<2.14,>=2.13``. ``installed``: None if the package is not
+    installed."""
 
     name: str
     required: str
@@ -37,8 +33,8 @@ class Package:
 
 
 def required_packages(extra: str) -> list[Package]:
-    """Return the packages that one extra of Ratchet requires directly, with their installed versions. Raises
-    ``importlib.metadata.PackageNotFoundError`` if Ratchet itself is not installed as a distribution."""
+    """Return the packages that an extra of Ratchet requires directly. Raises ``PackageNotFoundError`` if Ratchet is not an
+    installed distribution."""
     found = []
     for line in metadata.requires(DISTRIBUTION) or []:
         match = _REQUIREMENT.fullmatch(line.strip())
@@ -57,8 +53,8 @@ def _installed_version(name: str) -> str | None:
 
 
 def satisfies(version: str, specifiers: str) -> bool:
-    """True if ``version`` satisfies all ``specifiers``, such as ``<2.14,>=2.13``. Only release numbers are compared:
-    ``2.13.0+cu130`` counts as 2.13.0. Specifiers with other operators (``~=``) are ignored; Ratchet's requirements have none."""
+    """Return True if the release numbers of ``version`` satisfy all ``specifiers``, such as ``<2.14,>=2.13``. Other operators are
+    ignored."""
     have = release_tuple(version)
     for specifier in filter(None, (part.strip() for part in specifiers.split(","))):
         match = re.match(r"(>=|<=|==|!=|<|>)\s*(.+)", specifier)

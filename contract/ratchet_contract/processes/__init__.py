@@ -1,2 +1,1 @@
-"""Processes and services of one machine: process identity, the end of a private service and its agents with the ``ratchet run``
-command that started them, pointers to running services."""
+"""Processes of one machine: their identity, their end together with ``ratchet run``, and pointers to running services."""

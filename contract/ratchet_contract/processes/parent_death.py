@@ -1,9 +1,4 @@
-"""Ends the service of ``ratchet run``, and its agents, when the command's process has ended for whatever reason, SIGKILL
-included.
-
-Each of these processes polls whether the command's process is alive. The kernel's own mechanism (``PR_SET_PDEATHSIG``) does not
-suffice: it reports the end of a thread, not of a process, and only to children, and the agents are not the command's children.
-"""
+"""Ends the service of ``ratchet run``, and its agents, when the command's process has ended, even by SIGKILL."""
 
 from __future__ import annotations
 
@@ -22,8 +17,7 @@ _POLL_SECONDS: Final = 0.5
 
 
 def process_name(pid: int) -> str:
-    """Return the value of ``ENDS_WITH`` for the running process ``pid``: its pid and start time. No later process has the same
-    pair, until the machine is restarted."""
+    """Return the value of ``ENDS_WITH`` for the running process ``pid``: an identifier, unique until the machine is restarted."""
     return f"{pid}:{start_time(pid)}"
 
 
@@ -34,14 +28,14 @@ def is_alive(name: str) -> bool:
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """Start a daemon thread that sends SIGTERM to this process once the process that ``ENDS_WITH`` in ``environ`` names has
-    ended. Return at once. Do nothing if the variable is not set."""
+    """Start a daemon thread that sends SIGTERM to this process when the process in ``ENDS_WITH``, if set, has ended."""
     if name := environ.get(ENDS_WITH):
         threading.Thread(target=_watch, args=(name,), name="parent-death", daemon=True).start()
 
 
 def _watch(name: str) -> None:
     """Wait until the process that ``name`` identifies has ended, then send SIGTERM to this process."""
+    # Not PR_SET_PDEATHSIG, which reports the end of a thread, and only to the process's children.
     while is_alive(name):
         time.sleep(_POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)

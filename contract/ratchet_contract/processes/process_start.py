@@ -6,11 +6,7 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """Return when a process started, in clock ticks since boot (field 22 of /proc/<pid>/stat); None if there is no such
-    process, or it is a zombie.
-
-    Pids are reused; pairs of pid and start time are not, until the machine is restarted.
-    """
+    """Return when a process started, in clock ticks since boot; None if there is none or it is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,11 +1,5 @@
-"""Pointers to a user's running services, so that ``ratchet`` finds them from any directory: one small file per run directory.
-
-They are in the user's runtime directory (``pointers_directory``). They do not contain the address, which is in the run
-directory's ``service.json``. A service creates its file when it starts and removes it when it ends; a service that ends
-together with a command, as for ``ratchet run``, has none. A file that a killed service left names no running service, since no
-process has its pid and start time; the next service that creates a pointer removes the file. A directory that belongs to
-another user, or that others may write to, is neither written to nor read.
-"""
+"""Pointers to a user's running services, so that ``ratchet`` finds them from any directory: one file per run directory, with the
+service's process. Private services of ``ratchet run`` have none."""
 
 from __future__ import annotations
 
@@ -23,8 +17,7 @@ from ratchet_contract.protocol.messages import ServicePointer
 
 
 def pointers_directory() -> Path:
-    """Return the directory for this user's pointers, which may not exist: ``ratchet`` in the first of ``XDG_RUNTIME_DIR`` and
-    ``/run/user/UID`` that this user owns and no other user may write to (``_is_own``), else ``/tmp/ratchet-UID``."""
+    """Return the directory for this user's pointers, which may not exist: in a runtime directory of the user or ``/tmp``."""
     user = os.geteuid()
     for runtime in (os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{user}"):
         if runtime.startswith("/") and _is_own(Path(runtime)):
@@ -33,11 +26,8 @@ def pointers_directory() -> Path:
 
 
 def create_pointer(home: Path) -> Path:
-    """Create this process's pointer to the run directory ``home``, or replace the one that is there, and return its path. Also
-    deletes pointers of services that have ended.
-
-    The file is created by rename. Raises ``OSError``, also if the directory belongs to another user or is writable by others.
-    """
+    """Create this process's pointer to the run directory ``home``, and return its path. Deletes pointers of ended services.
+    Raises ``OSError``."""
     directory = pointers_directory()
     directory.mkdir(mode=0o700, exist_ok=True)
     if not _is_own(directory):
@@ -61,8 +51,7 @@ def remove_pointer(pointer: Path) -> None:
 
 
 def running_services() -> list[Path]:
-    """Return the run directories of this user's services that run on this machine, sorted. Services without a pointer, such as
-    those that ``ratchet run`` starts, are not found. Empty without a directory of pointers that ``_is_own``."""
+    """Return the run directories, sorted, of this user's services that run on this machine and have a pointer."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []
@@ -70,8 +59,7 @@ def running_services() -> list[Path]:
 
 
 def killed_services() -> list[Path]:
-    """Return the run directories, sorted, of this user's services that ended without cleaning up: their pointer and their
-    ``service.json`` still exist. The next service of this user that creates a pointer deletes theirs (``create_pointer``)."""
+    """Return the run directories, sorted, of this user's services that ended without cleaning up."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []
@@ -85,15 +73,14 @@ def _is_running(pointer: ServicePointer) -> bool:
 
 
 def _read_pointers(directory: Path) -> Iterator[tuple[Path, ServicePointer]]:
-    """Yield path and content of every pointer in the directory that can be read and parsed, also if its service has ended. Other
-    files are skipped; nothing is yielded if the directory is missing. The caller checks who owns it (``_is_own``)."""
+    """Yield path and content of every valid pointer in the directory, also of services that have ended."""
     for path in directory.glob("*.json"):
         with suppress(OSError, ValidationError):
             yield path, ServicePointer.model_validate_json(path.read_bytes())
 
 
 def _is_own(directory: Path) -> bool:
-    """True if the path is a directory (not a link to one) that this user owns and no other user may write to."""
+    """Return True if the path is a directory (no link) that this user owns and no other may write to."""
     try:
         found = directory.lstat()
     except OSError:

@@ -1,5 +1,4 @@
-"""Combines the results of one attempt's agents, one per node, and the engine's reports on its nodes into one end. A failure that
-caused others counts before these. Among failures that began at about the same time, ``CAUSE_PRECEDENCE`` decides."""
+"""Combines the results of one attempt's agents and the engine's reports into one end."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from it."""
 
 
 class EndSeen(NamedTuple):
-    """The end of a node or of a whole attempt, as an agent recorded it or as the engine reports it. ``node`` None: the end of the
-    whole attempt. ``rank``: the rank that caused it; None: unknown."""
+    """The end of a node, or of the whole attempt if ``node`` is None. ``rank``: which caused it, if known."""
 
     cause: Cause
     node: int | None = None
@@ -32,27 +30,10 @@ class EndSeen(NamedTuple):
 def combine_ends(
     results: Sequence[AttemptResult], nodes: int, engine: Sequence[EndSeen] = (), *, killed: bool = False
 ) -> EndSeen | None:
-    """Return the single end of an attempt on ``nodes`` nodes; None if there is neither a result of an agent nor a report of the
-    engine.
-
-    ``results``: the agents' results. ``engine``: the engine's reports, the earliest first; none from after a kill by the caller.
-    ``killed`` True: the caller has waited in vain for the remaining processes and has killed them. The first rule that applies
-    decides:
-
-    - A node without a result has lost its agent, which no event on another node can cause. The end is the engine's report on such
-      a node or on the whole attempt.
-    - If there is no such report, and with ``killed``, the node without a result was cut off from the others. The end is
-      node-lost, unless the other nodes' results show an end that a broken connection cannot cause.
-    - If there is no such report, and without ``killed``, the end of the node without a result is unknown.
-    - If there are failures, the end is the one that caused the others (``_root_failure``). Results of nodes that were ended
-      because another node failed (``secondary``) count only if there are no others.
-    - Else the end is the stop or completion that is first in ``CAUSE_PRECEDENCE``. If the engine has reported a cause, it
-      replaces SIGTERM: the engine sent the signal.
-
-    Lease-lost results, which report only the fence, all count as missing if the engine has reported on one of their nodes or on
-    the whole attempt. With ``killed`` they count as missing if there are results of other causes.
-    """
+    """Return the single end of an attempt on ``nodes`` nodes; None if nothing is known. ``engine``: the engine's reports,
+    earliest first, none from after a kill. ``killed``: the caller waited in vain for the other processes and killed them."""
     results = _without_fenced(results, engine, killed=killed)
+    # A node without a result has lost its agent, which no event on another node can cause: the engine's report on it decides.
     silent = sorted(set(range(nodes)) - {r.node for r in results})
     lost = _first_report(engine, silent)
     if lost is not None:
@@ -64,12 +45,14 @@ def combine_ends(
         return EndSeen(Cause.UNKNOWN, silent[0], message=text)
     if not results:
         return None
+    # ``secondary``: the node was ended because another node failed.
     primary = [r for r in results if not r.secondary] or list(results)
     failures = [r for r in primary if r.cause.is_failure]
     if failures:
         return _end_of(_root_failure(failures), nodes)
     chosen = min(primary, key=lambda r: (CAUSE_PRECEDENCE.index(r.cause), r.node))
     if chosen.cause is Cause.SIGTERM and engine:
+        # The engine sent the signal.
         word = _first_report(engine, [chosen.node]) or engine[0]
         return EndSeen(word.cause, chosen.node, chosen.rank, chosen.exit_code, f"{word.message}; {chosen.message}")
     return _end_of(chosen, nodes)
@@ -78,16 +61,14 @@ def combine_ends(
 def _without_fenced(
     results: Sequence[AttemptResult], engine: Sequence[EndSeen], *, killed: bool
 ) -> Sequence[AttemptResult]:
-    """Return the results without those of cause lease-lost, if another reason for the end of their nodes is known: a report of
-    the engine on such a node or on the whole attempt, or, with ``killed``, results of other causes. Else return all results."""
+    """Return the results without those of cause lease-lost, if another reason for the end of these nodes is known."""
     others = [r for r in results if r.cause is not Cause.LEASE_LOST]
     fenced = [r.node for r in results if r.cause is Cause.LEASE_LOST]
     return others if _first_report(engine, fenced) is not None or (killed and others) else results
 
 
 def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[int], nodes: int) -> EndSeen:
-    """Return the end of an attempt whose nodes ``silent`` left no result before the kill: the other nodes' end if it cannot
-    follow from a broken connection, else node-lost."""
+    """Return the end of an attempt whose nodes ``silent`` were cut off: node-lost, unless the results have another reason."""
     told = combine_ends(results, 0)
     assert told is not None
     if (told.cause in _ROOT_CAUSES and told.exit_code != -signal.SIGABRT) or told.cause.outcome not in (
@@ -101,17 +82,15 @@ def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[in
 
 
 def _first_report(engine: Sequence[EndSeen], nodes: Sequence[int]) -> EndSeen | None:
-    """Return the engine's earliest report on one of ``nodes`` or on the whole attempt; None if there is none, or ``nodes`` is
-    empty."""
+    """Return the engine's earliest report on one of ``nodes`` or on the whole attempt; None if there is none."""
     return next((word for word in engine if nodes and (word.node is None or word.node in nodes)), None)
 
 
 def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
-    """Return the failure that caused the others: the earliest of those that a broken connection cannot produce, if there is one,
-    else the earliest of all. An end by SIGABRT can come from a broken connection. Among failures that began within half a second
-    of the earliest, ``CAUSE_PRECEDENCE`` decides, since clocks of nodes differ."""
+    """Return the failure that caused the others: if possible one that a broken connection cannot produce, and an early one."""
     candidates = [r for r in failures if r.cause in _ROOT_CAUSES and not _is_nccl_abort(r)] or list(failures)
     first = min(_begin_time(r) for r in candidates)
+    # Clocks of nodes differ.
     tied = [r for r in candidates if _begin_time(r) <= first + _MAX_CLOCK_SKEW_SECONDS]
     return min(tied, key=lambda r: (CAUSE_PRECEDENCE.index(r.cause), _begin_time(r), r.node))
 

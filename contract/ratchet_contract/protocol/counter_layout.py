@@ -1,8 +1,7 @@
-"""Layout of the step counters: a 64-byte file per rank, mapped by the rank, readable by any process, also after its death.
+"""Layout of the step counters: a 64-byte file per rank, mapped by the rank, readable also after its death.
 
-Native 64-bit words: magic, ticks, steps started, steps finished, stage, saved within, two unused. Steps are numbers of global
-steps, 0 until the first one of the attempt is started or finished. Saved within: the step that a ``checkpoint()`` call
-within a loop body saves, set before that save and until the body ends; else 0.
+Native 64-bit words: magic, ticks, steps started, steps finished, stage, saved within, two unused. Saved within: the step that a
+``checkpoint()`` call within the running loop body saves, else 0.
 """
 
 from __future__ import annotations
@@ -20,14 +19,12 @@ TICKS, STARTED, FINISHED, STAGE, SAVED_WITHIN = 1, 2, 3, 4, 5
 
 
 def finished_step(path: Path) -> int:
-    """Return the last step that the rank finished in its attempt; 0 if it finished none, or the counter cannot be read."""
+    """Return the last step that the rank finished in its attempt; 0 if none is known."""
     return _read_word(path, FINISHED)
 
 
 def mid_step_save(path: Path) -> int:
-    """Return the step that a ``checkpoint()`` call within a loop body saved, or was about to save, if that body was still running
-    when the counter was last written, as when the rank was killed there. Return 0 if there is none, or the counter cannot be
-    read."""
+    """Return the step that ``checkpoint()`` saves within a loop body that has not ended; 0 if there is none."""
     return _read_word(path, SAVED_WITHIN)
 
 

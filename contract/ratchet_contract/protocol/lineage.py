@@ -1,16 +1,6 @@
-"""The checkpoints that a job may be resumed from: a pure function of what its attempts recorded.
-
-Every attempt records its base, the checkpoint that it starts from, before it trains. So the checkpoints that lead to the current
-state form a chain. The newest attempt k that recorded a base owns its own checkpoints of steps above base_k.step. Below that,
-base_k is a checkpoint of an earlier attempt j, which owns its checkpoints of the steps in (base_j.step, base_k.step]; and so on
-to the start.
-
-Any other checkpoint on disk is not an ancestor. Examples are checkpoints that a zombie wrote above the point from which a later
-attempt started, and those of a branch that an explicit "resume from step S" left. If the newest manifest simply counted, both
-would be accepted.
-
-The lineage is a list of ``Segment``, newest first. The numbers of attempts strictly decrease along the chain.
-"""
+"""The checkpoints that a job may be resumed from, computed from the bases that its attempts recorded. The newest attempt with a
+base owns its checkpoints after this base; the attempt that wrote the base owns its own up to the base, and so on. Others on disk
+do not count, such as those of a zombie or of an abandoned branch."""
 
 from __future__ import annotations
 
@@ -23,15 +13,9 @@ from ratchet_contract.protocol.messages import ForkSource
 def lineage(
     bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
 ) -> list[Segment]:
-    """Return the segments of checkpoints that the next attempt may start from, newest first. Empty if ``resume_from`` requests a
-    start from scratch, or if it is None and no attempt has recorded a base; then none of the job's own checkpoints may be used.
-
-    - ``bases``: the recorded base by attempt number; attempts that died before they recorded one are missing.
-    - ``resume_from``: an explicit request that no attempt has used yet: the chain begins at exactly that checkpoint.
-    - ``fork``: the source of a forked job. It is another job's checkpoint: the chain ends before it, and no segment contains it.
-
-    Raises ``ValueError`` if an attempt of the chain recorded a base of its own or of a later attempt.
-    """
+    """Return the segments of checkpoints that the next attempt may start from, newest first; empty: none of the job's own.
+    ``bases``: by attempt number. ``resume_from``: an explicit request. Raises ``ValueError`` if the bases contradict each
+    other."""
     if resume_from is not None:
         attempt, until = resume_from.attempt, resume_from.step
         return _chain(bases, attempt, until, fork) if attempt is not None else []
@@ -41,9 +25,8 @@ def lineage(
 
 
 def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
-    """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that belongs to the
-    lineage; None: all steps. If an attempt of the chain has no recorded base, the chain ends with a segment for only the
-    checkpoint of step ``until`` of this attempt."""
+    """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that counts; None:
+    all."""
     out: list[Segment] = []
     while attempt is not None:
         base = bases.get(attempt)
@@ -61,6 +44,6 @@ def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fo
 
 
 def _is_fork(base: Base, fork: ForkSource | None) -> bool:
-    """True if the base is the fork's source, that is, a checkpoint of another job. A digest covers the job's id, so a base with
-    the fork's digest is never one of this job's own."""
+    """Return True if the base is the fork's source, a checkpoint of another job."""
+    # A digest covers the job's id, so no checkpoint of this job has the fork's digest.
     return fork is not None and base.digest == fork.digest

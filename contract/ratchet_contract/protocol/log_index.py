@@ -1,12 +1,7 @@
-"""The sizes of a rank's log over time: an index file next to the log, from which the lines get their times.
+"""The sizes of a rank's log over time: an index file, from which the log's lines get their times.
 
-16 bytes per record, both numbers unsigned and little-endian: the log's size in bytes, and when the agent saw it, in microseconds
-since 1970. Neither ever decreases. The agent checks once a second and adds a record when the log has grown by ``SPACING_BYTES``
-bytes, or has grown at all and the last record is ``SPACING_SECONDS`` old; when the ranks have ended, it records any growth. A
-line gets the time of the first record that reaches its end: it was written by then, and at most ``SPACING_SECONDS`` plus one
-check interval earlier. Lines after the last record have no time (yet).
-
-There are no line numbers: a line is identified by its offset, which stays valid when the middle of a log is left out.
+A record has 16 bytes, unsigned and little-endian: the log's size in bytes, and the time in microseconds since 1970. Neither ever
+decreases. A line gets the time of the first record that reaches its end.
 """
 
 from __future__ import annotations
@@ -24,18 +19,17 @@ _LAST: Final = 253_402_300_799 * _MICRO  # the end of the year 9999
 
 
 class LogTimes:
-    """The times of the lines in a log of ``size`` bytes, from its index ``data``. Records beyond that size (the log was cut)
-    do not count."""
+    """The times of the lines in a log of ``size`` bytes, from its index ``data``."""
 
     def __init__(self, data: bytes, size: int) -> None:
         self._data = data
         count = range(len(data) // RECORD.size)  # a torn record at the end does not count
+        # Records beyond the size do not count: the log was cut.
         self._records = count[: bisect_right(count, size, key=self._offset)]
         self._cached: tuple[int, int, datetime | None] = (0, 0, None)
 
     def time_of(self, end: int) -> datetime | None:
-        """Return the time, in UTC, by which the line that ends at byte ``end`` (at least 1) had been written. Return None if the
-        line ends after the size in the last record that counts, or if that time is after the year 9999."""
+        """Return the time by which the line that ends at byte ``end`` had been written; None if unknown."""
         first, last, when = self._cached
         if not first < end <= last:
             place = bisect_left(self._records, end, key=self._offset)

@@ -21,8 +21,7 @@ LOG_BYTES: Final = 256 << 20
 
 
 def node_rank(node: int) -> int:
-    """Return the number for ``rank`` in an agent's messages about its node: -2 for node 0, -3 for node 1. These messages have
-    their own spool."""
+    """Return the number for ``rank`` in an agent's messages about its node: -2 for node 0, -3 for node 1."""
     return -2 - node
 
 
@@ -115,9 +114,7 @@ class LaunchFile(Message):
 
     @property
     def root_base(self) -> Base | None:
-        """What the first checkpoint of the job's lineage continues from: the source of the fork, or an empty ``Base`` if the job
-        is no fork. None if that is not known: the lineage begins after another step, as behind an attempt that recorded no
-        base."""
+        """What the lineage's first checkpoint continues from: the fork's source, else an empty ``Base``. None if unknown."""
         fork = self.fork
         root = Base() if fork is None else Base(step=fork.step, attempt=fork.attempt, digest=fork.digest)
         return root if min((segment.after_step for segment in self.lineage), default=root.step) == root.step else None
@@ -139,8 +136,7 @@ class LaunchFile(Message):
         return [fault for fault in plan if fault.attempt == self.attempt]
 
     def for_node(self, node: int) -> LaunchFile:
-        """Return a copy of the launch file for the agent of node ``node``: with this node's number and ranks. Raises
-        ``ValueError`` if there is no such node."""
+        """Return a copy with the number and the ranks of node ``node``. Raises ``ValueError`` if there is no such node."""
         if not 0 <= node < self.spec.world.nodes:
             raise ValueError(f"there is no node {node} among {self.spec.world.nodes}")
         per_node = self.spec.world.ranks_per_node

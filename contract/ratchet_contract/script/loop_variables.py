@@ -1,13 +1,5 @@
-"""Local variables that a loop carries from one pass to the next, found in its source: no checkpoint contains them.
-
-These are names that the body assigns, and also reads at a place where the same pass of the body may not have assigned them. An
-example is ``best = 0.0`` before the loop and ``best = max(best, found)`` in its body. Two more kinds count: a name that only some
-passes assign and that is read after the loop (``if found > best: weights = copy(net)``), and a container or array that the loop
-fills and that is read in or after it.
-
-A loop within the body is assumed to run at least once. Left out are numbers that come from a clock, and reads inside called
-functions.
-"""
+"""Finds, in source code, local variables that a loop carries from one pass to the next, such as ``best`` in
+``best = max(best, found)``. No checkpoint contains them."""
 
 from __future__ import annotations
 
@@ -38,14 +30,8 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 
 
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
-    """Return the local variables that ``loop`` carries from one pass to the next: for each name, the syntax node where the body,
-    or the condition of a ``while`` loop, first reads the value of the previous pass.
-
-    With ``scope``, the function or module that contains the loop, two more kinds of variables count. These are variables that
-    only some passes assign and that ``scope`` reads after the loop, and containers that the loop fills and that are read in or
-    after it. For a variable that only the code after the loop reads, the node is there. Variables to which the loop assigns
-    values from a clock are left out; containers that it fills with such values are not.
-    """
+    """Return the local variables that ``loop`` carries from one pass to the next, each with a place where it is read. With
+    ``scope``, the function or module around the loop, also results that are read after the loop."""
     flow = _Flow()
     if isinstance(loop, ast.While):
         certain = flow.run(loop.body, flow._expression(loop.test, set()))
@@ -62,8 +48,7 @@ def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast
 
 
 def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
-    """Return where the body first reads each name. Statements that only change a container (``x.append(y)``, ``x.pop()``) or
-    set one of its entries do not count as reads."""
+    """Return where the body first reads each name, except to fill or change a container."""
     filling = set[int]()
     for inner in ast.walk(loop):
         match inner:
@@ -82,18 +67,14 @@ def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
 
 
 def _read_after(loop: Loop, scope: Any) -> dict[str, ast.Name]:
-    """Return the names that ``scope``, a function or module, reads after the loop where it may not have stored them since the
-    loop, each with the first place. What the body of a function reads counts as read where the function is defined; functions
-    that are defined before the loop do not count."""
+    """Return the names that ``scope`` reads after the loop and may not have stored since, with the place."""
     flow = _Flow(loop)
     flow.run(scope.body, set())
     return flow.read_before_write
 
 
 def _filled(loop: Loop, scope: ast.AST) -> set[str]:
-    """Return the names that exist before the loop in ``scope`` and that the loop fills. These are containers (lists, dicts, sets)
-    that the loop changes by a method, and any values whose entries it sets or that it changes by an in-place method
-    (``mul_``)."""
+    """Return the names that exist before the loop in ``scope`` and whose content the loop changes, such as lists."""
     made: dict[str, bool] = {}
     arguments = ast.walk(scope.args) if isinstance(scope, (ast.FunctionDef, ast.AsyncFunctionDef)) else ()
     made |= {node.arg: False for node in arguments if isinstance(node, ast.arg)}
@@ -127,8 +108,7 @@ def _filled(loop: Loop, scope: ast.AST) -> set[str]:
 
 
 def _pairs(target: ast.expr, value: ast.expr | None) -> list[tuple[ast.expr, ast.expr | None]]:
-    """Return an assignment as pairs ``(target, value)``: two for ``seen, best = [], 0.0``; the assignment itself as the only pair
-    if it cannot be split."""
+    """Return an assignment as pairs ``(target, value)``: two for ``seen, best = [], 0.0``."""
     match target, value:
         case ((ast.Tuple(elts=targets) | ast.List(elts=targets)), (ast.Tuple(elts=values) | ast.List(elts=values))):
             if len(targets) == len(values) and not any(isinstance(one, ast.Starred) for one in (*targets, *values)):
@@ -144,8 +124,7 @@ def _is_container(value: ast.expr | None) -> bool:
 
 
 def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
-    """Return those of ``names`` that are displayed (such as printed or logged) and affect nothing else in ``scope``, the loop's
-    function or module."""
+    """Return those of ``names`` that are displayed, such as printed or logged, and affect nothing else in ``scope``."""
     shown = [node for node in ast.walk(scope) if _is_display_call(node)]
     found = {*names} & {one.id for node in shown for one in ast.walk(node) if isinstance(one, ast.Name)}
     while wrong := found & _used(scope, found):
@@ -154,8 +133,7 @@ def only_displayed(scope: ast.AST, names: Collection[str]) -> set[str]:
 
 
 def _used(node: ast.AST, displayed: set[str]) -> set[str]:
-    """Return the names that are read in ``node``, or declared global or nonlocal there, except where they are only displayed, or
-    only used to compute the ``displayed`` names. There, only names within calls with possible side effects are returned."""
+    """Return the names that ``node`` uses for more than to display them or to compute the ``displayed`` names."""
     if isinstance(node, (ast.Global, ast.Nonlocal)):
         return {*node.names}  # other code may read them
     if _is_display_call(node):
@@ -196,11 +174,8 @@ def _is_display_call(node: ast.AST) -> bool:
 
 
 class _Flow:
-    """Follows the statements of a loop's body. ``read_before_write``: names that are read where they may not have been stored,
-    with the first place; ``stored``: all names that are stored.
-
-    ``since``: a loop within the statements. If it is given, ``read_before_write`` is about what follows that loop only, and reads
-    inside functions count, too."""
+    """Follows statements. ``read_before_write``: names that are read where they may not have been stored; ``stored``: all names
+    that are stored. ``since``: a loop within the statements; only reads after it count."""
 
     def __init__(self, since: Loop | None = None) -> None:
         self.read_before_write = dict[str, ast.Name]()
@@ -208,8 +183,8 @@ class _Flow:
         self._since, self._is_before, self._reads_functions = since, since is not None, since is not None
 
     def run(self, statements: Iterable[ast.stmt], assigned: set[str] | None) -> set[str] | None:
-        """Follow ``statements``, and record what they read and store. ``assigned``: names that are certainly stored before them.
-        Returns the names that are certainly stored after them; None if nothing can follow (a return, break ...)."""
+        """Follow ``statements``, before which ``assigned`` are certainly stored; return the names certainly stored after them.
+        None: nothing can follow."""
         for one in statements:
             if assigned is None and not self._is_before:
                 break
@@ -263,8 +238,7 @@ class _Flow:
         return assigned | self._store([node])
 
     def _loop(self, loop: Any, assigned: set[str]) -> set[str]:
-        """Follow an inner loop, which is assumed to run at least once, and return the names that are certainly stored after
-        it."""
+        """Follow an inner loop, assumed to run at least once; return the names certainly stored after it."""
         after = self.run(loop.body, {*assigned})
         after = self.run(loop.orelse, assigned if after is None else after)
         return assigned if after is None else after
@@ -286,16 +260,14 @@ class _Flow:
             self._read(ast.iter_child_nodes(node), own)
 
     def _store(self, nodes: Iterable[ast.AST]) -> set[str]:
-        """Record the names that ``nodes`` store, and return them. While the statements before ``since`` are followed, return
-        an empty set."""
+        """Record the names that ``nodes`` store, and return them; before ``since``, return an empty set."""
         found = {*_stored(nodes)}
         self.stored |= found
         return set() if self._is_before else found
 
 
 def _read_at_definition(node: Any) -> list[ast.AST]:
-    """Return the parts of a function, lambda or class that are evaluated outside it: defaults, decorators, base classes and
-    keywords of the class (``metaclass=``). Annotations are left out."""
+    """Return the parts of a function, lambda or class that are evaluated outside it, such as defaults and decorators."""
     around = [*getattr(node, "decorator_list", ()), *getattr(node, "bases", ()), *getattr(node, "keywords", ())]
     if not isinstance(node, ast.ClassDef):
         around += [*node.args.defaults, *filter(None, node.args.kw_defaults)]
@@ -311,15 +283,13 @@ def _local_names(node: Any) -> set[str]:
 
 
 def _intersection(*ends: set[str] | None) -> set[str] | None:
-    """Return the names that are certainly stored after several branches, of which one is taken. None among ``ends``: that
-    branch does not continue; None is returned if no branch does."""
+    """Return the names certainly stored after any one of several branches. None: a branch that does not continue."""
     there = [end for end in ends if end is not None]
     return set.intersection(*there) if there else None
 
 
 def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
-    """Yield the names that ``nodes`` assign, delete or bind in a pattern, except within comprehensions, functions and classes.
-    Imported names are left out."""
+    """Yield the names that ``nodes`` assign, delete or bind in a pattern, except within comprehensions, functions and classes."""
     for node in nodes:
         if isinstance(node, (*_COMPREHENSIONS, *_FUNCTIONS)):
             continue
@@ -331,7 +301,7 @@ def _stored(nodes: Iterable[ast.AST]) -> Iterable[str]:
 
 
 def _clock_variables(loop: Loop) -> set[str]:
-    """Return the names to which the loop assigns at least one value that is computed from a clock, and so differs in each run."""
+    """Return the names to which the loop assigns a value that is computed from a clock."""
     values: dict[str, list[ast.expr]] = {}
     for node in ast.walk(loop):
         if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.NamedExpr)) and node.value is not None:

@@ -1,4 +1,4 @@
-"""The modules that a Python file imports, and their files in a directory: read from its syntax tree, no code is run."""
+"""The modules that a Python file imports, and their files in a directory, by its syntax tree."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import NamedTuple
 
 
 class Import(NamedTuple):
-    """One import of a module. ``name``: dotted. ``is_required`` False: the module may be missing (the import is within
-    ``try``, ``with suppress(...)`` or ``if TYPE_CHECKING``), or ``name`` may be a name in a module instead of a module.
-    ``is_top_level``: the import is itself a statement of the file, not part of another (``if``, ``try``, ``with``, a class, a
-    function)."""
+    """One import. ``name``: dotted. ``is_required`` False: ``name`` may be missing, or no module. ``is_top_level``: not within
+    another statement."""
 
     name: str
     line: int
@@ -45,8 +43,7 @@ def find_imports(tree: ast.Module) -> Iterator[Import]:
 
 
 def relative_import_files(tree: ast.Module, file: Path) -> list[Path]:
-    """Return the files that run for the relative imports in ``tree``, the syntax tree of ``file``, as far as they exist.
-    ``from .a import b`` gives both those of ``.a`` and of ``.a.b``."""
+    """Return the existing files that run for the relative imports in ``tree``, the syntax tree of ``file``."""
     found: list[Path] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and 0 < node.level <= len(file.parents):
@@ -56,9 +53,7 @@ def relative_import_files(tree: ast.Module, file: Path) -> list[Path]:
 
 
 def module_files(module: str, root: Path) -> list[Path]:
-    """Return the files that run when the module is imported from ``root``: the ``__init__.py`` of its packages and the module
-    itself, as far as they exist. As in Python, a file ``NAME.py`` counts before a directory ``NAME`` without ``__init__.py``; it
-    ends the search."""
+    """Return the existing files that run when ``module`` is imported from ``root``, its packages' ``__init__.py`` included."""
     found: list[Path] = []
     folder = root
     for part in module.split("."):

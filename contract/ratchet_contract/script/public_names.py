@@ -1,5 +1,4 @@
-"""The names that ``import ratchet`` offers, and the modules that define them. If one of these names is missing, a user's own
-module named ``ratchet`` was imported."""
+"""The names that ``import ratchet`` offers, with the modules that define them."""
 
 from __future__ import annotations
 
@@ -43,15 +42,13 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def requirement(module: str) -> str:
-    """Return pip's requirement for the package that provides the top-level ``module``: for ``ratchet``
-    ``ratchet-train[worker]`` in this version, since older ones lack the module ``ratchet``; for any other the module's own
-    name, which is a guess."""
+    """Return pip's requirement for the package with the top-level ``module``; for a foreign module the name, which is a guess."""
     return f"ratchet-train[worker]=={RATCHET_VERSION}" if module == PACKAGE else module
 
 
 def shadow_advice(error: BaseException, file: str | None) -> str | None:
-    """Return advice for ``error`` if it reports that ``ratchet`` lacks one of its public names: a user's own module, in ``file``,
-    was then imported as ``ratchet``. None for any other error. ``file`` None: it is not known."""
+    """Return advice if ``error`` shows that a user's own module, in ``file``, was imported as ``ratchet``; None for other
+    errors."""
     if isinstance(error, AttributeError):
         package, missing = getattr(error.obj, "__name__", None), error.name
     elif isinstance(error, ImportError):

@@ -1,5 +1,4 @@
-"""Determines from the text of a script's main file whether the script is unmanaged (has no Session), and says why a hook would
-have no effect in such a script. No code is run."""
+"""Determines from a script's text whether the script is unmanaged, that is, has no Session."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ _IMPORT_OF_MODULE: Final = re.compile(_NAME + rb"\.\w")
 
 
 def unapplied_hook_message(script: str, hook: HookSpec) -> str | None:
-    """Return why ``hook`` cannot be applied to a script without a Session (the file ``script``); None for the default hook,
-    which need not be applied."""
+    """Return why ``hook`` cannot be applied to the unmanaged file ``script``; None for the default hook."""
     if hook == AllreduceSpec():
         return None
     return (
@@ -29,15 +27,7 @@ def unapplied_hook_message(script: str, hook: HookSpec) -> str | None:
 
 
 def is_unmanaged(main_file: bytes) -> bool:
-    """True if the script, by the text of its main file, has no Session; it is then assumed to save and restore its state itself.
-
-    That is so if none of these is in the main file: the word ``ratchet_worker`` (the package that contains ``Session``), an
-    import of a module of ``ratchet`` (``ratchet.accelerate``), an import of ``ratchet`` together with the word ``Session``.
-
-    This is a simple textual rule, not an analysis. If the script imports a module that makes the Session, the result is True, and
-    the script is managed only from the moment when the Session is made. If the main file mentions ``ratchet_worker``, even in a
-    comment, the result is False.
-    """
+    """Return True if the text of a script's main file shows no sign of a Session. Imported modules are not read."""
     if SESSION_PACKAGE.encode() in main_file or _IMPORT_OF_MODULE.search(main_file):
         return False
     return _IMPORT.search(main_file) is None or b"Session" not in main_file

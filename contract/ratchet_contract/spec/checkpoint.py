@@ -92,19 +92,18 @@ class CheckpointSpec(SpecModel):
     @field_validator("every_steps", mode="before")
     @classmethod
     def _steps(cls, value: Any) -> Any:
-        """Return ``every_steps`` as a number, "auto" or None. Raises ``ValueError`` with one clear message for any other value;
-        pydantic's union would report an error for each of its members."""
+        """Return ``every_steps`` as a number, "auto" or None. Raises ``ValueError`` for any other value."""
         if value is None or value == "auto":
             return value
         if (steps := _positive_int(value)) is not None:
             return steps
+        # pydantic's union would report an error for each of its members.
         raise ValueError(f"must be a whole number of steps (1 or more), auto or null, not {str(value)[:80]!r}")
 
     @field_validator("first", mode="before")
     @classmethod
     def _first(cls, value: Any) -> Any:
-        """Return ``first`` as a number, "auto" or "off". False counts as "off", since YAML parses a bare off as False. Raises
-        ``ValueError`` for any other value."""
+        """Return ``first`` as a number, "auto" or "off". Raises ``ValueError`` for any other value."""
         if value is False:  # YAML parses a bare off as False
             return "off"
         if value in ("auto", "off"):
@@ -116,8 +115,7 @@ class CheckpointSpec(SpecModel):
     @field_validator("uri")
     @classmethod
     def _uri(cls, value: str | None) -> str | None:
-        """Return the URI without a ``/`` at its end. Raises ``ValueError`` if it is not like ``s3://BUCKET/PREFIX`` (or gs, az),
-        or if it has credentials, options or characters that cannot be printed."""
+        """Return the URI without a ``/`` at its end. Raises ``ValueError`` if it is malformed or has credentials or options."""
         if value is None:
             return None
         scheme, separator, rest = value.partition("://")
@@ -130,7 +128,7 @@ class CheckpointSpec(SpecModel):
 
 
 def _positive_int(value: Any) -> int | None:
-    """Return a whole number of at least 1, given as a number or as text; None for any other value, also for a boolean."""
+    """Return a whole number of at least 1, given as a number or as text; None for any other value."""
     if not isinstance(value, bool):
         with suppress(ValueError, TypeError, OverflowError):
             if (number := int(value)) == float(value) and number >= 1:

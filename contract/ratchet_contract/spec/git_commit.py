@@ -1,10 +1,5 @@
-"""The git commit that a directory of code is at, and its differences from that commit.
-
-Git only reads its own objects (``rev-parse``, ``ls-tree``), for at most ten seconds: without the user's and the system's
-configuration, filters, hooks and the network. The content of the files is read from the snapshot, byte by byte. So the result
-never contradicts the snapshot's digest: untracked files in the snapshot count as added, and files that exist but are not in the
-snapshot do not count.
-"""
+"""The git commit of a directory of code, and the snapshot's differences from it. Git runs without network, hooks and the user's
+configuration, and only reads its own objects."""
 
 from __future__ import annotations
 
@@ -66,8 +61,8 @@ class GitFacts(SpecModel):
 
     @model_validator(mode="after")
     def _known_or_not(self) -> GitFacts:
-        """Raise ``ValueError`` unless either ``reason`` is set alone, or ``commit`` and ``changed`` are set, with ``diff`` if and
-        only if ``changed`` is not 0."""
+        """Raise ``ValueError`` unless either ``reason`` alone or ``commit`` and ``changed`` are set, with ``diff`` if files
+        changed."""
         if self.reason is not None:
             fits = (self.commit, self.changed, self.diff) == (None, None, None)
         else:
@@ -89,13 +84,8 @@ class _Blob(NamedTuple):
 
 
 def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_all) -> GitFacts | None:
-    """Return the git commit of a directory of code and its differences from the snapshot; None if the directory is in no
-    repository. If they cannot be determined, as when git fails or a file cannot be read, the facts contain only ``reason``. The
-    git commands take at most ten seconds in all.
-
-    ``root``: the user's directory; ``entries``: those of its snapshot, whose sources may be the snapshot's files.
-    ``is_allowed``: returns whether a directory of the repository, passed as a real path, may be read.
-    """
+    """Return the git commit of the directory ``root`` and its differences from ``entries``, its snapshot; None without a
+    repository. Only ``reason`` is set if they are unknown. ``is_allowed``: whether a directory may be read."""
     try:
         root = root.resolve()
         if not any(os.path.lexists(folder / ".git") for folder in (root, *root.parents)):
@@ -110,17 +100,15 @@ def git_facts(root: Path, entries: Iterable[Entry], is_allowed: Allowed = allow_
 
 
 class _Look:
-    """Examines one directory. ``deadline``: when git is stopped, by the monotonic clock. The methods raise ``_Unknown`` if the
-    commit cannot be determined, ``OSError`` if a file cannot be read, and ``ValueError`` for output of git that they cannot
-    parse."""
+    """Examines one directory. ``deadline``: when git is stopped. Methods raise ``_Unknown``, ``OSError``, or ``ValueError`` for
+    unexpected output."""
 
     def __init__(self, deadline: float, is_allowed: Allowed) -> None:
         self._deadline = deadline
         self._is_allowed = is_allowed
 
     def facts(self, root: Path, entries: Iterable[Entry]) -> GitFacts:
-        """Return the commit, and the number and the digest of the files that differ between it and ``entries``. A file of the
-        commit that exists in ``root``, but not among ``entries``, does not count."""
+        """Return the commit, and the number and the digest of the files that differ between it and ``entries``."""
         commit = self._commit(root)
         tree = self._tree(root, commit)
         if not tree:
@@ -137,8 +125,7 @@ class _Look:
         return GitFacts(commit=commit, changed=len(differ), diff=digest if differ else None)
 
     def _commit(self, root: Path) -> str:
-        """Return the id of the commit at HEAD of the repository of ``root``. Raises ``_Unknown`` also if a directory of the
-        repository may not be read (``is_allowed``)."""
+        """Return the id of the commit at HEAD. Raises ``_Unknown``, also if the repository may not be read."""
         told = self._run_git(
             root, "rev-parse", "--show-toplevel", "--absolute-git-dir", "--git-common-dir", "HEAD^{commit}"
         )
@@ -150,8 +137,7 @@ class _Look:
         return commit
 
     def _tree(self, root: Path, commit: str) -> dict[str, _Blob]:
-        """Return the files of a commit below ``root``, by path. For a checked-out submodule these are the files of the commit
-        that is recorded for it."""
+        """Return the files of a commit below ``root``, by path, with those of checked-out submodules."""
         found: dict[str, _Blob] = {}
         for line in (
             self._run_git(root, "ls-tree", "-r", "-z", commit).decode(errors="surrogateescape").split("\0")[:-1]
@@ -166,8 +152,7 @@ class _Look:
         return found
 
     def _run_git(self, root: Path, *arguments: str) -> bytes:
-        """Run a git command in ``root`` and return its standard output. Raises ``_Unknown`` if git is missing, fails, is still
-        running at the deadline (it is then killed), or prints too much."""
+        """Run a git command in ``root`` and return its output. Raises ``_Unknown`` if git fails or takes too long."""
         program = shutil.which("git")
         if program is None:
             raise _Unknown("git is not installed where the code was read")

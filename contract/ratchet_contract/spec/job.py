@@ -1,9 +1,4 @@
-"""The job spec: everything that a user may request. Unknown keys are refused; unsupported values are refused with an error that
-names them.
-
-``parse_spec`` (``spec.parse``) turns a user's JSON or YAML data into a ``JobSpec``. It raises ``SpecError`` with one
-``FieldProblem`` (JSON pointer, code, sentence) per fault, at most 50.
-"""
+"""The job spec: everything that a user may request. ``spec.parse`` turns a user's JSON or YAML data into a ``JobSpec``."""
 
 from __future__ import annotations
 
@@ -87,8 +82,7 @@ class TaskSpec(SpecModel):
     @field_validator("entrypoint")
     @classmethod
     def _syntax(cls, value: str) -> str:
-        """Raise ``ValueError`` if the entrypoint is not like ``package.module:ClassName``; the message suggests a correct one
-        where possible."""
+        """Raise ``ValueError`` if the entrypoint is not like ``package.module:ClassName``."""
         if not _ENTRYPOINT.fullmatch(value):
             module, _, name = value.rpartition(".")
             likely = f"{module}:{name if name != 'py' else 'ClassName'}" if module and ":" not in value else ""
@@ -356,8 +350,7 @@ class JobSpec(SpecModel):
     @field_validator("script")
     @classmethod
     def _arguments(cls, value: list[str] | None) -> list[str] | None:
-        """Raise ``ValueError`` if an item of ``script`` (the Python file and its arguments) cannot be passed to a process, since
-        it has a NUL character or is too long."""
+        """Raise ``ValueError`` if an item of ``script`` has a NUL character or is too long for a process."""
         for i, argument in enumerate(value or ()):
             if "\0" in argument or _byte_length(argument) > _MAX_STRING:
                 raise ValueError(
@@ -377,8 +370,7 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _secret_env(self) -> JobSpec:
-        """Raise ``ValueError`` if a name in ``secret_env`` is not in ``env``, or if its value there is the mask that the API
-        shows in place of it."""
+        """Raise ``ValueError`` if a name in ``secret_env`` is not in ``env``, or its value there is the API's mask."""
         absent = [repr(name) for name in self.secret_env if name not in self.env]
         if absent:
             raise ValueError(f"secret_env names variables that are not in env: {', '.join(absent)}")
@@ -390,28 +382,22 @@ class JobSpec(SpecModel):
 
     @property
     def snapshot_code(self) -> CodeSpec | None:
-        """The code whose snapshot the ranks run, and which a resume can replace. None: there is no code, or it is on the
-        nodes."""
+        """The code whose snapshot the ranks run; None if there is no code, or it is on the nodes."""
         return None if self.code is None or self.code.source == "nodes" else self.code
 
     @property
     def memory_per_rank(self) -> int | None:
-        """Memory limit in bytes of each process of a rank: an equal share of ``resources.memory``. None: no limit is requested,
-        or the launcher is not the local one. At submission, the local launcher refuses a limit unless ``world.device`` is
-        ``cpu``."""
+        """Memory limit in bytes of each process of a rank under the local launcher; None: no limit."""
         if self.launcher.kind != "local" or self.resources.memory is None:
             return None
         return size_in_bytes(self.resources.memory) // self.world.ranks_per_node
 
     def digest(self) -> str:
-        """Return the SHA-256 in hex of ``canonical()`` as JSON. Specs that differ only in what ``canonical`` leaves out have the
-        same digest."""
+        """Return the SHA-256 in hex of ``canonical()`` as JSON."""
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def canonical(self) -> dict[str, Any]:
-        """Return the spec as JSON values, without secret values and without keys that do not change the result of training, such
-        as ``name``, ``policy``, ``checkpoint``, ``launcher`` and ``image``. Of ``code``, ``world`` and ``resources`` only single
-        keys are left out, or are None. Optional keys that are not set, such as ``start_from``, may be missing, too."""
+        """Return the spec as JSON values, without secret values and many keys that do not change the result of training."""
         irrelevant = {
             "name",
             "labels",

@@ -1,6 +1,4 @@
-"""Where a job runs: launchers, the container's image and volumes. Keys with the same meaning on all engines are the job's
-(``image``, ``volumes``, ``resources``, ``secrets``); keys of a single engine are under ``launcher``.
-"""
+"""The spec's ``launcher`` and ``volumes``: where a job runs. Keys with one meaning on all engines are the job's."""
 
 from __future__ import annotations
 
@@ -27,8 +25,7 @@ _OPTION = re.compile(r"[a-z][a-z-]*")
 
 
 def _option(name: str) -> str:
-    """Return ``name``. Raises ``ValueError`` if it does not have the form of a long option of sbatch, or if Ratchet sets this
-    option itself."""
+    """Return ``name``. Raises ``ValueError`` if it is no long option of sbatch, or Ratchet sets the option itself."""
     if not _OPTION.fullmatch(name):
         raise ValueError(f"{name!r} is not the long name of an option of sbatch")
     if name in OWNED_OPTIONS:
@@ -90,8 +87,7 @@ class EngineSpec(SpecModel):
         return {key: value for key, value in data.items() if key == "kind" or key in self.model_fields_set}
 
     def with_defaults(self, defaults: Self) -> Self:
-        """Return the spec with the values of ``defaults``, a spec of the same class, for the keys that are not set here. A key
-        that is set here replaces the default as a whole, also if it is a list or a mapping."""
+        """Return the spec with values of ``defaults``, of the same class, for the keys that are not set here."""
         return type(self).model_validate(defaults.model_dump() | self.model_dump())
 
 
@@ -211,8 +207,7 @@ class OtherLauncherSpec(EngineSpec):
 
 
 def _launcher_kind(value: Any) -> str:
-    """Return the union's tag for a launcher's value, a mapping or a model: its ``kind`` (``local`` if it has none), or ``other``
-    for a launcher of another package."""
+    """Return the union's tag for a launcher's value: its ``kind``, or ``other`` for a launcher of another package."""
     kind = value.get("kind", "local") if isinstance(value, dict) else getattr(value, "kind", "local")
     return kind if isinstance(kind, str) and kind in LAUNCHER_SPECS and kind != "other" else "other"
 

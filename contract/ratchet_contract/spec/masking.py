@@ -15,6 +15,5 @@ def masked(env: Mapping[str, str], secret: Collection[str]) -> dict[str, str]:
 
 
 def masked_spec(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a stored spec in a form that may be shown: the values of variables in ``secret_env`` are masked. Nothing is
-    masked in a spec without that key, which an older version stored."""
+    """Return a stored spec with the values of variables in ``secret_env`` masked."""
     return {**spec, "env": masked(spec.get("env", {}), spec.get("secret_env", ()))}

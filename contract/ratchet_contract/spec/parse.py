@@ -59,9 +59,8 @@ _SYNONYMS = {"gpu": "cuda"}
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of examining a spec without a machine. ``problems``: all faults found; ``uncertain_keys``: keys that have a
-    fault, or may be affected by one; ``spec``: has defaults or placeholders in place of faulty values, so that everything else
-    can be examined; None if that is impossible."""
+    """The result of examining a spec. ``spec``: has no faulty values; None if impossible. ``uncertain_keys``: keys that a fault
+    may affect."""
 
     spec: JobSpec | None
     uncertain_keys: frozenset[str]
@@ -69,8 +68,7 @@ class Examined:
 
 
 def parse_spec(data: Any) -> JobSpec:
-    """Validate ``data`` (decoded JSON or YAML) and return the spec. Raises one ``SpecError`` with all faults found, at most
-    50."""
+    """Return the spec in ``data`` (decoded JSON or YAML). Raises ``SpecError`` with the faults found, at most 50."""
     found = examine_spec(data)
     if found.problems or found.spec is None:
         raise spec_error(found.problems, data)
@@ -78,8 +76,7 @@ def parse_spec(data: Any) -> JobSpec:
 
 
 def examine_spec(data: Any) -> Examined:
-    """Return the spec in ``data`` and the faults of it that can be found without a machine. Faults are not raised; ``SpecError``
-    is raised only for ``data`` that is not a mapping."""
+    """Return the spec in ``data`` and the faults found without a machine. Raises ``SpecError`` only if ``data`` is no mapping."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     problems = _hook_problems(data.get("hook"))
@@ -108,15 +105,13 @@ def examine_spec(data: Any) -> Examined:
 
 
 def spec_error(problems: Sequence[FieldProblem], data: Any) -> SpecError:
-    """Return the error with the first 50 of ``problems`` (at least one), in the order of the keys in ``data``. A problem of a
-    missing key comes after those of the other keys in the same mapping."""
+    """Return the error with the first 50 of ``problems``, in the order of the keys in ``data``."""
     ordered = sorted(problems, key=lambda problem: _position_in(data, problem.pointer))
     return SpecError(_summary(ordered), errors=ordered[:_MAX_PROBLEMS])
 
 
 def _position_in(data: Any, pointer: str) -> list[int]:
-    """Return the position in ``data`` of the value at a JSON pointer, by which problems are sorted: the index of each of the
-    pointer's keys in its mapping or list. A missing key counts as the last of its mapping."""
+    """Return the position in ``data`` of the value at a JSON pointer, as indexes by which problems are sorted."""
     place = list[int]()
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -137,9 +132,8 @@ _RELATED_KEYS = (frozenset({"task", "script"}), frozenset({"env", "secret_env"})
 
 
 class _Mended:
-    """A spec's ``data`` without the faulty entries that ``remove_faulty`` was given: only the faulty entry of a mapping is
-    removed, so that the others are examined. ``uncertain_keys``: keys of the spec with such a fault, keys that depend on these,
-    and keys that a misspelt key may mean."""
+    """A spec's ``data`` without the faulty entries that ``remove_faulty`` was given. ``uncertain_keys``: keys that these faults
+    may affect."""
 
     def __init__(self, data: dict[Any, Any]) -> None:
         self.data = {**data, "hook": normalise_hook(data["hook"])} if "hook" in data else data
@@ -148,17 +142,15 @@ class _Mended:
         """By the place of a mapping: its keys whose values are in doubt."""
 
     def is_consequence(self, fault: Any) -> bool:
-        """True if the fault may only be caused by a removed entry: it is of a rule over several keys, and its message names an
-        uncertain key."""
+        """Return True if a removed entry may be the only cause of the fault, whose message names an uncertain key."""
         names = self._uncertain_by_mapping.get(tuple(self._place(fault["loc"])), ())
         return fault["type"] == "value_error" and any(re.search(rf"\b{name}\b", fault["msg"]) for name in names)
 
     def remove_faulty(
         self, locations: Sequence[tuple[str | int, ...]], unknown: Collection[tuple[str | int, ...]] = frozenset()
     ) -> bool:
-        """Remove the faulty entries at ``locations`` (pydantic's) and mark their keys as uncertain. Where a job needs the entry
-        (a name, a task), a placeholder replaces it. ``unknown``: the locations of keys that do not exist. Returns False if
-        nothing was left to remove."""
+        """Remove or replace the faulty entries at ``locations``; ``unknown``: those of unknown keys. Returns False if nothing was
+        left to remove."""
         places, known = [self._place(loc) for loc in locations], len(self.uncertain_keys)
         mended = self._blank_arguments(locations)
         if () in locations:  # a rule over several keys: of `_one_of`, else of `_secret_env`
@@ -178,8 +170,7 @@ class _Mended:
         return any(places) or len(self.uncertain_keys) > known
 
     def _blank_arguments(self, locations: Sequence[tuple[str | int, ...]]) -> bool:
-        """Replace the faulty arguments of the script by empty texts and return True. Return False, and change nothing, if no
-        argument is faulty, or if the script's file or the whole list is: then the script is not known."""
+        """Return True if, of the script, only arguments are faulty; they are replaced by empty texts."""
         wrong = [loc[1:] for loc in locations if loc[:1] == ("script",)]
         arguments = (
             [index for (index, *rest) in wrong if isinstance(index, int) and index > 0 and not rest]
@@ -193,7 +184,7 @@ class _Mended:
         return True
 
     def _mark_uncertain(self, loc: Sequence[str | int], place: list[Any], *, is_unknown: bool) -> None:
-        """Add to the uncertain keys those that a fault at ``loc`` affects. ``place``: the keys that lead to it in ``data``."""
+        """Mark the keys as uncertain that a fault at ``loc`` affects. ``place``: the keys that lead to it in ``data``."""
         names = {str(part) for part in place[-1:]}
         if is_unknown:
             holder = functools.reduce(operator.getitem, place[:-1], self.data)
@@ -205,9 +196,7 @@ class _Mended:
         self.uncertain_keys |= keys.union(*(group for group in _RELATED_KEYS if group & keys))
 
     def _place(self, loc: Sequence[str | int]) -> list[Any]:
-        """Return the keys in ``data`` that lead to ``loc``, as far as they exist and without entering a list. Only the first
-        key is returned if the fault makes everything below that key uncertain: in ``hook.name``, in ``launcher.kind``, and in
-        ``code`` except for its keys ``include`` and ``git``."""
+        """Return the existing keys in ``data`` that lead to ``loc``; only the first if all below it is uncertain."""
         place, value = list[Any](), self.data
         for i, part in enumerate(loc):
             keys = [key for key in value if str(key) == str(part)] if isinstance(value, dict) else []
@@ -258,9 +247,8 @@ text that PyYAML takes it for: the text may be a digest."""
 
 
 def load_spec_text(text: str, key: str = "") -> Any:
-    """Return the data in a spec file's text, YAML or JSON. JSON is parsed as YAML, too: it must not be indented with tabs.
-    ``key``: the dotted key of a spec whose value ``text`` is; empty: ``text`` is a whole spec. Raises ``SpecError`` for text that
-    is not valid YAML, and for a key that is given twice; the error names the line and the column, if they are known."""
+    """Return the data in the text of a spec, YAML or JSON, or of the value of its dotted ``key``. Raises ``SpecError`` for
+    invalid YAML."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -281,8 +269,8 @@ def load_spec_text(text: str, key: str = "") -> Any:
 
 
 def _mark_numbers(node: yaml.Node, place: tuple[str, ...], visited: set[int]) -> None:
-    """Make numbers of unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS``. ``place``: the keys that lead to ``node``;
-    ``visited``: ids of nodes that were visited: an anchor may be referred to any number of times."""
+    """Make numbers of unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS``. ``place``: the keys that lead to ``node``."""
+    # An anchor may be referred to any number of times.
     if id(node) in visited:
         return
     visited.add(id(node))
@@ -362,8 +350,7 @@ def _closest(word: str, known: Any) -> str | None:
 
 
 def pointer_of(loc: Sequence[str | int]) -> str:
-    """Return the JSON pointer (RFC 6901) for a pydantic location, which has additional tags of unions and keys; these are left
-    out."""
+    """Return the JSON pointer (RFC 6901) for a pydantic location, without pydantic's own tags."""
     parts = [str(p).replace("~", "~0").replace("/", "~1") for i, p in enumerate(loc) if not _is_tag(loc, i)]
     return "".join(f"/{p}" for p in parts)
 
@@ -376,8 +363,7 @@ def _is_tag(loc: Sequence[str | int], i: int) -> bool:
 
 
 def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
-    """Return a pydantic error as a ``FieldProblem``. ``error``: one item of ``ValidationError.errors()``; ``model``: the model
-    that was validated. For an unknown key the text suggests the most similar known one, if one is similar."""
+    """Return a pydantic error as a ``FieldProblem``. ``model``: the model that was validated."""
     loc, kind = error["loc"], error["type"]
     detail = error["msg"].removeprefix("Value error, ")
     if kind in _UNKNOWN:
@@ -392,8 +378,7 @@ def problem_of(error: Any, model: type[BaseModel]) -> FieldProblem:
 
 
 def _explained_detail(error: Any, model: type[BaseModel], detail: str) -> str:
-    """Return a better text than ``detail`` where possible: with the given value, and with an example for the key or the key's
-    description. Values of ``env`` are not shown: they may be secret."""
+    """Return a better text than ``detail`` where possible, without values of ``env``, which may be secret."""
     loc, kind = error["loc"], error["type"]
     pointer = pointer_of(loc)
     if model is JobSpec and pointer == "/name" and kind == "string_pattern_mismatch":
@@ -440,7 +425,7 @@ def _known_keys(model: type[BaseModel], loc: Sequence[str | int]) -> list[str]:
 
 
 def _model_at(model: type[BaseModel], loc: Sequence[str | int]) -> type[BaseModel | HookSpecBase] | None:
-    """Return the model of the value at ``loc``, a pydantic location in ``model``; None if the value has no model, as a number."""
+    """Return the model of the value at ``loc``, a pydantic location in ``model``; None if the value has no model."""
     current: type[BaseModel | HookSpecBase] | None = model
     for part in loc:
         if part in HOOKS or part in LAUNCHER_SPECS:
@@ -468,9 +453,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def cross_check(spec: JobSpec, uncertain_keys: Collection[str] = ()) -> list[FieldProblem]:
-    """Return the problems of a spec that the models do not find and that need no machine, most of them of several fields
-    together: settings that can never work, or are not supported yet. Other checks follow at submission. Rules that could report
-    a wrong problem because of a key in ``uncertain_keys`` are skipped."""
+    """Return the problems of a spec that its models do not find, without those that ``uncertain_keys`` could make wrong."""
     out: list[FieldProblem] = []
 
     def is_certain(*keys: str) -> bool:
@@ -549,8 +532,7 @@ def _check_volumes(spec: JobSpec, add_problem: Any) -> None:
 
 
 def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> None:
-    """Report a script that is no ``.py`` file, or whose path is absolute or has "..". With ``code_is_certain``, also report a
-    script without ``code``."""
+    """Report a script that is no ``.py`` file below ``code``, and with ``code_is_certain`` a script without ``code``."""
     assert spec.script is not None
     path = PurePosixPath(spec.script[0])
     if code_is_certain and spec.code is None:
@@ -566,6 +548,5 @@ def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> 
 
 
 def canonical_json(data: Any) -> bytes:
-    """Return ``data`` as JSON with sorted keys and no spaces: the bytes over which digests of requests are computed. (The
-    digest of a ``JobSpec`` is computed over other bytes.)"""
+    """Return ``data`` as JSON with sorted keys and no spaces, for digests of requests."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()

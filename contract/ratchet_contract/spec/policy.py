@@ -16,8 +16,8 @@ MAX_CODE: Final = 255
 
 
 def _codes(value: Any) -> Any:
-    """Check one item of ``ExitRule.codes``, and return it unchanged: a number, or a range as text like ``10-19``. Raises
-    ``ValueError`` for anything else; ``exit_code_problems`` checks which numbers are permitted."""
+    """Return one item of ``ExitRule.codes`` unchanged: a number, or a range like ``10-19``. Raises ``ValueError`` for anything
+    else."""
     if isinstance(value, str):
         match = _RANGE.fullmatch(value)
         if match is None or int(match[1]) > int(match[2]):
@@ -116,7 +116,7 @@ class PolicySpec(SpecModel):
 
 
 def exit_code_problems(policy: PolicySpec) -> list[FieldProblem]:
-    """Return problems with the exit codes of all rules: codes that no rule may name, and codes that are named twice."""
+    """Return problems with the exit codes of all rules: reserved or impossible ones, and ones that are named twice."""
     out: list[FieldProblem] = []
     taken: dict[int, str] = {}
     for i, rule in enumerate(policy.exit_codes):

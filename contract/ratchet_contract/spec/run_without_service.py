@@ -1,5 +1,4 @@
-"""The spec that a run without a service (a Session under plain python or torchrun) records, and, from a job's spec, the spec that
-such a run of the job's script would record. A job that adopts such a run compares the two."""
+"""The spec that a run without a service records, for comparison with that of a job that adopts the run."""
 
 from __future__ import annotations
 
@@ -18,26 +17,22 @@ _SESSION_KEYS = ("ddp", "determinism", "seed", "hook")
 def spec_data(
     script: Sequence[str], nodes: int, ranks_per_node: int, device: Literal["cpu", "cuda"] | str
 ) -> dict[str, Any]:
-    """Return the part of a run's recorded spec that does not depend on the Session's arguments. ``script``: its file and
-    arguments; of the file only the name counts, with the suffix ``.py``, since a run may be started from any directory."""
+    """Return the part of a run's recorded spec that is independent of the Session's arguments. ``script``: file and arguments."""
+    # A run may be started from any directory.
     file = PurePath(script[0]).with_suffix(".py").name
     world = {"nodes": nodes, "ranks_per_node": ranks_per_node, "device": device}
     return {"name": "standalone", "script": [file, *script[1:]], "code": {"path": "."}, "world": world}
 
 
 def standalone_spec(spec: JobSpec, device: Literal["cpu", "cuda"]) -> JobSpec:
-    """Return the spec that a run of the job's script without a service would have recorded; ``spec`` must have a script, not a
-    task. ``device``: as resolved for the job. Values from a run's environment (variables, interpreter, cores) are not in it: the
-    recorded facts contain them."""
+    """Return the spec that a run of the job's script without a service would have recorded. The job must have a script."""
     assert spec.script is not None
     data = spec_data(spec.script, spec.world.nodes, spec.world.ranks_per_node, device)
     return parse_spec({**data, **spec.model_dump(mode="json", include={*_SESSION_KEYS})})
 
 
 def differing_leaves(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]]:
-    """Return where two values of a spec differ, as ``(path, left value, right value)``; empty if they are equal. Mappings are
-    compared key by key; a key that one of them lacks counts as None. Any other pair of values, also two mappings with different
-    ``name`` (hooks), is one leaf. ``path``: the path of the two values in the spec, which the result's paths begin with."""
+    """Return where two values of a spec differ, as ``(path, left value, right value)``. ``path``: that of the two values."""
     same_kind = isinstance(left, dict) and isinstance(right, dict) and left.get("name") == right.get("name")
     if not same_kind:
         return [] if left == right else [(path, left, right)]
