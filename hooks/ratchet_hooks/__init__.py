@@ -75,8 +75,7 @@ _LAZY = dict.fromkeys(__all__, "ratchet_hooks.manage.register")  # names whose m
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``register``, ``capture`` or ``restore``; their module, which imports torch, is imported at the first use. Raises
-    ``AttributeError`` for other names."""
+    """Return ``register``, ``capture`` or ``restore``, whose module imports torch at the first use."""
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,9 +1,4 @@
-"""Dataclasses with limits. As fields of pydantic models, pydantic validates them like its own models; but pydantic is not
-required.
-
-A field's metadata uses pydantic's names (``ge``, ``le``, ``pattern``): a limit is defined once, and is checked with pydantic and
-without it. Torch-free.
-"""
+"""Dataclasses with limits in their fields' metadata, under pydantic's names: checked with pydantic and without it. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,15 +18,14 @@ _BOUNDS: Final = {"ge": (operator.ge, "at least"), "gt": (operator.gt, "more tha
 
 
 def option(default: Any, description: str, **limits: Any) -> Any:
-    """Return a dataclass field with a default and a description. ``limits``: ge, gt, le, allow_inf_nan, min_length,
-    max_length, pattern, as in pydantic; but ``check`` requires that a pattern matches the whole value."""
+    """Return a dataclass field. ``limits``: pydantic's, such as ``ge`` and ``pattern``; in ``check`` a pattern must match the
+    whole value."""
     return field(default=default, metadata={"description": description, **limits})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Base of dataclasses that pydantic may validate. Unknown keys are refused; the class docstring is the description in the
-    JSON schema."""
+    """Base of dataclasses that pydantic may validate. The class docstring is the description in the JSON schema."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
 
@@ -47,8 +41,7 @@ class Model:
 
 
 def check(instance: Model) -> None:
-    """Raise ``ValueError`` that names the first field of ``instance`` whose value does not have the field's annotated type, or
-    is outside a limit of the field's metadata."""
+    """Raise ``ValueError`` that names the first field of ``instance`` with a wrong type or a value outside its limits."""
     cls: Any = type(instance)
     hints = _hints(cls)
     for one in fields(instance):
@@ -80,8 +73,7 @@ def _has_type(value: object, kind: Any) -> bool:
 
 
 def _is_json(value: object) -> bool:
-    """True if the value is made of what Python's ``json`` writes: dicts with strings as keys, lists, strings, numbers (NaN and
-    infinity too), booleans and None."""
+    """Return True if the value is made of dicts with strings as keys, lists, strings, numbers, booleans and None."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_json(item) for key, item in value.items())
     if isinstance(value, list):
@@ -90,7 +82,7 @@ def _is_json(value: object) -> bool:
 
 
 def _limit_violation(value: Any, limits: Mapping[str, Any]) -> str | None:
-    """Return what the value must do to be within the limits, such as ``be at least 1``; None if it is."""
+    """Return what the value must do to be within the limits, such as ``be at least 1``; None if nothing."""
     for key, (holds, words) in _BOUNDS.items():
         if key in limits and not holds(value, limits[key]):
             return f"be {words} {limits[key]}"

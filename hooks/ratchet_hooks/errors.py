@@ -6,8 +6,7 @@ _DETACHED_VIEW = "Can't detach views in-place"
 
 
 class HookStateError(ValueError):
-    """A state cannot be captured, stored, read, converted or restored. ``key``: the full path of the entry at fault, or another
-    name for what is at fault, such as a file or a rank; ``detail``: what is wrong with it."""
+    """A state cannot be captured, stored, read, converted or restored. ``key``: what is at fault, such as an entry or a file."""
 
     def __init__(self, key: str, detail: str) -> None:
         super().__init__(f"{key}: {detail}")
@@ -20,13 +19,11 @@ class LayoutMismatch(HookStateError):
 
 
 class UnsupportedModel(ValueError):
-    """A model, a DDP setting, or a requested hook, state or wrapper is not supported: the hook cannot work with it, or cannot be
-    resumed exactly. Also raised where a managed hook is needed and none is registered."""
+    """A model, DDP setting, hook or wrapper is not supported, or a managed hook is needed and none is registered."""
 
 
 class CustomHookError(RuntimeError):
-    """A user's own hook or its state cannot be used. ``key``: the key of the spec at fault (hook, state, state_args);
-    ``code``: a stable identifier. A retry does not help, except for ``hook-failed``: the user's function raised."""
+    """A user's own hook or its state cannot be used. ``key``: the spec's key at fault; ``code``: a stable identifier."""
 
     def __init__(self, key: str, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -39,8 +36,7 @@ _SPARSE = "Cannot access storage of SparseTensorImpl"
 
 
 def advice_on(error: BaseException) -> str | None:
-    """Return advice for the user on an error that torch raised under DDP; None for an error without advice here. There is
-    advice on two errors: ``detach_()`` of a gradient under ``gradient_as_bucket_view``, and a sparse gradient."""
+    """Return advice for the user on an error that torch raised under DDP; None if there is none."""
     if isinstance(error, RuntimeError) and _DETACHED_VIEW in str(error):
         return (
             "under gradient_as_bucket_view gradients are views of DDP's buckets, and detach_() cannot take those out of their "

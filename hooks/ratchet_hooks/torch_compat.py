@@ -1,10 +1,5 @@
-"""All private parts of torch that Ratchet uses, with substitutes where the installed torch does not have them.
-
-No other module names a private module, function, class or attribute of torch (``tests/architecture/test_torch_private.py``),
-except names that a subclass of a torch class overrides or inherits. A part is looked up when it is used, so that importing
-Ratchet works on every torch. A substitute gives the same bits; where there is none, the function raises ``TorchUnsupported``,
-which names the missing part, torch's version and the cure.
-"""
+"""All private parts of torch that Ratchet uses, with substitutes. Where there is none, the function raises
+``TorchUnsupported``."""
 
 from __future__ import annotations
 
@@ -47,8 +42,7 @@ class TorchUnsupported(RuntimeError):
 
 
 def check_torch_version() -> None:
-    """Raise ``TorchUnsupported`` if the installed torch is older than ``OLDEST``, or if its DDP or reducer lacks a method that
-    ``ManagedDDP`` overrides or calls."""
+    """Raise ``TorchUnsupported`` if the installed torch is too old, or lacks a method of DDP that ``ManagedDDP`` needs."""
     if _parse_release(torch.__version__) < _parse_release(OLDEST):
         raise TorchUnsupported(f"torch {torch.__version__} is too old for Ratchet: {_CURE}")
     for owner, names in ((_get_part(dist, "Reducer"), _REDUCER), (DistributedDataParallel, _DDP)):
@@ -58,8 +52,7 @@ def check_torch_version() -> None:
 
 
 def check_ddp_attributes(ddp: DistributedDataParallel) -> None:
-    """Raise ``TorchUnsupported`` if the DDP ``ddp`` lacks an attribute that ``ManagedDDP`` reads or assigns; the message names
-    it."""
+    """Raise ``TorchUnsupported`` if ``ddp`` lacks an attribute that ``ManagedDDP`` reads or assigns."""
     for name in _OF_A_DDP:
         if not hasattr(ddp, name):
             raise missing(f"DistributedDataParallel().{name}")
@@ -103,8 +96,7 @@ def foreach_copy_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tenso
 
 
 def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
-    """Return the vector norm of order ``order`` of each tensor, as tensors without dimensions; computed together where torch has
-    a function for that."""
+    """Return the vector norm of order ``order`` of each tensor, as tensors without dimensions."""
     together = getattr(torch, "_foreach_norm", None)
     if together is None or not tensors:
         return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
@@ -112,8 +104,7 @@ def norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of ``tensor`` whose elements read as the negated ones. No data is copied; the view has torch's negative bit
-    inverted, so that of a tensor whose bit is set it is not set."""
+    """Return a view of ``tensor`` whose elements read as the negated ones; no data is copied."""
     view: torch.Tensor = _get_part(torch, "_neg_view")(tensor)
     return view
 
@@ -135,8 +126,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies the memory of a strided ``tensor``: equal for all views of that memory, and unchanged
-    when it is resized. The number is valid only while the memory is in use; afterwards another memory may get it."""
+    """Return a number that is equal for all views of one memory. Valid only while the memory is in use."""
     storage = tensor.untyped_storage()
     number: int | None = getattr(storage, "_cdata", None)
     if number is None:
@@ -148,8 +138,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
-    """Return the hooks that are registered on a tensor for its gradient: first those called before the gradient is accumulated,
-    then those called after it. Empty if there is none."""
+    """Return the hooks that are registered on a tensor for its gradient. Empty if there is none."""
     tables = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
     return [hook for table in tables if table for hook in table.values()]
 
@@ -163,8 +152,7 @@ def in_backward() -> bool:
 
 
 def state_dict_hooks(module: nn.Module) -> tuple[Sized, Sized]:
-    """Return the containers of a module's ``state_dict`` hooks: those that run after ``state_dict``, and those that run before
-    it."""
+    """Return a module's ``state_dict`` hooks: the container of those that run after it, and of those that run before it."""
     return _get_part(module, "_state_dict_hooks"), _get_part(module, "_state_dict_pre_hooks")
 
 
@@ -173,8 +161,7 @@ MODULE_TABLES: Final = ("_parameters", "_buffers", "_modules")
 
 
 def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the module's own buffers that ``state_dict`` leaves out. It is the set that the module itself uses,
-    not a copy."""
+    """Return the module's own set, not a copy, of the names of its buffers that ``state_dict`` leaves out."""
     names: set[str] = _get_part(module, "_non_persistent_buffers_set")
     return names
 
@@ -185,8 +172,7 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the module's own buffers by name, without those of its submodules. It is the dictionary that the module itself
-    uses."""
+    """Return the module's own dictionary, not a copy, of its buffers by name, without those of its submodules."""
     buffers: dict[str, torch.Tensor | None] = _get_part(module, "_buffers")
     return buffers
 
@@ -208,24 +194,21 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def recompute_with_default_generators() -> None:
-    """Make code that torch.compile generates from now on use torch's default generators for values that it draws twice
-    (dropout under activation checkpointing). Otherwise, on a GPU, it creates generators that no checkpoint can reach.
-
-    Sets the default of torch's option, for all threads: from torch 2.13 on an assigned value holds only in the assigning
-    thread. Does nothing if torch has no such option.
-    """
+    """Make code that torch.compile generates from now on recompute random values with torch's default generators, whose state
+    checkpoints have."""
     config: Any = importlib.import_module("torch._functorch.config")
     entry = config._config.get("graphsafe_rng_functionalization")
     if entry is not None:
+        # the default holds for all threads; from torch 2.13 on, an assigned value holds only in the assigning thread
         entry.default = False
 
 
 def matmul_precision() -> str:
-    """Return ``torch.get_float32_matmul_precision()``, without the warning of torch before 2.11 about settings that were never
-    made."""
+    """Return ``torch.get_float32_matmul_precision()``, without a warning that old versions of torch give."""
     if _parse_release(torch.__version__) >= (2, 11):
         return torch.get_float32_matmul_precision()
     with warnings.catch_warnings():
+        # torch before 2.11 warns about settings that were never made
         warnings.simplefilter("ignore", UserWarning)
         return torch.get_float32_matmul_precision()
 
@@ -234,8 +217,7 @@ def matmul_precision() -> str:
 
 
 def all_gather_single(output: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Any:
-    """Start to gather the tensor ``sent`` of every rank of ``group`` into ``output``, in rank order; returns the ``Work`` to
-    wait for. ``output`` has as many elements as all ranks send. A collective."""
+    """Start to gather every rank's ``sent`` into ``output``, in rank order; returns the ``Work`` to wait for. A collective."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name up to 2.11
     return gather(output, sent, group=group, async_op=True)
 
@@ -253,16 +235,15 @@ def first_bucket_bytes() -> int:
 
 
 def assign_buckets(tensors: Sequence[torch.Tensor], limits: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
-    """Return the buckets into which DDP divides ``tensors``; each is the list of the ``indices`` of its tensors (one index per
-    tensor). ``limits``: bytes of the first bucket, of the second, and so on; the last limit holds for all further ones."""
+    """Return the buckets into which DDP divides ``tensors``, as lists of their ``indices``. ``limits``: bytes of each bucket."""
     assign = _get_part(dist, "_compute_bucket_assignment_by_size")
     buckets, _ = assign(list(tensors), list(limits), [False] * len(tensors), list(indices))
     return [list(bucket) for bucket in buckets]
 
 
 def after_collectives(callback: Callable[[str, Any], None]) -> AbstractContextManager[Any]:
-    """Context manager: in it, ``callback(name, result)`` is called after each of c10d's operators (``allreduce_``, ``send``,
-    ...) that this thread calls, directly or through functions of ``torch.distributed``."""
+    """Context manager in which ``callback(name, result)`` is called after each of c10d's operators, such as ``allreduce_``, that
+    this thread calls."""
     mode: AbstractContextManager[Any] = _after_collectives()(callback)
     return mode
 
@@ -295,8 +276,8 @@ def _after_collectives() -> type:
 
 
 def bucket_limits(ddp: DistributedDataParallel) -> tuple[int, int]:
-    """Return the limits in bytes of the first bucket and of every further one, by which DDP rebuilds its buckets. Must be
-    called before ``ddp.bucket_bytes_cap`` is assigned."""
+    """Return the limits in bytes of the first bucket and of every further one. Call it before ``ddp.bucket_bytes_cap`` is
+    assigned."""
     config = getattr(ddp, "_bucket_config", None)  # not in 2.11
     if config is not None:
         return config.first_bucket_bytes_cap, config.bucket_bytes_cap
@@ -305,8 +286,7 @@ def bucket_limits(ddp: DistributedDataParallel) -> tuple[int, int]:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Callable[..., Any], object]]:
-    """Return ``(function, state)`` of the communication hooks that are registered on ``ddp``; empty if there is none. It is the
-    list that DDP itself uses."""
+    """Return DDP's own list of ``(function, state)`` of the communication hooks that are registered on ``ddp``."""
     hooks: list[tuple[Callable[..., Any], object]] = _get_part(ddp, "_comm_hooks")
     return hooks
 
@@ -327,13 +307,12 @@ def reduces_in_python(ddp: DistributedDataParallel) -> bool:
 
 
 def push_all_parameters(reducer: Any) -> None:
-    """Make the reducer's next rebuild use the order of its parameters, as if their gradients had become ready in it. No effect
-    if a backward pass has recorded an order already, or if no rebuild is due any more."""
+    """Make the reducer's next rebuild use the order of its parameters. May have no effect after a backward pass."""
     _get_part(reducer, "_push_all_rebuilt_params")()
 
 
 def rebuild_buckets(reducer: Any) -> bool:
-    """Do the rebuild of the buckets that the next forward would begin with. Returns True if one was due. A collective."""
+    """Do the rebuild of the buckets that the next forward would do. Returns True if one was due. A collective."""
     return bool(_get_part(reducer, "_rebuild_buckets")())
 
 
@@ -351,14 +330,14 @@ def should_compress(rows: int, columns: int, rank: int, min_compression_rate: fl
 
 
 def report_compression(bucket: Any, state: Any) -> None:
-    """Log the compression statistics of a ``PowerSGDState``, as torch's hook does: only in the iterations that its logging
-    frequency selects."""
+    """Log the compression statistics of a ``PowerSGDState``, as torch's hook does."""
     _get_part(powerSGD_hook, "_report_compression_stats")(bucket, state)
 
 
 def abort_groups() -> int:
-    """Abort the communicators of all process groups; returns the number of groups. May be called from any thread. Under NCCL a
-    collective in progress ends, with arbitrary values in its output; under gloo it continues to wait."""
+    """Abort the communicators of all process groups; returns their number. Under NCCL, a collective in progress ends with
+    arbitrary output."""
+    # under gloo a collective in progress continues to wait
     count = len(_get_part(_get_part(dist.distributed_c10d, "_world"), "pg_names"))
     _get_part(
         dist.distributed_c10d, "_abort_process_group"

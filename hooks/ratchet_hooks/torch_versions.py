@@ -10,8 +10,7 @@ TESTED: Final = ("2.9", "2.11", "2.13", "2.15")
 
 
 def untested(version: str) -> str | None:
-    """Return a sentence for a version of torch, such as ``2.13.1+cu130``, whose minor release is not in ``TESTED``; None for a
-    tested one."""
+    """Return a sentence for a version of torch, such as ``2.13.1+cu130``, that is not tested; None for others."""
     release = re.match(r"\d+\.\d+", version)
     if release is not None and release[0] in TESTED:
         return None

@@ -22,10 +22,9 @@ Parameters = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a hook runs on. ``parameters``: all trained ones by name, in registration order. ``cast_dtype``: the dtype to which
-    a wrapper casts the hook's buckets, None without a wrapper. ``node_ranks``: number of ranks of ``group`` on one node (the
-    local world size). ``undefined``: True if DDP may make the hook's result the gradient of a parameter that has none yet. Such
-    a gradient has the dtype of the result, so the result must then have the parameter's dtype."""
+    """What a hook runs on. ``parameters``: all trained ones, in registration order. ``cast_dtype``: a wrapper's dtype.
+    ``node_ranks``: ranks of ``group`` per node. ``undefined``: True if the hook's result may become the gradient of a parameter
+    that has none."""
 
     group: dist.ProcessGroup
     parameters: Parameters
@@ -41,9 +40,8 @@ class Setup:
 
 @dataclass
 class Report:
-    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``elements_before`` or
-    ``elements_after`` None: the number without compression. ``compression_rate`` None: it is not known what is sent, and a
-    None in ``elements_after`` then means unknown. ``iteration`` None: the count of ``ManagedHook`` is used."""
+    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``compression_rate`` None:
+    unknown."""
 
     phase: HookPhase = "steady"
     iteration: int | None = None
@@ -57,11 +55,10 @@ class Report:
 
 
 class Algorithm:
-    """Base class of all hooks. Every subclass overrides ``run``; with nothing else overridden, it is a hook without state.
+    """Base class of all hooks; a subclass that overrides only ``run`` is a hook without state.
 
-    Without NCCL ``run`` itself must issue all collectives of a bucket, in the call for this bucket or for a later one:
-    collectives that callbacks start would cross in different orders on different ranks. When ``run`` returns for the last
-    bucket, all must be issued.
+    Without NCCL, ``run`` itself must issue all collectives of a bucket, by the end of the call for the last bucket. Those that
+    callbacks start would cross in different orders on different ranks.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -70,39 +67,36 @@ class Algorithm:
         self.watch = Watch()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Begin to average a bucket over the ranks. ``names``: those of the bucket's parameters, in order. Returns the future
-        of the averaged flat tensor, and the number of bytes that this rank sends (None: unknown)."""
+        """Begin to average a bucket over the ranks. ``names``: those of the bucket's parameters. Returns the future of the
+        averaged flat tensor, and the bytes that this rank sends (None: unknown)."""
         raise NotImplementedError
 
     def average(self) -> None:
-        """Average the parameters over the ranks in place, if the hook does that after this step. Called on every rank after
-        every optimizer step. Does nothing here."""
+        """Average the parameters over the ranks in place, if that is due. Called after every optimizer step."""
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return this rank's state: tensors by name, and a JSON part. ``layout``: the parameter names per bucket, None before
-        the first iteration. ``copy`` False allows views of live tensors, which the next backward pass changes."""
+        """Return this rank's state: tensors by name, and a JSON part. ``layout``: parameter names per bucket; None before the
+        first iteration. ``copy`` False: the tensors may be views of live ones."""
         return {}, None
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Continue from the result of ``capture``; ``state`` is its JSON part. Raises ``HookStateError`` naming the key that
-        does not fit. Nothing is changed then, except the state object of a custom hook whose class cannot load the value."""
+        """Continue from the result of ``capture``; ``state`` is its JSON part. Raises ``HookStateError`` for a key that does not
+        fit."""
         if tensors or state is not None:
             raise HookStateError(min(tensors, default="state"), "recorded, but this hook keeps no state")
 
     def report(self, *, norm: bool = True) -> Report:
-        """Return the algorithm's part of the summary. ``norm`` False: without ``residual_norm``, which takes a pass over the
-        residuals."""
+        """Return the algorithm's part of the summary. ``norm`` False: without ``residual_norm``, which takes time."""
         return Report()
 
     def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
-        """Return the ``residual_norm`` that belongs to the ``tensors`` which ``capture`` returned; None for a hook without
-        residuals. May be called in any thread."""
+        """Return the ``residual_norm`` of ``tensors`` from ``capture``; None for a hook without residuals. May be called in any
+        thread."""
         return None
 
 
 def new_future(tensor: torch.Tensor) -> TensorFuture:
-    """Return a future that ``set_result(tensor)`` completes. On CUDA that call records an event on the current stream, and the
-    stream of a caller of ``wait`` waits for the event."""
+    """Return a future that ``set_result(tensor)`` completes; on CUDA, after the work of the current stream."""
     return torch.futures.Future(devices=[tensor.device] if tensor.is_cuda else None)
 
 
@@ -114,8 +108,7 @@ def completed(tensor: torch.Tensor) -> TensorFuture:
 
 
 def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a view of each parameter's part of a bucket's flat tensor, in the shape and memory order of that parameter, as DDP
-    lays out gradients."""
+    """Yield a view of each parameter's part of a bucket's flat tensor, in the parameter's shape and memory order."""
     offset = 0
     for parameter in parameters:
         if parameter.is_contiguous() or not is_dense(parameter):

@@ -1,12 +1,4 @@
-"""A user's own hook: any function that ``register_comm_hook`` accepts, with its state saved and restored.
-
-The function receives its state object and DDP's bucket. In static graph's first iteration, and under a 16-bit wrapper, it
-receives another object with the bucket's methods in its place. A spec without a state: the function receives the process group
-in its place, like torch's stateless hooks.
-
-``ExistingObjectsHook`` is a user's hook made of existing objects, in place of import paths. Its function receives the ``state``
-that was given with it, also None.
-"""
+"""A user's own hook: any function that ``register_comm_hook`` accepts, with its state saved and restored."""
 
 from __future__ import annotations
 
@@ -42,21 +34,15 @@ _GROUP_CURE = "leave it out of what the class saves: process_group is set again 
 
 
 def _synchronous_collectives() -> AbstractContextManager[Any]:
-    """Context manager: in it every collective of this thread is complete when the call that starts it returns, in whatever way
-    it is called.
-
-    A hook starts its second collective, and does its arithmetic, in callbacks of the first. On gloo those run in whichever
-    thread completes the first: two buckets cross in different orders on different ranks, and products have other bits from one
-    run to the next, because the number of threads and the handling of denormals belong to the thread. After a collective that
-    is complete, callbacks run at once, in the thread that called the hook. Sends and receives are not changed: two ranks that
-    both send before they receive would wait for one another, and the hook has to wait for them itself, since they have no
-    future.
-    """
+    """Return a context in which every collective of this thread is complete when the call that starts it returns."""
+    # Else the hook's callbacks run, on gloo, in whichever thread completes a collective: two buckets cross in different orders on
+    # different ranks, and products have other bits (number of threads, denormals).
     return after_collectives(_wait)
 
 
 def _wait(operator: str, result: Any) -> None:
     """Wait for the work in the result of a c10d operator, unless it is a send or a receive."""
+    # Two ranks that both send before they receive would wait for each other.
     if operator not in _POINT_TO_POINT:
         for part in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(part, torch.ScriptObject):
@@ -64,13 +50,11 @@ def _wait(operator: str, result: Any) -> None:
 
 
 class Custom(Algorithm):
-    """A user's own hook, imported by the paths in its spec. Without NCCL ``run`` completes a bucket before it returns: its
-    collectives run in order, and it waits for the hook's future."""
+    """A user's own hook, imported by the paths in its spec and called with the state object, or the process group."""
 
     def __init__(self, spec: CustomSpec, setup: Setup) -> None:
-        """Import the hook and the state's class, and create the state. Raises ``CustomHookError`` for a hook or state that
-        cannot be used, and ``HookStateError`` for a new state that cannot be saved: this is detected here, not at the first
-        checkpoint."""
+        """Import the hook and create the state. Raises ``CustomHookError``, or ``HookStateError`` if the state cannot be
+        saved."""
         super().__init__(setup)
         self.spec = spec
         self._hook = find_hook(spec.hook)
@@ -81,14 +65,8 @@ class Custom(Algorithm):
             self._encode_state()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Call the user's function on a bucket. Returns the future of its result, and None, since the number of bytes sent is
-        unknown.
-
-        Raises ``CustomHookError`` if the function raises or does not return a future. It also does if the future fails, or
-        holds no tensor of the bucket's shape, dtype and device; on NCCL the returned future then fails instead. Errors of
-        memory or device are raised as they are. Raises ``TorchUnsupported`` on a torch where collectives cannot be made
-        synchronous.
-        """
+        """Call the user's function on a bucket. Returns the future of its result, and None. Raises ``CustomHookError`` if the
+        function, its future or the result is wrong; on NCCL the returned future may fail instead."""
         index, flat = bucket.index(), bucket.buffer()
         place = f"hook {self.spec.hook} in bucket {index} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
         collectives = _synchronous_collectives() if self._synchronous else nullcontext()  # may raise TorchUnsupported
@@ -116,21 +94,19 @@ class Custom(Algorithm):
         return completed(_checked_result(value, flat, place)), None
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return the state as its class saves it: tensors by name, and a JSON part. The tensors are always copies, whatever
-        ``copy`` is, since it is unknown when the user's code changes them. The JSON part also contains the layout, since a
-        state may use bucket indices as keys. For a hook without a state: no tensors, and None. Raises
-        ``HookStateError`` for a state that cannot be saved."""
+        """Return the state as its class saves it: copies of tensors, and a JSON part. Raises ``HookStateError`` if that fails."""
         if self._state_class is None:
             return {}, None
         tensors, data = self._encode_state()
+        # A state may use bucket indices as keys.
         buckets: JsonValue = None if layout is None else [list[JsonValue](bucket) for bucket in layout]
+        # Copies in any case: it is unknown when the user's code changes the tensors.
         copies = {f"{_PREFIX}{name}": tensor.clone() for name, tensor in tensors.items()}
         return copies, {"class": self.spec.state, "layout": buckets, "data": data}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture`` into the state object. Tensors that were on an accelerator are put on this rank's
-        device, others on the CPU. Raises ``HookStateError`` for a state of another class or layout, and for one that the class
-        cannot load; in the last case a new state object replaces the old one."""
+        """Restore the result of ``capture`` into the state object. Raises ``HookStateError`` for a state that does not fit; if
+        the class cannot load it, a new object replaces the old one."""
         if self._state_class is None:
             super().restore(tensors, state, layout)
             return
@@ -153,9 +129,8 @@ class Custom(Algorithm):
             raise HookStateError("state", text) from error
 
     def report(self, *, norm: bool = True) -> Report:
-        """Return the report, with the bytes of the tensors in the state object. Elements and compression rate are known only if
-        the state has ``compression_stats()``, as PowerSGD's has; otherwise the rate is None. Raises ``CustomHookError`` if
-        ``compression_stats()`` fails or returns something else than three numbers."""
+        """Return the report. ``compression_rate`` is None if the state has no ``compression_stats()``. Raises ``CustomHookError``
+        if that method fails."""
         stats = getattr(self.state, "compression_stats", None)
         held = sum({storage_id(t): t.untyped_storage().nbytes() for t in _tensors(self.state)}.values())
         if not callable(stats):
@@ -184,8 +159,8 @@ class Custom(Algorithm):
             raise CustomHookError("state_args", "hook-state-arguments", text) from error
 
     def _encode_state(self) -> tuple[Tensors, JsonValue]:
-        """Return the state as tensors and JSON. Raises ``HookStateError`` if the class's method fails, and for a value that
-        cannot be stored, with its name."""
+        """Return the state as tensors and JSON. Raises ``HookStateError`` if the class's method fails or a value cannot be
+        stored."""
         assert self._state_class is not None and self.spec.state is not None
         way = state_protocol(self._state_class, self.spec.state)
         try:
@@ -200,8 +175,7 @@ class Custom(Algorithm):
             raise HookStateError(error.key, f"{what} ({self.spec.state}); {cure}") from error
 
     def _load_state(self, saved: Any) -> None:
-        """Put a saved value into the state object. If the object's ``process_group`` is None afterwards, it becomes this hook's
-        group."""
+        """Put a saved value into the state object, and this hook's group into its ``process_group`` if that is None."""
         assert self._state_class is not None and self.spec.state is not None
         if state_protocol(self._state_class, self.spec.state) == "getstate":
             self.state.__setstate__(saved)
@@ -212,22 +186,16 @@ class Custom(Algorithm):
 
 
 def saved_state(tensors: Mapping[str, torch.Tensor], state: Mapping[str, JsonValue]) -> Any:
-    """Return the value that the state's class had saved, decoded from the result of ``Custom.capture``. ``state``: its JSON
-    part. Raises ``HookStateError`` if it is malformed."""
+    """Return the value that the state's class had saved, from the result of ``Custom.capture``. Raises ``HookStateError`` if
+    malformed."""
     return decode(_unprefixed(tensors), state.get("data"))
 
 
 def redistribute(
     spec: CustomSpec, states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]]
 ) -> tuple[Tensors, JsonValue]:
-    """Return the state (tensors and JSON) that all ranks of a new group get, the same on each. ``states``: the results of
-    ``Custom.capture`` on all ranks of the old group, in rank order.
-
-    The user's class merges them: its class method ``redistribute(saved)`` receives a list with the value that each rank's
-    object had saved (by ``__getstate__`` or ``state_dict``), and returns one value of that kind. For a hook without a state the
-    result is empty. Raises ``HookStateError`` if there is no such method, if it fails, or if a state is not one of this class.
-    Raises ``CustomHookError`` if the class cannot be used.
-    """
+    """Return the state (tensors and JSON) for every rank of a new group, merged by the class method ``redistribute`` of the user.
+    ``states``: results of ``Custom.capture`` on all old ranks. Raises ``HookStateError`` or ``CustomHookError``."""
     if spec.state is None:
         return {}, None
     merge = getattr(find_state(spec.state, spec.state_args), "redistribute", None)
@@ -254,9 +222,8 @@ def redistribute(
 
 
 def _checked_result(value: object, flat: torch.Tensor, context: str) -> torch.Tensor:
-    """Return the future's result as a tensor that DDP can read: contiguous, from offset 0 of its memory; a copy if ``value`` is
-    not. ``flat``: the bucket; ``context``: for messages. Raises ``CustomHookError`` for a result that is no tensor, or has
-    another shape, dtype or device than the bucket."""
+    """Return the future's result as a contiguous tensor. Raises ``CustomHookError`` if the result does not fit the bucket
+    ``flat``."""
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], torch.Tensor):
         text = f"{context}: its future holds a list of one tensor; add .then(lambda done: done.value()[0])"
         raise CustomHookError("hook", "hook-result", text)
@@ -279,8 +246,7 @@ def _unprefixed(tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 
 def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors of a state object: those in its attributes, and in lists, tuples and dictionaries in them.
-    Attributes of further objects are not searched."""
+    """Yield the strided tensors in the attributes of a state object, also in lists, tuples and dictionaries there."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
@@ -298,8 +264,7 @@ def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def describe_hook(state: object, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the values of a spec that names ``function`` and the class of ``state`` by their import paths. A process group,
-    or None, counts as no state."""
+    """Return the values of a spec that names ``function`` and the class of ``state``. A process group is no state."""
     values: dict[str, Any] = {"name": "custom", "hook": _import_path(function)}
     if state is not None and not isinstance(state, dist.ProcessGroup):
         values["state"] = _import_path(type(state))
@@ -307,12 +272,12 @@ def describe_hook(state: object, function: Callable[..., Any]) -> dict[str, Any]
 
 
 class ExistingObjectsHook(Custom):
-    """A user's own hook that runs the given ``function`` and ``state`` object, instead of importing what the spec names. If a
-    restore fails, the object ``state`` may be partly overwritten, and stays in use: no new one can be made."""
+    """A user's own hook that runs the given ``function`` and ``state`` object. A failed restore may leave ``state`` partly
+    overwritten."""
 
     def __init__(self, function: Callable[..., Any], state: Any, spec: CustomSpec, setup: Setup) -> None:
-        """Use ``function`` and ``state`` as they are. Raises ``CustomHookError`` for a state whose class cannot save its
-        objects, and ``HookStateError`` for a state that cannot be saved."""
+        """Use ``function`` and ``state`` as they are. Raises ``CustomHookError`` or ``HookStateError`` if the state cannot be
+        saved."""
         Algorithm.__init__(self, setup)
         self.spec, self.state = spec, state
         self._state_class = None if spec.state is None else type(state)
@@ -326,7 +291,6 @@ class ExistingObjectsHook(Custom):
 
 
 def _import_path(target: Any) -> str:
-    """Return ``module:name`` for an object. The name is the last part of its qualified name, or of that of its class if it has
-    none; characters that no identifier has, as in ``<lambda>``, become ``_``."""
+    """Return ``module:name`` for an object or its class. Characters that no identifier has, as in ``<lambda>``, become ``_``."""
     name = getattr(target, "__qualname__", type(target).__qualname__).rpartition(".")[2]
     return f"{target.__module__}:{re.sub(r'[^A-Za-z0-9_]', '_', name)}"

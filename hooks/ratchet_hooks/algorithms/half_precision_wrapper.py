@@ -22,12 +22,7 @@ DTYPES: dict[Wrapper, torch.dtype] = {
 
 
 class Wrapped(Algorithm):
-    """Runs the hook ``inner``, which was built with ``Setup.cast_dtype``, on 16-bit copies of the buckets, and casts its result
-    back, or leaves that to DDP where DDP does it. The state that is captured and restored is that of ``inner``.
-
-    Overflow in the cast is reported as a warning. The copies are kept from step to step: a hook finds each bucket's gradients
-    in the same memory every time, as it does without a wrapper.
-    """
+    """Runs the hook ``inner`` on 16-bit copies of the buckets. Its state is that of ``inner``."""
 
     def __init__(self, inner: Algorithm) -> None:
         cast = inner.setup.cast_dtype
@@ -36,12 +31,11 @@ class Wrapped(Algorithm):
         self.watch = inner.watch
         self._inner = inner
         self._dtype = cast
+        # Kept from step to step: the hook finds each bucket's gradients in the same memory.
         self._copies: dict[int, torch.Tensor] = {}
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Begin to average a bucket through the inner hook, on a 16-bit copy. A bucket that has the wrapper's dtype already is
-        passed to the inner hook unchanged. Returns the future of the average and the number of bytes that this rank sends. If
-        ``Setup.undefined`` is False, the average has 16 bits, and DDP casts it back."""
+        """Begin to average a bucket through the inner hook, in 16 bits. Returns the average's future and the bytes sent."""
         buffer = bucket.buffer()
         if buffer.dtype is self._dtype:
             return self._inner.run(bucket, names)
@@ -78,8 +72,7 @@ class Wrapped(Algorithm):
 
 
 class CastBucket(CountedBucket):
-    """Has the methods of a ``GradBucket``; its gradients are in ``buffer``, in place of those of ``bucket``. Index, parameters
-    and ``is_last`` are those of ``bucket``, which is not changed."""
+    """Has the methods of a ``GradBucket``: the gradients are in ``buffer``, all else is that of ``bucket``."""
 
     def __init__(self, bucket: Any, buffer: torch.Tensor) -> None:
         super().__init__(bucket, bucket.index(), bucket.parameters(), bucket.is_last())

@@ -1,12 +1,4 @@
-"""Post-local SGD (Lin et al., arXiv 1808.07217): torch's ``post_localSGD_hook`` and its averagers as one hook with one state.
-
-The gradient part's state is torch's ``PostLocalSGDState``, which cannot be pickled and has no ``__getstate__``; ``get_state`` and
-``set_state`` replace it. Its ``iter`` stops at ``start_localSGD_iter``.
-
-The averager's warm-up is not a parameter. It ends when the hook's does: with the step in which ``iter`` reaches the start. Where
-every step is one synchronised backward, that is exactly torch's ``warmup_steps=start_localSGD_iter``. Where it is not (two
-losses, steps without a backward), replicas would otherwise drift apart unaveraged, or be averaged while they are still equal.
-"""
+"""Post-local SGD (Lin et al., arXiv 1808.07217): torch's ``post_localSGD_hook`` and its averagers as one hook with one state."""
 
 from __future__ import annotations
 
@@ -32,9 +24,8 @@ _GROUPS = ("process_group", "subgroup")
 
 
 class PostLocalSGD(Algorithm):
-    """Post-local SGD: all-reduce over all ranks until iteration ``start_localSGD_iter``. After it gradients are averaged over
-    the subgroup or not at all, and parameters are averaged periodically. Raises ``UnsupportedModel`` for a spec that is
-    impossible with these ranks. Construction is a collective."""
+    """Averages all gradients until iteration ``start_localSGD_iter``, then within subgroups or not at all, and parameters
+    periodically. Raises ``UnsupportedModel`` for impossible settings. Construction is a collective."""
 
     def __init__(self, spec: PostLocalSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
@@ -55,8 +46,8 @@ class PostLocalSGD(Algorithm):
             self.averager.warm_up = 0
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Begin to average a bucket: over all ranks in the warm-up, afterwards over the subgroup or not at all. Counts the
-        iteration of the warm-up. Returns the future of the average, and the bytes that this rank sends."""
+        """Begin to average a bucket: over all ranks in the warm-up, then over the subgroup or not at all. Returns the average's
+        future and the bytes sent."""
         buffer, state = bucket.buffer(), self.state
         if self.local:
             group = state.subgroup if state.post_local_gradient_allreduce else None
@@ -64,6 +55,8 @@ class PostLocalSGD(Algorithm):
             group = state.process_group
             state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
             if self.local:
+                # Not torch's warmup_steps: with two losses, or steps without a backward, replicas would drift apart unaveraged,
+                # or be averaged while they are still equal.
                 self.averager.warm_up = self.averager.step + 1
         if group is None:
             return completed(buffer), 0
@@ -76,8 +69,7 @@ class PostLocalSGD(Algorithm):
         return bool(self.state.iter >= self.state.start_localSGD_iter)
 
     def average(self) -> None:
-        """Count a step, and average the parameters in place if that is due after this step. A collective only when it
-        averages."""
+        """Count a step, and average the parameters in place if that is due. A collective only when it averages."""
         group = self.averager.next_group()
         if group is not None:
             average_in_place(list(self.setup.parameters.values()), group)
@@ -88,9 +80,7 @@ class PostLocalSGD(Algorithm):
         return {}, {"slots": get_state(self.state), "averager": averager, "subgroup": self._subgroup()}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if the state is malformed or was
-        recorded with other parameters of the hook. It also does if the number of ranks is the recorded one but the subgroups
-        have another size."""
+        """Restore the result of ``capture``. Raises ``HookStateError``, and changes nothing, if the state does not fit."""
         recorded = state if isinstance(state, dict) else {}
         slots, averager = recorded.get("slots"), recorded.get("averager")
         if tensors or not isinstance(slots, dict) or not isinstance(averager, dict):
@@ -123,24 +113,22 @@ class PostLocalSGD(Algorithm):
         return {"step": self.averager.step, "warm_up": self.averager.warm_up}
 
     def _requested_settings(self) -> dict[str, JsonValue]:
-        """Return the settings outside ``PostLocalSGDState`` that must be equal for an exact continuation. A ``subgroup_size``
-        that the spec does not set stays None, since its default depends on the number of ranks."""
+        """Return the settings outside ``PostLocalSGDState`` that must be equal for an exact continuation."""
         levels = self._spec.period_group_size_dict
         return {
+            # None if the spec does not set it: its default depends on the number of ranks.
             "subgroup_size": self._spec.subgroup_size,
             "period": self._spec.period,
             "levels": None if levels is None else [[period, size] for period, size in sorted(levels.items())],
         }
 
     def _subgroup(self) -> dict[str, JsonValue]:
-        """Return the number of all ranks, and of the ranks over which gradients are averaged after the start (1: not at all),
-        with defaults resolved."""
+        """Return the number of all ranks, and of those over which gradients are averaged after the warm-up."""
         group = self.state.subgroup
         return {"ranks": self.group.size(), "size": 1 if group is None else group.size()}
 
     def _check_subgroup(self, recorded: Any) -> None:
-        """Raise ``HookStateError`` if the number of all ranks is the recorded one, but the subgroups have another size.
-        ``recorded`` None: nothing is checked, since the state was converted."""
+        """Raise ``HookStateError`` if the number of all ranks is the recorded one, but the subgroups have another size."""
         here = self._subgroup()
         if isinstance(recorded, dict) and recorded.get("ranks") == here["ranks"] and recorded != here:
             text = (
@@ -151,16 +139,14 @@ class PostLocalSGD(Algorithm):
 
 
 class _Parts:
-    """Makes groups of consecutive ranks of the main group, once for each size. The sizes must be requested in the same order on
-    all ranks."""
+    """Makes groups of consecutive ranks of the main group. All ranks must request the sizes in the same order."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._groups: dict[int, dist.ProcessGroup] = {}
 
     def for_size(self, size: int) -> dist.ProcessGroup | None:
-        """Return this rank's group, if the main group is divided into parts of ``size`` ranks; None for a size of 1, which
-        needs no communication. A collective the first time for each size."""
+        """Return this rank's group of ``size`` ranks; None for 1, which needs no communication. May be a collective."""
         if size == 1:
             return None
         if size not in self._groups:
@@ -169,8 +155,8 @@ class _Parts:
 
 
 def get_state(state: PostLocalSGDState) -> dict[str, JsonValue]:
-    """Return everything in ``state`` except its process groups; ``PostLocalSGDState`` has no ``__getstate__`` of its own.
-    Raises ``HookStateError`` if the class has other attributes in the installed torch."""
+    """Return everything in ``state`` except its process groups. Raises ``HookStateError`` if torch's class has other
+    attributes."""
     if odd := set(state.__slots__) ^ {*_SLOTS, *_GROUPS}:
         raise HookStateError(
             f"state.{min(odd)}",

@@ -13,11 +13,7 @@ from ratchet_hooks.specs.hook_specs import AllreduceSpec, Bf16CompressSpec, Fp16
 
 
 class Allreduce(Algorithm):
-    """One all-reduce per bucket. The bits are those of DDP without a hook, which multiplies by 1 / ranks; torch's
-    ``allreduce_hook`` divides by ranks, which gives other bits if the number of ranks is not a power of two.
-
-    Under a wrapper, where DDP without a hook has no counterpart, the bits are those of torch's wrapped ``allreduce_hook``.
-    """
+    """One all-reduce per bucket, with the bits of DDP without a hook; under a wrapper, of torch's wrapped ``allreduce_hook``."""
 
     def __init__(self, spec: AllreduceSpec, setup: Setup) -> None:
         super().__init__(setup)
@@ -25,16 +21,14 @@ class Allreduce(Algorithm):
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
         """Start the all-reduce of a bucket; returns the future of its average, and the bytes that this rank sends."""
         buffer, size = bucket.buffer(), self.group.size()
+        # DDP multiplies by 1 / ranks. torch's hook divides, which gives other bits unless the number of ranks is a power of two.
         buffer = buffer.mul_(1.0 / size) if self.setup.cast_dtype is None else divide(buffer, size)
         work: Any = dist.all_reduce(buffer, group=self.group, async_op=True)
         return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
 
 
 class _Compress16(Algorithm):
-    """Casts a bucket to 16 bits, divides by the number of ranks, all-reduces, and casts the result back.
-
-    The cast comes before the division, so only this rank's own gradients can overflow in it; that is reported as a warning.
-    """
+    """Casts a bucket to 16 bits, averages it, and casts it back. Overflow in the cast is reported as a warning."""
 
     dtype: torch.dtype
 
@@ -42,9 +36,9 @@ class _Compress16(Algorithm):
         super().__init__(setup)
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Start the all-reduce of a bucket in 16 bits; returns the future of its average in the bucket's dtype, and the bytes
-        that this rank sends."""
+        """Start the all-reduce of a bucket in 16 bits. Returns the future of its average and the bytes sent."""
         buffer = bucket.buffer()
+        # The cast comes first: only this rank's own gradients can overflow in it.
         sent = divide(buffer.to(self.dtype), self.group.size())
         if sent.dtype is not buffer.dtype:
             self.watch.check_overflow(names, sent, bucket.gradients)
@@ -59,9 +53,9 @@ class Fp16Compress(_Compress16):
 
 
 class Bf16Compress(_Compress16):
-    """torch's ``bf16_compress_hook``: gradients are sent as bfloat16. Unlike torch's, this one also runs on the CPU: there DDP
-    refuses torch's function by its name, although gloo can add bfloat16."""
+    """torch's ``bf16_compress_hook``: gradients are sent as bfloat16. Unlike torch's, this one also runs on the CPU."""
 
+    # On the CPU DDP refuses torch's function by its name, although gloo can add bfloat16.
     dtype = torch.bfloat16
 
 
@@ -80,6 +74,5 @@ class Noop(Algorithm):
 
 
 def divide(flat: torch.Tensor, size: int) -> torch.Tensor:
-    """Divide ``flat`` by ``size`` in place and return it. For a power of two it multiplies by the inverse: the same bits in
-    two thirds of the time."""
+    """Divide ``flat`` by ``size`` in place and return it. For a power of two, multiplication gives the same bits faster."""
     return flat.mul_(1.0 / size) if size & (size - 1) == 0 else flat.div_(size)

@@ -1,4 +1,4 @@
-"""Checks for models and packages that a hook cannot work with, made before training starts (for Apex also at its start)."""
+"""Checks for models and packages that a hook cannot work with."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from ratchet_hooks.specs.hook_specs import HookSpec
 
 
 def check_one_device(module: torch.nn.Module) -> None:
-    """Raise ``UnsupportedModel`` if the module's parameters are on several devices: a rank has one device. The message names
-    two parameters."""
+    """Raise ``UnsupportedModel`` if the module's parameters are on several devices."""
     first = next(module.named_parameters(), None)
     for name, parameter in module.named_parameters():
         assert first is not None
@@ -24,11 +23,7 @@ def check_one_device(module: torch.nn.Module) -> None:
 
 
 def check_no_apex(spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` if Apex AMP is active and ``spec`` is a PowerSGD hook: under Apex the hook receives scaled
-    half-precision gradients, which overflow in it, and its residuals belong to another loss scale than later gradients.
-
-    ``apex.amp.initialize`` leaves its options in ``apex.amp._amp_state``; this check works without Apex installed.
-    """
+    """Raise ``UnsupportedModel`` if Apex AMP is active and ``spec`` is a PowerSGD hook."""
     if spec.name not in ("powerSGD", "batched_powerSGD"):
         return
     state = getattr(sys.modules.get("apex.amp._amp_state"), "_amp_state", None)

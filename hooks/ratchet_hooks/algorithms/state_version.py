@@ -18,9 +18,7 @@ _APART = "these states do not belong to one checkpoint"
 
 
 def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
-    """Check the JSON part of a captured state and return a copy, a dictionary. Raises ``HookStateError`` if it is not one, is of
-    another version than ``STATE_VERSION`` or of another hook or wrapper than ``spec``, has a malformed layout, or lacks the
-    entry ``iteration`` or ``state``. What ``state`` contains is not checked."""
+    """Return a copy of a captured state's JSON part. Raises ``HookStateError`` if malformed or of another hook than ``spec``."""
     version = recorded.get("version") if isinstance(recorded, dict) else None
     if not isinstance(recorded, dict) or type(version) is not int or version < 1:
         raise HookStateError("version", "not a recorded hook state")
@@ -44,15 +42,9 @@ def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
 def redistribute(
     states: Sequence[tuple[Mapping[str, torch.Tensor], JsonValue]], spec: HookSpec | None = None
 ) -> tuple[Tensors, JsonValue]:
-    """Return one captured state, the same for every rank of a new group of any size. ``states``: the captured states of all
-    ranks of the old group, in rank order.
-
-    Residuals become their mean over the old ranks, added up in float64 and rounded once to their own dtype: the averaged
-    residual, on which error feedback relies, is kept up to that rounding. Everything else must be equal on all ranks and is
-    taken from rank 0. A custom hook's state is merged by its class; that requires ``spec``, the recorded hook's spec. Raises
-    ``HookStateError`` if values differ that must be equal, without states, and for a custom state without ``spec`` or whose
-    class cannot merge. Raises ``CustomHookError`` if that class cannot be imported or used.
-    """
+    """Return one captured state for every rank of a new group. ``states``: those of all ranks of the old group, in rank order.
+    Residuals become their mean; everything else must be equal on all ranks. A custom hook's state is merged by its class, which
+    requires ``spec``. Raises ``HookStateError`` or ``CustomHookError``."""
     if not states:
         raise HookStateError("states", "at least one rank's state is needed")
     first, data = states[0]
@@ -92,8 +84,7 @@ def _redistribute_custom(
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True if the tensors have the same dtype, shape and bits. Unlike with ``torch.equal``, 0.0 differs from -0.0, and a NaN
-    equals a NaN of the same bits."""
+    """Return True if the tensors have the same dtype, shape and bits: 0.0 differs from -0.0."""
     if a.dtype is not b.dtype or a.shape != b.shape:
         return False
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))

@@ -1,7 +1,4 @@
-"""Import a user's hook and its state by import path, and check their interface. Torch-free.
-
-Used where the hook runs (``custom``) and where it is only examined (``probe``), so that both report the same problems.
-"""
+"""Import a user's hook and its state by import path, and check their interface. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ _GROUP = "process_group"
 
 
 def find_hook(path: str) -> Any:
-    """Import and return the function at ``path`` (``module:name``). Raises ``CustomHookError`` if it cannot be imported, is a
-    class or a coroutine function, or cannot be called as ``hook(state, bucket)``. Importing runs the user's code."""
+    """Import and return the hook at ``path`` (``module:name``). Runs the user's code. Raises ``CustomHookError`` if it is not
+    usable."""
     hook = _import_object("hook", path)
     if inspect.isclass(hook) or not callable(hook):
         kind = "class" if inspect.isclass(hook) else type(hook).__name__
@@ -40,9 +37,8 @@ def find_hook(path: str) -> Any:
 
 
 def find_state(path: str, args: Mapping[str, Any]) -> type:
-    """Import and return the state's class at ``path`` (``module:name``). Raises ``CustomHookError`` if it cannot be imported,
-    is no class, does not accept the keyword arguments ``args`` (see ``constructor_arguments``), or has no pair of methods to
-    save its objects (``state_protocol``). No object is created, but importing runs the user's code."""
+    """Import and return the state's class at ``path`` (``module:name``). Runs the user's code. Raises ``CustomHookError`` if it
+    is not usable."""
     kind = _import_object("state", path)
     if not inspect.isclass(kind):
         text = f"{path} is a {type(kind).__name__}; name the class whose objects are the hook's state"
@@ -59,10 +55,8 @@ def find_state(path: str, args: Mapping[str, Any]) -> type:
 
 
 def state_protocol(kind: type, path: str) -> Way:
-    """Return the pair of methods by which objects of the class are saved and restored. ``getstate``: the class, or a base
-    other than ``object``, defines both ``__getstate__`` and ``__setstate__``. ``state_dict``: it does not, but has both
-    ``state_dict`` and ``load_state_dict``. Raises ``CustomHookError`` for a class with neither pair. ``path``: for the
-    message."""
+    """Return how the class saves objects: by ``__getstate__`` and ``__setstate__``, else ``state_dict`` and ``load_state_dict``.
+    Raises ``CustomHookError`` for neither."""
     own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
     if "__getstate__" in own and "__setstate__" in own:
         return "getstate"
@@ -86,9 +80,7 @@ def constructor_arguments(kind: type, args: Mapping[str, Any], group: Any) -> di
 
 
 def error_summary(error: BaseException) -> str:
-    """Return an exception's type, message and the place where it was raised, such as ``KeyError: 'x' (/code/hooks.py, line
-    12)``. Of a message with several lines only the last line is used, without the type. At most 500 characters before the
-    place; no place for an exception that was never raised."""
+    """Return an exception's message and place, such as ``KeyError: 'x' (/code/hooks.py, line 12)``, shortened if it is long."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
     text = said[-1][:500]
@@ -96,8 +88,8 @@ def error_summary(error: BaseException) -> str:
 
 
 def _import_object(key: str, path: str) -> Any:
-    """Import and return the object at ``path`` (``module:name``). ``key``: the key of the spec, for errors. Raises
-    ``CustomHookError`` if the import fails with any exception or a ``SystemExit``, or the module has no such attribute."""
+    """Import and return the object at ``path`` (``module:name``). ``key``: of the spec. Raises ``CustomHookError`` if that
+    fails."""
     module, _, attribute = path.partition(":")
     try:
         found: Any = import_module(module)
@@ -120,8 +112,7 @@ def _import_object(key: str, path: str) -> Any:
 
 
 def _missing_message(found: Any, part: str) -> str:
-    """Return a sentence on the missing attribute ``part``, with the most similar name of a public callable, or else the names
-    of all of them (at most 300 characters)."""
+    """Return a sentence on the missing attribute ``part``, with similar or available names."""
     names = [name for name in dir(found) if not name.startswith("_") and callable(getattr(found, name, None))]
     near = get_close_matches(part, names, n=1)
     text = f"{getattr(found, '__name__', type(found).__name__)} has no {part!r}"

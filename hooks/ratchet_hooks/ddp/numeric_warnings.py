@@ -1,5 +1,4 @@
-"""Detects silent numeric problems of hooks, such as overflow in float16, or residuals that became NaN. They are logged and
-returned as warnings; training is not stopped."""
+"""Detects silent numeric problems of hooks, such as overflow in float16. They are logged and returned as warnings."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ _TEXT: dict[Code, str] = {
 
 @dataclass(frozen=True)
 class HookWarning:
-    """The first occurrence of one problem of one parameter. ``iteration``: number of the backward pass, counted from 1 since the
-    job began; only passes that average gradients count."""
+    """The first occurrence of one problem of one parameter. ``iteration``: number of the averaging backward pass, from 1."""
 
     code: Code
     parameter: str
@@ -60,9 +58,7 @@ class HookWarning:
 
 @dataclass(frozen=True)
 class _Look:
-    """One check of a bucket whose result is not evaluated yet. ``peaks``: for each parameter in ``names`` a number, its largest
-    magnitude or a norm. A finite number of at least ``limit`` is a problem with the code ``code``. For inf and nan
-    ``_CODE_IF_INFINITE`` has the code of the problem, or None: no problem."""
+    """A check of a bucket, not evaluated yet. ``peaks``: per parameter a magnitude or norm, a problem from ``limit`` on."""
 
     code: Code
     iteration: int
@@ -72,12 +68,7 @@ class _Look:
 
 
 class Watch:
-    """Checks gradients for numeric problems. It stores the first problem per code and parameter, and logs each once. The
-    caller sets ``iteration``.
-
-    On the CPU a check that finds no problem costs at most one pass over the bucket. On CUDA a check does not wait for the device:
-    its result stays there until ``warnings`` is called, or ``_PENDING_LIMIT`` results are there.
-    """
+    """Checks gradients for numeric problems, and logs the first one per code and parameter. The caller sets ``iteration``."""
 
     def __init__(self) -> None:
         self.iteration = 0
@@ -85,14 +76,13 @@ class Watch:
         self._pending: list[_Look] = []
 
     def check_overflow(self, names: Sequence[str], sent: torch.Tensor, gradients: Gradients) -> None:
-        """Report the gradients of finite magnitude that became inf in ``sent``. ``sent``: the bucket's 16-bit copy; ``names``:
-        the bucket's parameters, in order."""
+        """Report finite gradients that became inf in ``sent``, the bucket's 16-bit copy. ``names``: the bucket's parameters, in
+        order."""
         code, limit = _ROUNDS_TO_INF[sent.dtype]
         self._check_peaks(code, names, sent, gradients, limit)
 
     def check_quantized(self, names: Sequence[str], scales: torch.Tensor, gradients: Gradients) -> None:
-        """If one of ``scales`` is inf or nan, report the gradients that may be the cause: those with an inf, a nan or a
-        magnitude of at least half of float32's largest value. ``names``: the bucket's parameters, in order."""
+        """If one of ``scales`` is inf or nan, report the gradients that may be the cause. ``names``: the bucket's parameters."""
         limit = torch.finfo(scales.dtype).max / 2  # where the range overflows, its larger end reaches this
         if scales.is_cuda:
             peaks = _device_peaks(gradients())
@@ -103,28 +93,18 @@ class Watch:
             self._evaluate(_Look("quantization-range", self.iteration, list(names), peaks, limit))
 
     def check_non_finite(self, names: Sequence[str], buffer: torch.Tensor, gradients: Gradients) -> None:
-        """Report gradients that contain inf or nan. ``buffer`` contains all of the gradients; ``names``: their parameters, in
-        order."""
+        """Report gradients that contain inf or nan. ``buffer`` contains all of the gradients; ``names``: their parameters."""
         self._check_peaks("non-finite", names, buffer, gradients, float("inf"))
 
     def check_low_rank(
         self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, dims: tuple[int, ...]
     ) -> None:
-        """Report the parameters whose gradients PowerSGD corrupts, by the norms of P or Q: one that is inf, nan or beyond the
-        dtype's largest value. The hook calls it for each bucket: with P before P is made orthonormal (``dims`` 0), and with the
-        averaged Q.
-
-        ``flat``: all elements of P, or of Q. ``parts``: its matrices (rows x rank), one for each parameter in ``names``, or a
-        single one that all of them share. ``dims``: dimensions of a matrix along which norms are computed.
-
-        P and Q are small, and every problem shows in them. Every element of a matrix M is a factor in M Q, so inf or nan in a
-        gradient or a residual is inf or nan in its row of P. A P of zeros becomes nan when it is made orthonormal, and so does
-        Q = M^T P. An overflow in P or Q, or in their sums over the ranks, is inf. Values that stay finite but are wrong have a
-        norm beyond their dtype: a column of P (with warm start of Q too, in the next step) is divided by its norm, and by inf
-        becomes zero (``dims`` 0); an element of P Q^T is at most the norm of a row of Q, since the columns of P are orthonormal
-        (``dims`` 1). The norm of ``flat`` is at least as large as any of these; on the CPU it is checked first, and normally
-        alone. On CUDA, except for float16, the norm of each whole part is checked, and ``dims`` is not used.
-        """
+        """Report the parameters whose gradients PowerSGD corrupts, by norms of P or Q that are inf, nan or beyond the dtype.
+        ``parts``: the matrices in ``flat``, one per parameter or one for all. ``dims``: dimensions along which norms are
+        computed."""
+        # Every problem shows in P or Q. Inf or nan in a gradient or residual reaches its row of P. Values that stay finite but
+        # are wrong have a norm beyond their dtype: a column of P is divided by its norm (``dims`` 0), and the norm of a row of Q
+        # bounds the elements of P Q^T (``dims`` 1).
         limit = torch.finfo(flat.dtype).max
         if flat.is_cuda:
             # In dtypes other than float16 a norm overflows only when the elements nearly do: one kernel is enough.
@@ -147,9 +127,8 @@ class Watch:
     def _check_peaks(
         self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float
     ) -> None:
-        """Report, with ``code``, those of the ``gradients`` whose largest magnitude is at least ``limit``. ``names``: their
-        parameters; ``flat``: all of the gradients, or their 16-bit copy. On the CPU nothing is reported while the sum of
-        ``flat`` is finite."""
+        """Report, with ``code``, the ``gradients`` whose largest magnitude is at least ``limit``. ``flat``: all of them, or their
+        copy."""
         if flat.is_cuda:
             peaks = _device_peaks(gradients())
             self._defer(_Look(code, self.iteration, list(names), peaks, limit))
@@ -158,8 +137,8 @@ class Watch:
             self._evaluate(_Look(code, self.iteration, list(names), peaks, limit))
 
     def _defer(self, check: _Look) -> None:
-        """Keep a check whose result is on the device, to be evaluated later. Once ``_PENDING_LIMIT`` checks are kept, all are
-        evaluated, which waits for the device."""
+        """Keep a check whose result is on the device. Once ``_PENDING_LIMIT`` are kept, evaluate all, which waits for the
+        device."""
         self._pending.append(check)
         if len(self._pending) >= _PENDING_LIMIT:
             self.warnings()
@@ -182,14 +161,12 @@ def _norms(parts: Sequence[torch.Tensor], dims: tuple[int, ...]) -> torch.Tensor
 
 
 def _finite_sum(flat: torch.Tensor) -> bool:
-    """True if the sum of the elements is finite: no element is inf or nan. False also if only the sum overflows, which is
-    rare. It takes half the time of ``aminmax``."""
+    """Return True if the elements' sum is finite, so that no element is inf or nan. Faster than ``aminmax``."""
     return math.isfinite(flat.sum().item())
 
 
 def _device_peaks(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one tensor on the device with the largest magnitude in each of ``gradients``, without waiting for the device; 0 for
-    a gradient without elements."""
+    """Return one tensor on the device with the largest magnitude in each of ``gradients``, without waiting for the device."""
     parts = [gradient if gradient.numel() else gradient.new_zeros(1) for gradient in gradients]
     return torch.stack(norms_of(parts, float("inf")))
 

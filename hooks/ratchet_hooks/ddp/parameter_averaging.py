@@ -1,9 +1,5 @@
-"""Averaging parameters over ranks with the bits of torch's averagers, without their pitfalls.
-
-``torch.distributed.algorithms.model_averaging`` silently skips every parameter whose ``.grad`` is None, that is all of them after
-``zero_grad()``; and it assigns new tensors to ``p.data``, so that channels-last and other references to the old storage are lost.
-Here every trained parameter is averaged, in registration order, in place.
-"""
+"""Averaging of parameters over ranks, in place. Unlike torch's ``model_averaging``, parameters whose ``.grad`` is None are
+averaged too."""
 
 from __future__ import annotations
 
@@ -18,12 +14,8 @@ from ratchet_hooks.torch_compat import foreach_copy_
 
 @torch.no_grad()
 def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Set every parameter to its mean over the ranks of ``group``. A collective; complete when it returns (on CUDA: queued).
-    Does nothing in a group of one rank, and without parameters.
-
-    The arithmetic is that of ``model_averaging.utils.average_parameters``: one flat copy of all parameters, in logical order
-    and of the widest dtype among them, is divided by the number of ranks and all-reduced. The copy is freed afterwards.
-    """
+    """Set every parameter to its mean over the ranks of ``group``, with the arithmetic of torch's ``average_parameters``. A
+    collective."""
     if not parameters or group.size() == 1:
         return
     flat = torch.cat([p.reshape(-1) for p in parameters])
@@ -35,8 +27,8 @@ def average_in_place(parameters: Sequence[torch.Tensor], group: dist.ProcessGrou
 
 @contextmanager
 def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Iterator[None]:
-    """Context manager: in its block the parameters have their mean over the ranks of ``group``. At the end this rank's own
-    values are put back, bit for bit. Entering it is a collective."""
+    """Context manager: in its block the parameters have their mean over the ranks of ``group``, then their own values again. A
+    collective."""
     with torch.no_grad():
         kept = [p.clone() for p in parameters]
     try:
@@ -48,15 +40,8 @@ def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.Process
 
 
 class Averager:
-    """Decides after each step whether parameters are averaged, and over which group. ``step`` counts the calls of
-    ``next_group``, as torch's averagers count theirs.
-
-    ``groups``: by period in steps, the group to average over; None: this rank alone, so that nothing is averaged. After a step,
-    the largest period that divides the step's number decides. The number is 0 for the first step after the warm-up, which
-    therefore averages (``PeriodicModelAverager``); with ``hierarchical`` it is 0 for the first step of all
-    (``HierarchicalModelAverager``). ``warm_up``: number of calls before the first that may average; while it is None, it is
-    unknown and nothing is averaged.
-    """
+    """Decides after each step over which group parameters are averaged. ``groups``: by period in steps; the largest period that
+    divides the step's number decides."""
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup | None], *, hierarchical: bool) -> None:
         self._groups = dict(sorted(groups.items(), reverse=True))
@@ -65,15 +50,14 @@ class Averager:
         self.warm_up: int | None = None
 
     def next_group(self) -> dist.ProcessGroup | None:
-        """Count a step, and return the group over which the parameters are averaged after it; None: no averaging after this
-        step."""
+        """Count a step, and return the group over which the parameters are averaged after it; None: no averaging."""
         period = None if self.warm_up is None else self._due_period(self.step, self.warm_up)
         self.step += 1
         return None if period is None else self._groups[period]
 
     def steps_until(self, warm_up: int) -> int:
-        """Return the number of steps until a period is due (1: after the next step), if the warm-up takes ``warm_up`` calls.
-        A period without a group counts too. Changes nothing."""
+        """Return the number of steps until a period is due (1: after the next step). ``warm_up``: calls that the warm-up
+        takes."""
         step = max(self.step, warm_up)
         while self._due_period(step, warm_up) is None:
             step += 1
@@ -83,5 +67,6 @@ class Averager:
         """Return the period that is due after step ``step``; None if none is, or the warm-up is not over."""
         if step < warm_up:
             return None
+        # HierarchicalModelAverager counts from the first step, PeriodicModelAverager from the end of the warm-up
         since = step if self._hierarchical else step - warm_up
         return next((period for period in self._groups if since % period == 0), None)

@@ -1,15 +1,12 @@
-"""Accelerate: ``save_state`` and ``load_state`` with every rank's hook state, bit for bit.
+"""Accelerate: ``save_state`` and ``load_state`` with every rank's hook state.
 
     handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option={...})
     accelerator = Accelerator(kwargs_handlers=[handler])
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     manage(accelerator, model)                       # one line; or manage(accelerator, model, "powerSGD"), and no comm_hook above
 
-Accelerate registers torch's hook in ``prepare`` and saves none of its state: after ``load_state`` it starts at iteration 0,
-without residuals and without a warning. ``manage`` replaces it by Ratchet's implementation, with the same parameters. In addition
-to Accelerate's files ``save_state`` then writes ``ratchet_hook_<rank>.safetensors`` on every rank: hook, buckets, buffers, and
-the whole replica under a hook whose replicas differ (post_localSGD, noop). The parameters of post_localSGD are averaged
-automatically after the optimizer's steps. Accelerate saves the generators.
+Accelerate itself saves no state of a hook. ``manage`` replaces the hook by Ratchet's implementation; ``save_state`` then also
+writes ``ratchet_hook_<rank>.safetensors`` on every rank.
 """
 
 from __future__ import annotations
@@ -41,16 +38,15 @@ def manage(
     redistribute: bool = False,
     **parameters: Any,
 ) -> ManagedHook:
-    """Put a managed hook on ``model``, as ``accelerator.prepare`` returned it; ``save_state`` and ``load_state`` then include
-    the hook's state. Returns the hook.
+    """Put a managed hook on ``model``, as ``accelerator.prepare`` returned it; ``save_state`` and ``load_state`` then include the
+    hook's state. Returns the hook.
 
-    A collective, after ``prepare`` and before the first forward. ``hook``, ``wrapper``, ``parameters``: as in
-    ``ratchet_hooks.register``; ``hook`` None: take over the comm_hook of DistributedDataParallelKwargs. ``redistribute`` True:
-    ``load_state`` accepts states that another number of ranks saved, with a warning (``rank_state.redistribute_ranks``);
-    otherwise that is an error. Parameters are averaged after every optimizer step, if the hook does that.
+    A collective, before the first forward. ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``; ``hook``
+    None: the hook of DistributedDataParallelKwargs. ``redistribute`` True: ``load_state`` accepts states of another number of
+    ranks, with a warning (``rank_state.redistribute_ranks``).
 
-    Raises the errors of ``ratchet_hooks.register``, and ``UnsupportedModel`` for float16 autocast under a hook whose replicas
-    differ. ``load_state`` raises ``HookStateError`` for a directory without this rank's state, or with another's.
+    Raises the errors of ``ratchet_hooks.register``. ``load_state`` raises ``HookStateError`` if this rank's state is missing or
+    does not fit.
     """
     if not isinstance(model, DistributedDataParallel):
         raise UnsupportedModel(
@@ -71,9 +67,8 @@ def manage(
 
 
 class _Keeper:
-    """An object that is registered with Accelerate, so that ``load_state`` loads it last: loading model and optimizers would
-    overwrite a part of what it restores. Loading it restores this rank's state with ``RankFile.load``. In Accelerate's file for
-    it ``save_state`` stores only a version."""
+    """Object registered with Accelerate so that ``load_state`` restores this rank's hook state last, after model and
+    optimizers."""
 
     def __init__(self, file: RankFile) -> None:
         self.file = file

@@ -1,17 +1,13 @@
-"""Lightning: a DDP strategy whose checkpoints hold every rank's hook state, and resume bit for bit.
+"""Lightning: a DDP strategy whose checkpoints hold every rank's hook state.
 
     trainer = Trainer(strategy=RatchetDDPStrategy(hook="powerSGD"), devices=2, ...)
     trainer.fit(model, ckpt_path="last")
 
-In place of ``DDPStrategy(ddp_comm_hook=..., ddp_comm_state=..., ddp_comm_wrapper=..., model_averaging_period=...)``, whose
-arguments it accepts as well. Lightning's own strategy silently registers no hook on a device other than CUDA, and saves no hook
-state in a checkpoint. This one registers it everywhere. It adds one entry to Lightning's file, ``ratchet_hooks``: a uint8 tensor
-per rank (``ratchet_hooks.files.unpack_state`` reads it) with the hook's state and buckets, buffers, generators, and the whole
-replica under a hook whose replicas differ (post_localSGD, noop). Rank 0 gathers them; the file still loads with
-``weights_only=True``.
+Lightning's own ``DDPStrategy`` saves no hook state, and registers hooks on CUDA only. This one adds the entry ``ratchet_hooks``
+to the checkpoint: a uint8 tensor per rank, which ``ratchet_hooks.files.unpack_state`` reads.
 
-A resume on the same number of ranks is exact from a checkpoint at the end of an epoch, or from one right after an optimizer
-step within an epoch if the data loader has ``state_dict`` and ``load_state_dict``, as Lightning requires.
+A resume on the same number of ranks is exact from a checkpoint at the end of an epoch. Within an epoch that requires a checkpoint
+after an optimizer step, and a data loader with ``state_dict`` and ``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -45,14 +41,12 @@ KEY: Final = "ratchet_hooks"
 class RatchetDDPStrategy(DDPStrategy):
     """Lightning's DDP strategy with one of Ratchet's hooks, whose state is in Lightning's checkpoints.
 
-    ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; the default is allreduce. Lightning's arguments ``ddp_comm_hook``,
-    ``ddp_comm_state`` and ``ddp_comm_wrapper`` may be given in their place. ``model_averaging_period``: that parameter of
-    post_localSGD. ``reset_hook`` True: if a checkpoint has no hook state, the hook starts without state; otherwise that is an
-    error. ``redistribute`` True: a checkpoint of another number of ranks is accepted, with a warning
-    (``rank_state.redistribute_ranks``); otherwise it is an error. Other arguments are those of ``DDPStrategy``.
+    ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; without any hook: allreduce. Lightning's ``ddp_comm_hook``,
+    ``ddp_comm_state`` and ``ddp_comm_wrapper`` may be given in their place. ``model_averaging_period``: for post_localSGD.
+    ``reset_hook`` True: accept a checkpoint without hook state. ``redistribute`` True: accept a checkpoint of another number of
+    ranks, with a warning (``rank_state.redistribute_ranks``).
 
-    ``Trainer.fit`` raises the errors of ``ratchet_hooks.register``, ``UnsupportedModel`` for float16 autocast under a hook whose
-    replicas differ, and ``MisconfigurationException`` for manual optimization.
+    ``Trainer.fit`` raises the errors of ``ratchet_hooks.register``, and ``MisconfigurationException`` for manual optimization.
     """
 
     def __init__(
@@ -81,8 +75,7 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @property
     def hook(self) -> ManagedHook:
-        """The hook of the model that is trained, with its ``summary`` and ``warnings``. Raises ``RuntimeError`` except while
-        ``Trainer.fit`` runs."""
+        """The hook of the model that is trained. Raises ``RuntimeError`` while Lightning has not wrapped the model in DDP."""
         return hook_of(self._managed_ddp())
 
     @override
@@ -127,8 +120,7 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Gather all ranks' states, add them to ``checkpoint`` on rank 0, and save it. Lightning calls it on all ranks; a
-        collective. A checkpoint of weights alone is saved unchanged, and so is one while no ``Trainer.fit`` runs."""
+        """Add all ranks' states to ``checkpoint`` on rank 0, unless it has weights only, then save it. A collective."""
         if "optimizer_states" in checkpoint and isinstance(self.model, ManagedDDP):
             ranks = self._gather_rank_states(self.model)
             if ranks is not None:
@@ -136,8 +128,7 @@ class RatchetDDPStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _gather_rank_states(self, ddp: ManagedDDP) -> Any:
-        """Return all ranks' packed states on rank 0, None on other ranks. A collective. Warns if gradients have been
-        accumulated, which no checkpoint contains."""
+        """Return all ranks' packed states on rank 0, None on other ranks. A collective. Warns between two accumulated batches."""
         fit = self._fit_loop()
         accumulates = fit.epoch_loop.batch_progress.current.ready > 0 and fit._should_accumulate()
         if accumulates:
@@ -151,9 +142,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers as ``DDPStrategy`` does, then this rank's hook state, buffers, generators and, where replicas
-        differ, its replica. Lightning has loaded the model before. Raises ``HookStateError`` if that state does not fit, or if
-        it is missing and ``reset_hook`` is not set."""
+        """Restore the optimizers as ``DDPStrategy`` does, then this rank's state. Raises ``HookStateError`` if that state is
+        missing or does not fit."""
         super().load_optimizer_state_dict(checkpoint)
         ddp = self._managed_ddp()
         if KEY not in checkpoint:
@@ -180,8 +170,7 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Restore the generators of a checkpoint within an epoch once more: making the data loader's iterator has drawn a seed
-        from them since they were restored."""
+        """Restore the generators again, for a checkpoint within an epoch: making the data loader's iterator has moved them."""
         super().on_train_start()
         if self._state_to_restore is not None:
             rank_state.restore_generators(self._managed_ddp(), self._state_to_restore)

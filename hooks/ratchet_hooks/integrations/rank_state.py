@@ -1,5 +1,4 @@
-"""The part of each rank's state that a framework's checkpoint does not contain, since the framework stores rank 0's alone. It
-is captured and restored as one state per rank."""
+"""Captures and restores the part of each rank's state that a framework's checkpoint lacks, such as the hook's state."""
 
 from __future__ import annotations
 
@@ -28,10 +27,8 @@ _NO_STATE = "not the state of a rank: this entry is missing"
 
 
 def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
-    """Return this rank's state, for ``files.save_state`` or ``files.pack_state``: the hook's state, the buffers and the
-    generators; under a hook whose replicas differ (such as post_localSGD) also parameters and optimizers. Buffers, parameters
-    and the optimizers' tensors are not copied: store the result before the next step changes them. A collective, between two
-    steps."""
+    """Return this rank's state, such as hook state and buffers. A collective, between two steps. Tensors may be live ones: store
+    the result before the next step."""
     hook = hook_of(ddp)
     state: dict[str, Any] = {
         "version": VERSION,
@@ -49,14 +46,8 @@ def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
 
 
 def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> dict[str, Any]:
-    """Return this rank's state, for ``restore_rank``, from ``states``, those of a group of another size: all of them, in rank
-    order.
-
-    The hook states are merged by ``state_version.redistribute``, which keeps the mean of residuals. Buffers are those of the
-    old rank with this rank's number, modulo the old number of ranks; the generators are not restored. Rank 0 issues a warning.
-    Raises ``HookStateError`` for states that are not of one checkpoint, and under a hook whose replicas differ (such as
-    post_localSGD).
-    """
+    """Return this rank's state for ``restore_rank``, made from ``states`` of all ranks of a group of another size, in rank order.
+    Raises ``HookStateError`` for unsuitable states."""
     hook, ranks, rank = hook_of(ddp), ddp.process_group.size(), ddp.process_group.rank()
     for number, state in enumerate(states):
         check_version(state)
@@ -81,13 +72,8 @@ def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequenc
 
 
 def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
-    """Restore the result of ``capture_rank`` except the generators. Call ``restore_generators`` later, as the last step before
-    training continues: what draws from the generators in between would move them.
-
-    A collective, after model and optimizers were loaded and before the first forward. Raises ``HookStateError`` for a state of
-    another rank, number of ranks, hook or model, and ``ValueError`` for other optimizers. A part of the state may be restored
-    by then.
-    """
+    """Restore the result of ``capture_rank`` except the generators. A collective, after model and optimizers were loaded and
+    before the first forward. Raises ``HookStateError``."""
     check_rank(ddp, state)
     restore(ddp, state["hook"])
     _copy("buffer", dict(ddp.module.named_buffers()), state["buffers"])
@@ -116,19 +102,13 @@ class RankFile:
         return Path(directory, f"ratchet_hook_{self.ddp.process_group.rank() if rank is None else rank}.safetensors")
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Capture this rank's state and write it to its file in ``directory``, as ``save_state`` does: atomically, and missing
-        directories are created. A collective, between two steps; it does not wait for the other ranks' files. Raises
-        ``HookStateError`` for state that cannot be stored, and ``OSError``."""
+        """Write this rank's state to its file in ``directory``, atomically; missing directories are created. A collective,
+        between two steps."""
         save_state(self.path(directory), capture_rank(self.ddp, self.optimizers))
 
     def load(self, directory: str | os.PathLike[str]) -> None:
-        """Restore this rank's state from its file in ``directory``, except the generators, which the framework restores. A
-        collective, after model and optimizers were loaded and before the first forward.
-
-        If another number of ranks saved the files and ``redistribute`` is set, the files of all of those ranks are read. Raises
-        ``HookStateError`` if a file is missing, incomplete or malformed (the message names it), or if its state does not fit the
-        ranks, the hook or the model; a part of the state may be restored by then.
-        """
+        """Restore this rank's state, except the generators, from ``directory``. A collective, after model and optimizers were
+        loaded and before the first forward. Raises ``HookStateError``."""
         first = self.path(directory, 0)
         recorded = self._state(first)["world_size"] if self._redistribute and first.exists() else None
         if recorded is None or recorded == self.ddp.process_group.size():
@@ -154,8 +134,7 @@ class RankFile:
 
 
 def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
-    """Raise ``HookStateError`` for a value that is not the state of a rank, and for a state of a newer format, of another rank,
-    or of another number of ranks. Hook and model are not compared."""
+    """Raise ``HookStateError`` unless ``state`` is the state of this rank in a group of this size."""
     check_version(state)
     ranks, rank = ddp.process_group.size(), ddp.process_group.rank()
     if state["world_size"] != ranks:
@@ -165,8 +144,7 @@ def check_rank(ddp: nn.parallel.DistributedDataParallel, state: Any) -> None:
 
 
 def check_version(state: Any) -> None:
-    """Raise ``HookStateError`` for a value that is not the state of a rank, naming the missing entry, and for a state of a
-    newer format."""
+    """Raise ``HookStateError`` unless ``state`` has the entries of a rank's state, in a format that this version reads."""
     if not isinstance(state, dict) or not isinstance(state.get("version"), int):
         raise HookStateError("version", _NO_STATE)
     if state["version"] > VERSION:
@@ -178,8 +156,7 @@ def check_version(state: Any) -> None:
 
 
 def check_equal_replicas(spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` for a hook whose replicas differ. For a training with a gradient scaler, before the hook is
-    registered."""
+    """Raise ``UnsupportedModel`` for a hook whose replicas differ: a gradient scaler does not work with them."""
     if replicas_of(spec) != "equal":
         raise UnsupportedModel(f"{spec.name} with float16: one rank could skip a step that the others take; use bf16")
 
@@ -199,8 +176,7 @@ def restore_generators(ddp: nn.parallel.DistributedDataParallel, state: Any) -> 
 
 
 def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> list[torch.Tensor] | None:
-    """Return all ranks' uint8 tensors, on the CPU and in rank order, on rank 0 of ``group``; None on other ranks. A
-    collective; one rank sends at a time."""
+    """Return all ranks' uint8 tensors, in rank order, on rank 0 of ``group``; None on other ranks. A collective."""
     sizes = torch.zeros(group.size(), dtype=torch.int64, device=device)
     sizes[group.rank()] = packed.numel()
     dist.all_reduce(sizes, group=group)
@@ -217,8 +193,7 @@ def gather_bytes(packed: torch.Tensor, group: dist.ProcessGroup, device: torch.d
 
 @torch.no_grad()
 def _copy(kind: str, live: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
-    """Copy the saved tensors into the live ones of the same name. Raises ``HookStateError`` if names, shapes or dtypes differ.
-    ``kind``: buffer or parameter, for the message."""
+    """Copy the saved tensors into the live ones of the same name. Raises ``HookStateError`` if names, shapes or dtypes differ."""
     if odd := sorted(set(live) ^ set(saved)):
         raise HookStateError(odd[0], f"a {kind} that only the {'model' if odd[0] in live else 'checkpoint'} has")
     for name, tensor in live.items():

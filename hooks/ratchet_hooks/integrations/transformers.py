@@ -4,10 +4,8 @@
     manage(trainer, "powerSGD", start_powerSGD_iter=100)
     trainer.train(resume_from_checkpoint=True)
 
-The Trainer cannot register a hook. ``manage`` adds a ``TrainerCallback`` that puts the DDP of every ``train`` under one, and
-writes ``ratchet_hook_<rank>.safetensors`` into each ``checkpoint-<step>`` on every rank: hook, buckets, buffers, and the whole
-replica under a hook whose replicas differ (post_localSGD, noop). The Trainer itself handles data order and generators (do not
-set ``ignore_data_skip``).
+``manage`` adds a ``TrainerCallback`` that registers the hook, and writes ``ratchet_hook_<rank>.safetensors`` into each
+``checkpoint-<step>`` on every rank. Do not set ``ignore_data_skip``.
 """
 
 from __future__ import annotations
@@ -42,12 +40,11 @@ def manage(
     """Make ``trainer`` train with ``hook``, and keep the hook's state in its checkpoints. Call it on every rank, before
     ``trainer.train``. Returns the callback that was added to the trainer.
 
-    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute`` True: checkpoints of another
-    number of ranks are accepted, with a warning (``rank_state.redistribute_ranks``); otherwise they are an error.
+    ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``. ``redistribute`` True: checkpoints of another number
+    of ranks are accepted, with a warning (``rank_state.redistribute_ranks``).
 
-    The hook is registered when training begins. ``trainer.train`` then raises the errors of ``ratchet_hooks.register``,
-    ``UnsupportedModel`` for fp16 under a hook whose replicas differ, and ``HookStateError`` for a checkpoint without this
-    rank's state.
+    ``trainer.train`` registers the hook, and raises the errors of ``ratchet_hooks.register``, and ``HookStateError`` for a
+    checkpoint without this rank's state.
     """
     callback = RatchetCallback(trainer, hook, wrapper, parameters, redistribute)
     trainer.add_callback(callback)
@@ -55,8 +52,7 @@ def manage(
 
 
 class RatchetCallback(TrainerCallback):
-    """The callback that ``manage`` adds to a Trainer. Creating it also replaces the Trainer's method that loads the optimizer,
-    so that the hook's state is loaded after it."""
+    """The callback that ``manage`` adds to a Trainer. Creating it also replaces the Trainer's method that loads the optimizer."""
 
     def __init__(
         self,
@@ -84,16 +80,15 @@ class RatchetCallback(TrainerCallback):
 
     @property
     def hook(self) -> ManagedHook:
-        """The hook of the model in training, with its ``summary`` and ``warnings``. If no hook is registered on the model yet,
-        reading this registers it, which is a collective. Raises ``UnsupportedModel`` for a model that cannot be managed, such
-        as one that ``Trainer.train`` has not wrapped in DDP yet."""
+        """The hook of the model in training. Reading it may register the hook, which is a collective. Raises
+        ``UnsupportedModel``."""
         return hook_of(self._ensure_managed())
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put the model under the hook. Raises ``HookStateError`` if training continues from a later step although no hook
-        state was loaded for it."""
+        """Register the hook. Raises ``HookStateError`` if training continues from a later step and no hook state was loaded for
+        it."""
         self._ensure_managed()
         if state.global_step > 0 and self._restored is None:
             raise HookStateError(
@@ -118,8 +113,8 @@ class RatchetCallback(TrainerCallback):
         return RankFile(self._ensure_managed(), [plain], redistribute=self._redistribute)
 
     def _ensure_managed(self) -> ManagedDDP:
-        """Return the Trainer's present model; if it is not managed yet, the hook is registered on it. Raises ``UnsupportedModel``
-        for a model that is not in DDP, and for fp16 under a hook whose replicas differ; and the errors of ``register``."""
+        """Return the Trainer's present model, with the hook registered. Raises ``UnsupportedModel`` and other errors of
+        ``register``."""
         model = self._trainer.model_wrapped
         if isinstance(model, ManagedDDP):
             return model

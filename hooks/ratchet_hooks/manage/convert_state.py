@@ -29,14 +29,8 @@ def convert_state(
     new: HookSpec,
     parameters: Mapping[str, torch.Tensor],
 ) -> tuple[Tensors, JsonValue]:
-    """Return the captured state (tensors and JSON part) of hook ``old`` in the form that hook ``new`` restores. ``change``: the
-    result of ``hook_change`` for these two hooks.
-
-    ``parameters``: the trained ones by name; without a wrapper a residual has its parameter's dtype. Raises ``HookStateError``
-    for a state that is malformed or not of ``old``, if ``new`` cannot use any part of it, and if only ``new`` has a state. If
-    the wrapper changes, it is also raised for values that overflow in the new dtype, and for a tensor of a parameter that is
-    not in ``parameters``.
-    """
+    """Return the captured state of hook ``old`` in the form that hook ``new`` restores; ``change`` is their ``hook_change``.
+    Raises ``HookStateError`` if it cannot be carried over."""
     checked = check_data(data, old)
     if change.state == "lost" or (change.state == "none" and is_stateful(new)):
         raise HookStateError("hook", f"{change.description}: nothing recorded can be carried over; reset the hook")
@@ -57,9 +51,7 @@ def convert_state(
 def _convert_low_rank(
     tensors: Tensors, state: JsonValue, old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec
 ) -> tuple[Tensors, JsonValue]:
-    """Return the state of one PowerSGD hook in the form of another, with the hyperparameters of ``new``. Generator and
-    iteration are always kept. The residuals are kept by parameter if ``keeps_residuals`` is True, P and Q if ``keeps_factors``
-    is True."""
+    """Return the state of PowerSGD hook ``old`` in the form of ``new``. Residuals, P and Q may be dropped."""
     assert isinstance(state, dict)
     kept = dict(tensors)
     facts: dict[str, JsonValue] = dict(state)
@@ -89,9 +81,8 @@ def _convert_low_rank(
 def _cast(
     name: str, tensor: torch.Tensor, new: HookSpec, parameters: Mapping[str, torch.Tensor], owners: Mapping[str, str]
 ) -> torch.Tensor:
-    """Return a residual, P or Q in the dtype that the buckets have under the wrapper of ``new``; any other tensor unchanged.
-    ``name``: the tensor's key; ``owners``: by a bucket's index, the name of one of its parameters. Raises ``HookStateError`` if
-    a value overflows, or if the model has no parameter for the tensor."""
+    """Return a residual, P or Q in the dtype that ``new`` uses; any other tensor unchanged. ``owners``: by bucket index, one of
+    its parameters. Raises ``HookStateError``."""
     kind, _, owner = name.partition("/")
     if kind not in ("residual", "residual_padding", "p", "q"):
         return tensor
@@ -108,13 +99,8 @@ def _cast(
 
 
 def _convert_local_sgd(state: JsonValue, new: PostLocalSGDSpec, iteration: int, *, replicas_kept: bool) -> JsonValue:
-    """Return the recorded state of post_localSGD, with the hook's settings replaced by those of ``new``. The averager's step
-    continues. ``iteration``: the job's iterations so far.
-
-    The warm-up of the averager ends with the hook's: it is over if ``iteration`` has reached the new start, and otherwise not.
-    ``replicas_kept`` True: the ranks' parameters stay as they are, so the result contains the recorded subgroups, and a restore
-    requires the same ones. Raises ``HookStateError`` for a state that is not one of post_localSGD.
-    """
+    """Return the recorded state of post_localSGD with the settings of ``new``. ``iteration``: the job's iterations so far. Raises
+    ``HookStateError``."""
     recorded: Any = state if isinstance(state, dict) else {}
     slots, averager = recorded.get("slots"), recorded.get("averager")
     if not isinstance(slots, dict) or not isinstance(averager, dict) or type(slots.get("iter")) is not int:
@@ -136,5 +122,6 @@ def _convert_local_sgd(state: JsonValue, new: PostLocalSGDSpec, iteration: int, 
         "levels": None if levels is None else [[period, size] for period, size in sorted(levels.items())],
         "warm_up": warm_up,
     }
+    # where the ranks' parameters stay as they are, a restore requires the recorded subgroups
     kept = {"subgroup": recorded["subgroup"]} if replicas_kept and "subgroup" in recorded else {}
     return {"slots": slots, "averager": averager, **kept}

@@ -36,8 +36,8 @@ _LOW_RANK_PARAMETERS: Final = (
 
 
 def wrapper_name(wrapper: object) -> str | None:
-    """Return the name of torch's wrapper function ``wrapper``, such as ``fp16_compress_wrapper``; a name or None is returned
-    unchanged. Raises ``UnsupportedModel`` for another function."""
+    """Return the name of torch's wrapper function ``wrapper``; a name or None is returned unchanged. Raises ``UnsupportedModel``
+    for another function."""
     if wrapper is None or isinstance(wrapper, str):
         return wrapper
     if wrapper in _WRAPPERS:
@@ -48,8 +48,8 @@ def wrapper_name(wrapper: object) -> str | None:
 
 
 def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], str | None]:
-    """Return the function inside ``fp16_compress_wrapper(function)`` or ``bf16_compress_wrapper(function)``, and the wrapper's
-    name; for a function that is not wrapped, the function itself and None."""
+    """Return the function inside torch's ``fp16_compress_wrapper`` or ``bf16_compress_wrapper``, and the wrapper's name; for any
+    other function, itself and None."""
     for wrapper in _WRAPPERS:
         inner = f"{wrapper.__name__}.<locals>."
         if function.__module__ == wrapper.__module__ and function.__qualname__.startswith(inner):
@@ -59,12 +59,8 @@ def unwrap(function: Callable[..., Any]) -> tuple[Callable[..., Any], str | None
 
 
 def spec_of(state: object, function: Callable[..., Any], group: dist.ProcessGroup) -> dict[str, Any] | None:
-    """Return the values of the spec that corresponds to torch's hook ``function`` with ``state``; None for any function without
-    such a spec. A spec's values are a dict with the hook's name and parameters.
-
-    ``group``: DDP's process group. Raises ``UnsupportedModel`` for a state of another class, a state that has been used, a state
-    or stateless hook of another process group, and a subgroup of ranks that are not consecutive.
-    """
+    """Return the spec's name and parameters for torch's hook ``function`` with ``state``; None if no spec corresponds. Raises
+    ``UnsupportedModel`` for an unsuitable state."""
     if function in _WITHOUT_STATE:
         _check_same_group(state, group)
         return {"name": _WITHOUT_STATE[function]}
@@ -91,8 +87,7 @@ def _low_rank_parameters(state: object, name: str, group: dist.ProcessGroup) -> 
 
 
 def _seed_of(generator: np.random.RandomState) -> int:
-    """Return the integer seed with which a ``RandomState(seed)`` was created. Raises ``UnsupportedModel`` if numbers have been
-    drawn from it, or if it was seeded in another way."""
+    """Return the seed of a ``RandomState(seed)``. Raises ``UnsupportedModel`` if it has been used or seeded in another way."""
     state: Any = generator.get_state(legacy=False)
     seed = int(state["state"]["key"][0])
     first: Any = np.random.RandomState(seed).get_state(legacy=False)
@@ -118,8 +113,7 @@ def _local_sgd_parameters(state: object, group: dist.ProcessGroup) -> dict[str, 
 
 
 def _consecutive_size(subgroup: dist.ProcessGroup, group: dist.ProcessGroup) -> int:
-    """Return the size of a subgroup whose ranks are k * size ... (k + 1) * size - 1 of ``group``, as ``new_subgroups`` makes
-    them. Raises ``UnsupportedModel`` for other ranks."""
+    """Return the size of a subgroup of consecutive ranks of ``group``. Raises ``UnsupportedModel`` for other ranks."""
     ranks = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(subgroup)]
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
         raise UnsupportedModel(

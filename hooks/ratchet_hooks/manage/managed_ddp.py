@@ -1,7 +1,5 @@
-"""Hooks on DDP instances: construction, exact capture and restore, summaries.
-
-``managed_ddp`` is the entry point. See the package docstring for a complete script.
-"""
+"""Hooks on DDP instances: construction, exact capture and restore. ``managed_ddp`` is the entry point; the package docstring has
+a script."""
 
 from __future__ import annotations
 
@@ -59,23 +57,18 @@ def managed_ddp(
     process_group: dist.ProcessGroup | None = None,
     node_ranks: int | None = None,
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP with the hook of ``spec``; returns the DDP and its hook. A collective: all ranks of the group
-    call it.
+    """Wrap ``module`` in DDP with the hook of ``spec``; returns the DDP and its hook. A collective: all ranks of the group call
+    it.
 
-    ``ddp``: DDP's own keywords bucket_cap_mb (MiB), static_graph, gradient_as_bucket_view, find_unused_parameters,
-    broadcast_buffers, init_sync. Unless init_sync is False, DDP broadcasts rank 0's parameters and buffers here, so load per-rank
-    state afterwards.
-    ``device``: the device of the module's parameters; None: that of the first one. ``process_group``: None for the default
-    group. ``node_ranks``: ranks per node, for hooks that treat the ranks of one node separately; None: LOCAL_WORLD_SIZE as
-    torchrun sets it, else all ranks.
+    ``ddp``: keywords of DDP, such as bucket_cap_mb (MiB) and static_graph. DDP may broadcast rank 0's parameters and buffers
+    here, so load per-rank state afterwards. ``device``: the device of the module's parameters; None: that of the first one.
+    ``node_ranks``: ranks per node; None: LOCAL_WORLD_SIZE, else all ranks.
 
-    ``captured``: the result of ``ManagedHook.capture()`` on this rank; the hook continues from there, on the captured bucket
-    layout. ``recorded_layout``: instead of it, the ``ManagedHook.layout()`` of the run that is continued, for callers that
-    call ``ManagedHook.restore`` themselves; the reducer uses it from the first iteration. Raises ``LayoutMismatch`` if that is
-    impossible, ``HookStateError`` for a captured state of another hook or model, ``UnsupportedModel`` for a model or option
-    that the hook cannot handle, ``CustomHookError`` for a user's own hook that cannot be used, ``RuntimeError`` without an
-    initialised process group, ``ValueError`` if both ``captured`` and ``recorded_layout`` are given, ``TorchUnsupported`` for
-    an unsuitable torch.
+    ``captured``: the result of ``ManagedHook.capture()`` on this rank, from which the hook continues. ``recorded_layout``:
+    instead of it, the bucket layout of the run that is continued, for callers that call ``ManagedHook.restore`` themselves.
+
+    Raises ``UnsupportedModel`` for a model or option that the hook cannot handle, ``HookStateError`` for a captured state or
+    layout that does not fit, ``CustomHookError`` for a user's own hook that cannot be used.
     """
     kwargs = _ddp_kwargs(ddp or {})
     if captured is not None:
@@ -104,14 +97,8 @@ def managed_ddp(
 def attach(
     ddp: ManagedDDP, spec: HookSpec, *, node_ranks: int | None = None, build: Callable[[Setup], Algorithm] | None = None
 ) -> ManagedHook:
-    """Register the hook of ``spec`` on ``ddp``, which must have none yet; returns the hook. A collective. The caller has checked
-    the model with ``check_module``.
-
-    ``build``: builds the algorithm from objects that no spec can name; None: the spec's own builder. ``node_ranks``: as in
-    ``managed_ddp``. For a custom hook with a state the bucket layout is made final. Raises ``UnsupportedModel`` if the hook is
-    not available or cannot work with these gradients or ranks. For a user's own hook it raises ``CustomHookError`` if the
-    hook or its state cannot be used, and ``HookStateError`` if the state cannot be saved.
-    """
+    """Register the hook of ``spec`` on ``ddp``, which must have none yet; returns the hook. A collective. ``build`` replaces the
+    spec's builder. Raises ``UnsupportedModel``."""
     group = ddp.process_group
     setup = Setup(
         group=group,
@@ -130,7 +117,7 @@ def attach(
 
 def _build_algorithm(spec: HookSpec, setup: Setup, build: Callable[[Setup], Algorithm] | None) -> Algorithm:
     """Return the hook's algorithm, inside the wrapper if the spec has one. Raises ``UnsupportedModel`` if the hook is not
-    available, and the errors of the builder."""
+    available."""
     entry = HOOKS[spec.name]
     if entry.builder is None and build is None:
         raise UnsupportedModel(f"hook {spec.name} is not available in this version")
@@ -144,9 +131,8 @@ def _build_algorithm(spec: HookSpec, setup: Setup, build: Callable[[Setup], Algo
 
 
 def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
-    """Return the keyword arguments for DDP from the options ``ddp``. Options that are None are left out, and so is
-    ``broadcast_buffers`` if it is True, DDP's default. Raises ``UnsupportedModel`` for an unknown option, and for
-    ``static_graph`` together with ``find_unused_parameters``."""
+    """Return the options ``ddp`` as keyword arguments for DDP. Raises ``UnsupportedModel`` for unknown or contradictory
+    options."""
     unknown = sorted(set(ddp) - _DDP_OPTIONS)
     if unknown:
         raise UnsupportedModel(f"DDP option {unknown[0]} is not supported; known: {', '.join(sorted(_DDP_OPTIONS))}")
@@ -159,9 +145,8 @@ def _ddp_kwargs(ddp: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_module(module: torch.nn.Module, spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` if ``module`` has parameters on several devices, or a ``SyncBatchNorm`` in training mode on the
-    CPU, or if Apex is active under PowerSGD. Also for a parameter that requires gradients and is complex, where hook or wrapper
-    would corrupt it, or that powerSGD cannot view as a matrix. ``attach`` and ``ManagedDDP`` make further checks."""
+    """Raise ``UnsupportedModel`` for a module that cannot be trained under the hook, such as one with parameters on several
+    devices."""
     check_one_device(module)
     check_no_apex(spec)
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

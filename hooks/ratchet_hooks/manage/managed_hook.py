@@ -24,8 +24,7 @@ from ratchet_hooks.summary import HookSummary
 
 
 class _Known(NamedTuple):
-    """A bucket that was compared with the final layout and fits it. ``ids``: identities of its parameters, which are compared in
-    later iterations: that is twenty times as fast as comparing names."""
+    """A bucket that fits the final layout. ``ids``: identities of its parameters, which are faster to compare than names."""
 
     ids: list[int]
     names: list[str]
@@ -33,19 +32,13 @@ class _Known(NamedTuple):
 
 
 def _real_count(tensor: torch.Tensor) -> int:
-    """Return the number of real numbers in ``tensor``. DDP puts a complex number into a bucket as two; in torch 2.9 as one,
-    into a complex bucket."""
+    """Return the number of real numbers in ``tensor``; a complex element counts as two."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 class ManagedHook:
-    """The hook of one DDP instance on one rank. It runs the algorithm on every bucket, captures and restores its state, and
-    reports on it.
-
-    ``replicas``: on which ranks parameters are equal between two steps; ``stateful``: True if the hook has a state;
-    ``before_change``: if it is not None, it is called before each bucket of a backward pass, since the bucket changes the
-    state.
-    """
+    """The hook of one DDP instance on one rank. ``replicas``: on which ranks parameters are equal between two steps.
+    ``before_change``: called before each bucket, unless it is None."""
 
     def __init__(self, spec: HookSpec, ddp: ManagedDDP, algorithm: Algorithm) -> None:
         self.spec = spec
@@ -75,13 +68,8 @@ class ManagedHook:
         return self._earlier_iterations + self._process_iterations
 
     def layout(self) -> Layout | None:
-        """Return the parameter names per bucket, as the next iteration reduces them. None while DDP may still change its buckets:
-        before the first iteration, unless they are final from the start (a recorded layout, static graph, unused parameters, a
-        user's hook with a state). Raises ``RuntimeError`` inside a backward pass, and after one that ended early.
-
-        The first call after the first iteration may be a collective: DDP's one rebuild of its buckets, which the next forward
-        would do, happens in it.
-        """
+        """Return the parameter names per bucket; None while DDP may still change its buckets. May be a collective. Raises
+        ``RuntimeError`` inside a backward pass."""
         self._raise_if_in_step("layout")
         if self._final_layout is None and self._process_iterations:
             self._ddp.rebuild_if_due()
@@ -90,11 +78,8 @@ class ManagedHook:
         return None if self._final_layout is None else [list(bucket) for bucket in self._final_layout]
 
     def apply_layout(self, recorded: Layout) -> None:
-        """Make DDP reduce in the buckets of ``recorded`` from its first iteration on. DDP gets a new reducer with this hook.
-
-        A collective, before the first forward with gradients. Raises ``LayoutMismatch`` for a layout that is impossible here,
-        ``RuntimeError`` after that forward. After a ``LayoutMismatch`` DDP still has this hook, but maybe other buckets.
-        """
+        """Make DDP reduce in the buckets of ``recorded``. A collective, before the first forward with gradients. Raises
+        ``LayoutMismatch`` for an impossible layout."""
         try:
             self._ddp.set_layout(recorded)
         finally:
@@ -103,38 +88,30 @@ class ManagedHook:
                 self._known_buckets.clear()
 
     def register(self) -> None:
-        """Register this hook with DDP's reducer, which gets only a weak reference; ``ddp.hook`` keeps the hook alive. A
-        reducer's references are in C++, where no garbage collector sees a cycle: with a strong one, model, buckets and state
-        would stay in memory after the last use of DDP."""
+        """Register this hook with DDP's reducer, which gets only a weak reference; ``ddp.hook`` keeps the hook alive."""
+        # a strong reference from C++ would form a cycle that no garbage collector sees, and keep model and state in memory
         self._ddp.register_comm_hook(weakref.ref(self), self.on_bucket)
 
     def average_parameters(self) -> None:
-        """Average the parameters over the ranks in place, if the hook averages after this step (post_localSGD); otherwise do
-        nothing.
-
-        Must be called after every optimizer step, on every rank, before anything reads the parameters: each call counts a step.
-        A collective when it averages.
-        """
+        """Average the parameters over the ranks in place, if this step requires that. Must be called after every optimizer step,
+        on every rank."""
         self._algorithm.average()
 
     def averaged_parameters(self) -> AbstractContextManager[None]:
-        """Return a context manager for an evaluation where replicas differ. In its block the parameters have their mean over
-        the ranks. At the end this rank's own values are put back, bit for bit. Entering it is a collective. No effect where
-        replicas are equal."""
+        """Return a context manager in whose block the parameters have their mean over the ranks. Entering it may be a
+        collective."""
         if self.replicas == "equal":
             return nullcontext()
         return temporarily_averaged(list(self._parameters.values()), self._algorithm.group)
 
     def warnings(self) -> list[HookWarning]:
-        """Return the numeric problems found so far that raised no error, such as overflow and averages that are not finite:
-        one entry per parameter and kind. Synchronises with a CUDA device."""
+        """Return the numeric problems found so far that raised no error, such as overflow. Synchronises with a CUDA device."""
         return self._algorithm.watch.warnings()
 
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return this rank's whole state: tensors by name, and a JSON part. Call it between steps, on every rank: the first
-        call may be a collective, as ``layout`` is. Raises ``RuntimeError`` inside a backward pass and after one that ended
-        early, and ``HookStateError`` for a state that cannot be saved. ``copy`` False: the tensors may be views of live ones,
-        valid until the next backward pass, which calls ``before_change`` first."""
+        """Return this rank's whole hook state: tensors by name, and a JSON part. Call it between steps, on every rank; it may be
+        a collective. ``copy`` False: the tensors may be views of live ones, valid until the next backward pass. Raises
+        ``HookStateError`` for a state that cannot be saved."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
@@ -148,18 +125,8 @@ class ManagedHook:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
         """Continue from a captured state, bit for bit. Call it before the first forward, after model and optimizer are loaded.
-
-        The DDP must have the recorded layout (``managed_ddp(recorded_layout=...)``), unless ``relayout`` is True, or the state
-        was captured before the layout was final and has none. With ``relayout`` and a recorded layout the call is a collective
-        that makes DDP's own layout final. If that layout differs from the recorded one, residuals, P and Q are copied into it by
-        parameter name, so later bits differ; of batched_powerSGD the residuals are kept, P and Q are not, and a custom hook's
-        state is refused.
-
-        Raises ``HookStateError`` naming the key that does not fit, or ``LayoutMismatch`` for another layout. The hook's state is
-        then unchanged, except that a custom hook whose class cannot load the value has a new state object, or, if the hook was
-        registered with an existing object, that object, maybe partly overwritten. Raises ``TorchUnsupported`` if the layout
-        cannot be made final, and ``RuntimeError`` after an iteration of this process.
-        """
+        Raises ``HookStateError`` for a state that does not fit, ``LayoutMismatch`` for another bucket layout. ``relayout`` True:
+        accept another layout, with other bits later; then a collective."""
         checked = check_data(data, self.spec)
         if self._process_iterations:
             raise RuntimeError("call restore before the first forward of a newly built DDP")
@@ -177,13 +144,11 @@ class ManagedHook:
         self._earlier_iterations = checked["iteration"]
 
     def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
-        """Return the summary's ``residual_norm``, computed from the tensors that ``capture`` returned or from copies of them;
-        None for a hook without residuals. May be called in any thread."""
+        """Return the norm of the residuals among captured tensors; None for a hook without residuals. Callable in any thread."""
         return self._algorithm.norm_of(tensors)
 
     def summary(self, *, rank: int, step: int, norm: bool = True) -> HookSummary:
-        """Return this rank's summary of the hook. ``step``: steps of the job so far. ``norm`` False: without the residuals'
-        norm, which takes a pass over them."""
+        """Return this rank's summary of the hook. ``step``: steps of the job so far. ``norm``: include the residuals' norm."""
         report = self._algorithm.report(norm=norm)
         elements = self._elements
         known = report.compression_rate is not None
@@ -209,9 +174,8 @@ class ManagedHook:
 
     @staticmethod
     def on_bucket(state, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations with types, not names
-        """Called by DDP for every bucket; returns the future of the bucket's average. ``state``: a weak reference to the hook.
-        Raises ``LayoutMismatch`` if the bucket is not one of the final layout; no gradient has then been combined with the
-        state of another parameter."""
+        """Called by DDP for every bucket; returns the future of its result. ``state``: a weak reference to the hook. Raises
+        ``LayoutMismatch``."""
         return state()._on_bucket(bucket)
 
     def _on_bucket(self, bucket: Any) -> TensorFuture:
@@ -235,16 +199,15 @@ class ManagedHook:
         return future
 
     def _counted_bucket(self, bucket: Any) -> CountedBucket:
-        """Return the bucket with its right index, which is the number of buckets that this backward pass has reduced before it.
-        Used in static graph's first iteration."""
+        """Return the bucket with its right index and parameters, for static graph's first iteration."""
         assert self._final_layout is not None
         index = len(self._seen_buckets)
         parameters = [self._parameters[name] for name in self._final_layout[index]]
         return CountedBucket(bucket, index, list(parameters), index == len(self._final_layout) - 1)
 
     def _names(self, bucket: Any) -> list[str]:
-        """Return the names of the bucket's parameters. Raises ``LayoutMismatch`` if the layout is final and has other names or
-        another number of elements there. With the first bucket, what is left of a failed backward pass is dropped."""
+        """Return the names of the bucket's parameters. Raises ``LayoutMismatch`` if the layout is final and this bucket
+        differs."""
         index = bucket.index()
         if index == 0 and self._seen_buckets:
             self._seen_buckets, self._bytes_running = [], (0, 0)  # an earlier backward failed half-way
@@ -269,8 +232,7 @@ class ManagedHook:
             )
 
     def _complete(self) -> None:
-        """Count an iteration as complete, after its last bucket. If DDP's layout is final and was not read yet, it is the buckets
-        of this iteration."""
+        """Count an iteration as complete, after its last bucket."""
         if self._final_layout is None and self._ddp.is_layout_final:
             self._final_layout = self._seen_buckets
         self._buckets = len(self._seen_buckets)
@@ -280,8 +242,7 @@ class ManagedHook:
         self._bytes, self._bytes_running = self._bytes_running, (0, 0)
 
     def _raise_if_in_step(self, operation: str) -> None:
-        """Raise ``RuntimeError`` if some, but not all buckets of a backward pass went through the hook. ``operation``: for the
-        message."""
+        """Raise ``RuntimeError`` if some, but not all buckets of a backward pass went through the hook."""
         if self._seen_buckets:
             raise RuntimeError(
                 f"{operation} was called inside a backward pass, or after one that ended early: in iteration "

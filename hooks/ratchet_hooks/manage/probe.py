@@ -1,12 +1,8 @@
-"""Examines a user's hook, and the shapes of a task's parameters, in a separate process.
+"""Examines a user's hook, and the shapes of a task's parameters, in a separate process: ``python -P -m ratchet_hooks.probe``.
 
-``python -P -m ratchet_hooks.probe``: the request is JSON on standard input, the answer JSON in the file of an open descriptor,
-since the user's code may print. Importing that code runs it, so the caller sets a time limit. The limit starts when the answer's
-first byte, a newline, is written, since until then only torch is imported.
-
-Request: ``asker`` (PID of the process that waits for the answer), ``answer`` (the descriptor), ``path`` (directories to put first
-on ``sys.path``), and ``hook``, ``state``, ``state_args`` as in the spec, or ``task`` and ``task_args``. Answer: ``problems``,
-each with ``key``, ``code`` and ``detail``; ``shapes``, or null where the task does not report them.
+The request is JSON on standard input: ``asker`` (PID of the waiting process), ``answer`` (an open descriptor), ``path`` (for
+``sys.path``), ``hook``, ``state``, ``state_args``, ``task``, ``task_args``. The answer, JSON in that descriptor's file, has
+``problems`` and ``shapes`` (null if unknown). The caller sets a time limit, which starts at the answer's first byte.
 """
 
 from __future__ import annotations
@@ -30,9 +26,7 @@ _MAX_SHAPES = 100_000
 
 
 def main() -> NoReturn:
-    """Read a request from standard input, write the answer to the descriptor that the request names, and end the process. It
-    does not wait for threads and exit handlers of the user's code. The kernel kills the process when its parent ends. Raises
-    ``ProcessLookupError`` if the process ``asker`` has ended before."""
+    """Read a request from standard input, write the answer to the descriptor that the request names, and end the process."""
     ctypes.CDLL(None).prctl(
         _PR_SET_PDEATHSIG, signal.SIGKILL
     )  # the caller may be killed, and would then enforce no limit
@@ -61,8 +55,7 @@ def main() -> NoReturn:
 
 
 def _problem(key: str, code: str, check: Callable[[], object]) -> list[dict[str, str]]:
-    """Run ``check``. Returns an empty list if it succeeds, else a list with the error as one problem: ``key``, ``code`` and
-    ``detail``. Every exception is caught, since the user's code may raise any."""
+    """Run ``check``, and return its error as a list of one problem, or an empty list. Every exception is caught."""
     try:
         check()
     except CustomHookError as error:
@@ -77,8 +70,8 @@ def _problem(key: str, code: str, check: Callable[[], object]) -> list[dict[str,
 
 
 def _shapes(entrypoint: str, args: dict[str, Any]) -> list[list[int]] | None:
-    """Import the class ``entrypoint`` (``module:name``), create the task with ``args``, and return the result of its
-    ``parameter_shapes()``. None if any of this fails, or the result is not valid or has too many shapes."""
+    """Return ``parameter_shapes()`` of the task class ``entrypoint`` (``module:name``), created with ``args``; None if that
+    fails."""
     module, _, attribute = entrypoint.partition(":")
     try:
         found: Any = import_module(module)

@@ -1,13 +1,13 @@
 """Hooks on an existing DistributedDataParallel: one made by a framework, or by a script that calls torch itself.
 
 PyTorch's page on communication hooks ends with an example that saves a PowerSGD state from rank 0 and loads it everywhere. These
-three lines correct it; everything else in it may stay::
+three lines correct it::
 
     register(ddp_model, (powersgd_state, powerSGD.powerSGD_hook))      # instead of ddp_model.register_comm_hook(...)
     save_state(f"rank-{rank}.safetensors", {**state, "hook": capture(ddp_model)})        # every rank, instead of torch.save
     restore(ddp_model, load_state(f"rank-{rank}.safetensors")["hook"])      # every rank, before the first forward
 
-``save_state`` and ``load_state`` are those of ``ratchet_hooks.files``; any other way to store tensors and JSON works too.
+``save_state`` and ``load_state`` are those of ``ratchet_hooks.files``.
 """
 
 from __future__ import annotations
@@ -45,24 +45,20 @@ def register(
     node_ranks: int | None = None,
     **parameters: Any,
 ) -> ManagedHook:
-    """Put a managed hook, whose state can be captured and restored bit for bit, on ``ddp_model``; returns the hook. A
-    collective: on every rank, right after the construction of ``ddp_model``, before its first forward.
+    """Put a managed hook, whose state can be captured and restored bit for bit, on ``ddp_model``; returns the hook. A collective:
+    on every rank, right after the construction of ``ddp_model``, before its first forward.
 
-    ``hook``: a spec of ``ratchet_hooks.specs``, its name or its values; or a function as ``ddp_model.register_comm_hook``
-    takes it, or a pair of state and function, in the order of Lightning's ``register_ddp_comm_hook``. torch's own functions
-    select Ratchet's implementations of them, with the parameters of the state object. Another function runs as it is; its
-    state, unless it is None or a process group, must have ``__getstate__`` and ``__setstate__``, or ``state_dict`` and
-    ``load_state_dict``, of tensors, numbers, strings, lists and dicts. None: take over the hook that was registered with
-    ``ddp_model.register_comm_hook``, for example by a framework. ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper,
-    by name or as torch's function.
-    ``node_ranks``: as in ``managed_ddp``. ``parameters``: of the spec; they override those of ``hook``. An example is
-    ``model_averaging_period`` for post_localSGD, whose ``average_parameters()`` must be called after every optimizer step in
-    place of torch's averager.
+    ``hook``: a spec of ``ratchet_hooks.specs``, its name or its values; or a function as ``ddp_model.register_comm_hook`` takes
+    it, or a pair of state and function. torch's own functions select Ratchet's implementations of them. A user's own state must
+    have ``__getstate__`` and ``__setstate__``, or ``state_dict`` and ``load_state_dict``. None: take over the registered hook.
 
-    ``ddp_model`` stays the same object; its class becomes ``ManagedDDP``, and it gets a new reducer without the hook that was
-    registered before. Raises ``UnsupportedModel`` for a DDP, a model or a hook that cannot be managed, ``ValueError`` for
-    parameters that do not fit. For a user's own hook it raises ``CustomHookError`` if the hook or its state cannot be used, and
-    ``HookStateError`` if the state cannot be saved. After an error ``ddp_model`` may be a ``ManagedDDP`` without any hook.
+    ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by name or as torch's function. ``node_ranks``: as in
+    ``managed_ddp``. ``parameters``: of the spec; they override those of ``hook``. Under post_localSGD, call the hook's
+    ``average_parameters()`` after every optimizer step in place of torch's averager.
+
+    The class of ``ddp_model`` becomes ``ManagedDDP``. Raises ``UnsupportedModel`` for a DDP, a model or a hook that cannot be
+    managed, ``ValueError`` for parameters that do not fit, ``CustomHookError`` or ``HookStateError`` for a user's own hook that
+    cannot be used.
     """
     if isinstance(ddp_model, ManagedDDP) and ddp_model.hook is not None:
         raise UnsupportedModel(f"hook {ddp_model.hook.spec.name} is registered on this DDP; one DDP has one hook")
@@ -78,24 +74,15 @@ def register(
 
 
 def capture(ddp_model: torch.nn.Module) -> tuple[Tensors, JsonValue]:
-    """Return copies of the hook's state on this rank: tensors by name, and the JSON part with the bucket layout and all
-    counters.
-
-    Call it between two steps, on every rank: the first call may let DDP rebuild its buckets, which is a collective. Each rank
-    keeps its own result. Raises ``UnsupportedModel`` if there is no managed hook, and the errors of ``ManagedHook.capture``.
-    """
+    """Return copies of the hook's state on this rank: tensors by name, and a JSON part. Call it between two steps, on every rank;
+    it may be a collective. Each rank keeps its own result. Raises ``UnsupportedModel`` if there is no managed hook."""
     return hook_of(ddp_model).capture()
 
 
 def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
-    """Continue from the result of ``capture`` on the same rank of a group of the same size. State and buckets are the captured
-    ones from the first iteration on; a capture from before the first iteration may contain no buckets, and leaves DDP's.
-
-    A collective, before the first forward with gradients. The caller restores model, optimizer, buffers and generators, before
-    or after this call. Raises ``HookStateError`` naming the entry that does not fit, ``UnsupportedModel`` without a managed
-    hook. Raises ``RuntimeError`` after a complete iteration, and, if the buckets must change, already after that forward.
-    After a ``HookStateError`` (or its subclass ``LayoutMismatch``) ``ddp_model`` still has its hook, but maybe other buckets.
-    """
+    """Continue from the result of ``capture`` on the same rank of a group of the same size. A collective, before the first
+    forward. The caller restores model, optimizer, buffers and generators. Raises ``HookStateError`` for a state that does not
+    fit, ``UnsupportedModel`` without a managed hook."""
     hook = hook_of(ddp_model)
     tensors, data = captured
     recorded = check_data(data, hook.spec)["layout"]
@@ -122,9 +109,8 @@ def resolve(
     wrapper: str | Callable[..., Any] | None = None,
     **parameters: Any,
 ) -> HookSpec:
-    """Return the spec that ``register`` would use for ``ddp_model`` with the same arguments. Nothing is registered. Raises
-    ``UnsupportedModel`` for a hook, state or wrapper that no spec can describe, ``ValueError`` for parameters that do not fit.
-    The model and a user's own hook are not checked."""
+    """Return the spec that ``register`` would use with the same arguments; nothing is registered. Raises ``UnsupportedModel``, or
+    ``ValueError`` for parameters that do not fit."""
     values: Any
     hook = _registered_hook(ddp_model) if hook is None else hook
     if isinstance(hook, HookSpecBase):
@@ -156,7 +142,7 @@ def _values_of_objects(state: object, function: Callable[..., Any], ddp: Distrib
 
 
 def _builder_for(hook: Hook, spec: HookSpec) -> Callable[[Setup], Algorithm] | None:
-    """Return a function that builds a user's own hook from the objects in ``hook``; None if the spec alone is enough."""
+    """Return a function that builds a user's own hook from the objects in ``hook``; None if the spec alone suffices."""
     if not isinstance(spec, CustomSpec) or not (callable(hook) or isinstance(hook, tuple)):
         return None
     state, function = (None, hook) if callable(hook) else hook

@@ -1,7 +1,4 @@
-"""Convert a captured state into torch's own form: the dict of ``__getstate__``, per bucket index, without a process group.
-
-For users who continue with plain PyTorch, where a state belongs to one DDP with the recorded buckets in the recorded order.
-"""
+"""Convert a captured state into torch's own form, for users who continue with plain PyTorch."""
 
 from __future__ import annotations
 
@@ -30,11 +27,9 @@ def plain_state(
 ) -> tuple[Any, dict[str, JsonValue]]:
     """Convert the result of ``ManagedHook.capture`` under ``spec`` into torch's own form. Returns ``(state, rest)``.
 
-    ``state``: for powerSGD and batched_powerSGD the result of ``PowerSGDState.__getstate__``, for post_localSGD the slots of
-    ``PostLocalSGDState`` without its groups, for a user's own hook the state that its class had saved; None for hooks without
-    state. ``rest``: for post_localSGD the averager's settings and counters under the key ``averager``, else empty.
-    ``parameters``: of the model by name; only shapes, strides and dtypes are read. Raises ``HookStateError`` for a state that
-    is malformed or of another hook or wrapper, and for a PowerSGD state that does not fit ``spec`` or these parameters.
+    ``state``: what torch's state object, or the user's own, saves; None for hooks without state. ``rest``: for post_localSGD the
+    averager's settings and counters under the key ``averager``, else empty. ``parameters``: of the model by name. Raises
+    ``HookStateError`` for a state that is malformed or does not fit.
     """
     checked = check_data(data, spec)
     state = checked["state"]

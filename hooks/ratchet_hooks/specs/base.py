@@ -13,8 +13,8 @@ WRAPPERS: tuple[str, ...] = get_args(Wrapper)
 
 @dataclass(frozen=True, kw_only=True)
 class HookSpecBase(Model):
-    """The common base of all hook specs. Construction replaces a short wrapper name (``fp16``, ``bf16``) by the full one, and
-    raises ``ValueError`` that names the first invalid parameter."""
+    """The common base of all hook specs. Construction makes short wrapper names full; it raises ``ValueError`` for an invalid
+    parameter."""
 
     unused: ClassVar[frozenset[str]] = frozenset()
     """Names of parameters that the hook has but does not use: a change of their values at a resume has no effect."""
@@ -29,8 +29,8 @@ class HookSpecBase(Model):
 
 
 def canonical_wrapper(value: Any) -> Any:
-    """Return the full name of a wrapper: ``fp16_compress_wrapper`` for ``fp16`` or ``fp16_compress``, and
-    ``bf16_compress_wrapper`` for ``bf16`` or ``bf16_compress``. Any other value is returned unchanged; it is not checked."""
+    """Return the full name of a wrapper, such as ``fp16_compress_wrapper`` for ``fp16``. Any other value is returned
+    unchanged."""
     if isinstance(value, str) and value in ("fp16", "bf16", "fp16_compress", "bf16_compress"):
         return f"{value.removesuffix('_compress')}_compress_wrapper"
     return value

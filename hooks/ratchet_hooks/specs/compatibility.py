@@ -1,7 +1,5 @@
-"""Determines, before anything is loaded, what happens to a recorded state under another hook, wrapper or parameter.
-
-Torch-free; ``manage.convert_state`` carries it out.
-"""
+"""Determines what happens to a recorded hook state under another hook, wrapper or parameter. Torch-free; ``manage.convert_state``
+carries it out."""
 
 from __future__ import annotations
 
@@ -27,13 +25,8 @@ _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
 
 @dataclass(frozen=True)
 class HookChange:
-    """What happens to a recorded state when the hook has changed. ``description``: the changes, for a message.
-
-    ``state``: ``none``: the old hook keeps no state; ``carried``: it is carried over, except the parts in ``restarted``
-    (``continued`` names the others); ``lost``: the new hook cannot use any of it. ``averages``: True if the ranks' parameters
-    become their mean at the resume. They do if they may differ under the old hook and the new hook cannot begin with different
-    ones.
-    """
+    """What happens to a recorded state when the hook has changed. ``state``: ``none``: the old hook keeps no state; ``carried``:
+    some of it continues; ``lost``: the new hook cannot use it. ``averages``: True if the ranks' parameters become their mean."""
 
     description: str
     state: Literal["none", "carried", "lost"]
@@ -42,12 +35,8 @@ class HookChange:
     averages: bool = False
 
     def refusal(self, policy: str, key: str = "policy.on_hook_mismatch") -> str | None:
-        """Return why the policy ``on_hook_mismatch`` forbids the change, and what would allow it; None if it is allowed.
-
-        ``policy``: the value of ``on_hook_mismatch``. ``reset`` allows every change. ``redistribute`` allows every change
-        except one whose state is ``lost``. ``fail`` allows only a change with the state ``none`` that averages no parameters.
-        ``key``: the name of the policy where it is set, for the message.
-        """
+        """Return why the policy ``on_hook_mismatch`` forbids the change; None if it is allowed. ``key``: the policy's name for
+        the message."""
         if policy == "reset" or (self.state == "none" and not self.averages):
             return None
         if self.state == "lost":
@@ -66,14 +55,12 @@ class HookChange:
 
     @property
     def reason(self) -> str:
-        """The text for a state that is carried over: which parts continue, and which start again. Meaningful only for the state
-        ``carried``."""
+        """The text for the state ``carried``: which parts continue, and which start again."""
         return f"{self.continued} continue" + (f"; reset: {self.restarted}" if self.restarted else "")
 
 
 def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
-    """Return the spec of a recorded hook; keys that were not recorded get today's defaults. None if the values are no longer
-    valid. ``parameters``: the recorded values, with the hook's name."""
+    """Return the spec of a recorded hook, or None if its values, which include the name, are no longer valid."""
     try:
         return hook_spec(parameters)
     except ValueError:
@@ -81,12 +68,7 @@ def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
 
 
 def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookChange | None:
-    """Return the change from the recorded hook ``name`` to ``new``; None if nothing has changed that can change a bit.
-
-    ``parameters``: those of the recorded hook, as in a manifest, with the key ``wrapper``. Name, wrapper and parameters are
-    compared, except parameters without effect on the bits (``WITHOUT_EFFECT`` and ``new.unused``). If the recorded values are
-    no longer valid, the returned change has the state ``lost``.
-    """
+    """Return the change from the recorded hook ``name`` to ``new``; None if nothing has changed that can change a bit."""
     old = recorded_spec({**parameters, "name": name})
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that no longer exist", "lost")
@@ -103,8 +85,7 @@ def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> Hook
 
 
 def _state_change(description: str, old: HookSpec, new: HookSpec) -> HookChange:
-    """Return the change from ``old`` to ``new`` with what happens to the state. Its ``averages`` is False; the caller sets
-    it."""
+    """Return the change from ``old`` to ``new`` with what happens to the state; the caller sets ``averages``."""
     if not is_stateful(old):
         return HookChange(description, "none")
     if isinstance(old, _LOW_RANK) and isinstance(new, _LOW_RANK):
@@ -118,19 +99,13 @@ def _state_change(description: str, old: HookSpec, new: HookSpec) -> HookChange:
 
 
 def _averages_parameters(old: HookSpec, new: HookSpec) -> bool:
-    """True if the ranks' parameters must become their mean at the change from ``old`` to ``new``.
-
-    Always False if ``old`` keeps the parameters equal on all ranks. Otherwise True in three cases:
-
-    - ``new`` keeps them equal on all ranks.
-    - ``new`` is post_localSGD and ``old`` is not.
-    - Both are post_localSGD, and ``new`` has another ``subgroup_size`` or ``post_local_gradient_allreduce`` (a subgroup keeps its
-      parameters equal), or a later start (the warm-up until then does not bring replicas together).
-    """
+    """True if the ranks' parameters, which may differ under ``old``, must become their mean for ``new``."""
     if replicas_of(old) == "equal":
         return False
     if isinstance(new, PostLocalSGDSpec):
+        # a subgroup keeps its parameters equal
         subgroups = ("subgroup_size", "post_local_gradient_allreduce")
+        # a warm-up, here until a later start, does not bring replicas together
         if not isinstance(old, PostLocalSGDSpec) or old.start_localSGD_iter < new.start_localSGD_iter:
             return True
         return any(getattr(old, key) != getattr(new, key) for key in subgroups)
@@ -166,14 +141,12 @@ def _low_rank_change(
 
 
 def keeps_residuals(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec) -> bool:
-    """True if the residuals are carried over: both specs use error feedback. It does not matter whether the hooks group
-    parameters differently, since residuals belong to parameters."""
+    """True if the residuals are carried over, which requires error feedback in both specs."""
     return old.use_error_feedback and new.use_error_feedback
 
 
 def keeps_factors(old: PowerSGDSpec | BatchedPowerSGDSpec, new: PowerSGDSpec | BatchedPowerSGDSpec) -> bool:
-    """True if P and Q are carried over. They belong to matrices, so this requires the same hook, the same matrices, the same
-    rank, and warm start in both specs."""
+    """True if P and Q are carried over: same hook, same matrices and rank, and warm start in both specs."""
     same = old.matrix_approximation_rank == new.matrix_approximation_rank
     if isinstance(new, PowerSGDSpec):  # leaves out matrices below the rate; batched_powerSGD compresses every bucket
         same = same and old.min_compression_rate == new.min_compression_rate

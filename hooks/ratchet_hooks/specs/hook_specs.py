@@ -1,9 +1,4 @@
-"""The hooks that a user can request: one class per DDP communication hook, under torch's own names.
-
-Torch-free, so that the control plane can validate a hook without importing torch. Defaults and parameter names are those of
-``torch.distributed.algorithms.ddp_comm_hooks``. PowerSGD's specs are in ``specs.powersgd``, that of post-local SGD in
-``specs.local_sgd``.
-"""
+"""The hooks that a user can request: one class per DDP communication hook, with torch's names and defaults. Torch-free."""
 
 from __future__ import annotations
 
@@ -139,16 +134,13 @@ _ALIASES = {
 
 
 def canonical_hook_name(name: str) -> str:
-    """Return torch's name of a hook without ``_hook``: ``powerSGD`` for ``powerSGD_hook`` or ``powersgd``. Of an unknown name
-    only the suffix ``_hook`` is removed; nothing is raised."""
+    """Return torch's name of a hook, such as ``powerSGD`` for ``powersgd``. An unknown name only loses a suffix ``_hook``."""
     short = name.removesuffix("_hook")
     return _ALIASES.get(short.lower(), short)
 
 
 def normalise_hook(value: Any) -> Any:
-    """Return a hook's values as a dict with canonical names of hook and wrapper. ``value``: a name such as ``"powerSGD"``, or a
-    dict such as ``{"name": "powerSGD_hook", ...}``. Any other value, such as a dict without a name, is returned unchanged;
-    nothing is checked."""
+    """Return a hook's name, or a dict with ``name``, as a dict with canonical names. Any other value is returned unchanged."""
     if isinstance(value, str):
         value = {"name": value}
     if isinstance(value, dict) and isinstance(value.get("name"), str):
@@ -159,9 +151,8 @@ def normalise_hook(value: Any) -> Any:
 
 
 def hook_spec(value: str | Mapping[str, Any]) -> HookSpec:
-    """Return the spec for a hook's name, or for the keys and values that a job's spec has for it. Names may be short or
-    torch's. Raises ``ValueError`` for an unknown hook, and one that names the key for a key that is unknown, missing or
-    invalid."""
+    """Return the spec for a hook's name, or for its keys and values. Raises ``ValueError`` for an unknown hook or an invalid
+    key."""
     given = normalise_hook(dict(value) if isinstance(value, Mapping) else value)
     kind = _SPECS.get(given.get("name"))
     if kind is None:

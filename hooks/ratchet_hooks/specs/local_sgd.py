@@ -57,8 +57,8 @@ class PostLocalSGDSpec(HookSpecBase):
         return self.model_averaging_period or 4
 
     def __post_init__(self) -> None:
-        """Check the parameters. Keys of ``period_group_size_dict`` that are numbers as text, as in JSON, become integers.
-        Raises ``ValueError``."""
+        """Check the parameters; keys of ``period_group_size_dict`` in text form, as in JSON, become integers. Raises
+        ``ValueError``."""
         groups = self.period_group_size_dict
         if isinstance(groups, dict):  # JSON's keys are strings
             groups = {int(key) if isinstance(key, str) and key.isdecimal() else key: groups[key] for key in groups}
@@ -78,8 +78,8 @@ class PostLocalSGDSpec(HookSpecBase):
                 )
 
     def faults(self, world_size: int, node_ranks: int) -> list[tuple[str, str]]:
-        """Return ``(parameter, problem)`` for each value that is impossible with ``world_size`` ranks, ``node_ranks`` of them
-        on each node; empty if there is none."""
+        """Return ``(parameter, problem)`` for each value that is impossible with ``world_size`` ranks, ``node_ranks`` of them on
+        each node."""
         size = node_ranks if self.subgroup_size is None else self.subgroup_size
         out = []
         if world_size % size:

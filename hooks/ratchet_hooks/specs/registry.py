@@ -14,8 +14,7 @@ Replicas = Literal["equal", "subgroup", "rank"]
 
 @dataclass(frozen=True)
 class Caution:
-    """A cost or risk of a hook, as a text. The hook's page lists all of its cautions. A job gets as warnings those for which
-    ``applies(spec, ranks)`` returns True; ``spec``: the job's hook spec, ``ranks``: its number of ranks."""
+    """A cost or risk of a hook, as a text. A job gets it as a warning if ``applies(spec, ranks)``."""
 
     text: str
     applies: Callable[[Any, int], bool] = lambda spec, ranks: True
@@ -23,13 +22,8 @@ class Caution:
 
 @dataclass(frozen=True)
 class HookEntry:
-    """One hook in the registry.
-
-    ``builder``: ``"module:callable"``, which is called with the spec and a ``ratchet_hooks.algorithms.base.Setup`` where torch
-    is installed; None: the hook is named but not available yet. ``replicas``: on which ranks parameters stay equal between two
-    steps. ``stateful``: True if the hook keeps a state from step to step. For a custom hook its spec decides both
-    (``replicas_of``, ``is_stateful``). ``wrappers``: True if the hook can run under a 16-bit wrapper.
-    """
+    """One hook in the registry. ``builder``: ``"module:callable"``, called with the spec and a ``Setup``; None: not available
+    yet. ``wrappers``: True if 16-bit wrappers are possible."""
 
     name: str
     title: str
@@ -51,8 +45,7 @@ class HookEntry:
 
 
 def replicas_of(spec: HookSpec) -> Replicas:
-    """Return on which ranks parameters stay equal between two steps under this spec: ``equal``: on all; ``subgroup``: on those
-    of a subgroup; ``rank``: each rank has its own."""
+    """Return on which ranks parameters stay equal between two steps: all, those of a subgroup, or ``rank``: none."""
     return spec.replicas if isinstance(spec, hook_specs.CustomSpec) else HOOKS[spec.name].replicas
 
 
@@ -66,8 +59,7 @@ def _has_several_ranks(spec: Any, ranks: int) -> bool:
 
 
 def _never_applies(spec: Any, ranks: int) -> bool:
-    """Return False: for cautions that are not shown as warnings of a job. The ranks report these problems when they occur
-    (``ratchet_hooks.ddp.numeric_warnings``), or a rule of the pre-flight reports them with the job's numbers."""
+    """Return False, for cautions that a running rank or the pre-flight reports in another way."""
     return False
 
 

@@ -21,12 +21,8 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isi
 
 
 def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue, *, device: torch.device | None = None) -> object:
-    """Return the value that ``encode`` split into ``tensors`` and the JSON ``data``. Tensors are new ones on the CPU. Only
-    those that were on an accelerator are put on ``device``, if it is not None.
-
-    Raises ``HookStateError`` for malformed data, for a tensor that the JSON mentions and ``tensors`` lacks, and for one in
-    ``tensors`` that the JSON does not mention.
-    """
+    """Return the value that ``encode`` split into ``tensors`` and ``data``. ``device``: for tensors that were on an accelerator;
+    others are on the CPU. Raises ``HookStateError``."""
     decoder = _Decoder(tensors, device)
     value = decoder.value(data, "data")
     left = sorted(set(tensors) - decoder.used)
@@ -43,8 +39,8 @@ def _parse_float(text: str) -> float:
 
 
 def _numpy_scalar(dtype: np.dtype[Any], raw: bytes) -> object:
-    """Return the numpy scalar with the bytes ``raw``. A string is made of its characters: numpy reads no empty one from memory,
-    and none with its last NULs. Raises ``ValueError``."""
+    """Return the numpy scalar with the bytes ``raw``. Raises ``ValueError``."""
+    # strings are made of their characters: numpy reads no empty one from memory, and none with its last NULs
     if dtype.kind not in "SU":
         return np.frombuffer(raw, dtype)[0]
     if len(raw) < dtype.itemsize:
@@ -56,8 +52,8 @@ def _numpy_scalar(dtype: np.dtype[Any], raw: bytes) -> object:
 
 
 class _Decoder:
-    """One call of ``decode``. ``used``: names of the tensors that the JSON has mentioned so far; ``shared``: memories that
-    several tensors share; ``tags``: the function that restores each tag."""
+    """One call of ``decode``. ``used``: the tensors that the JSON has mentioned; ``shared``: memories that several tensors
+    share."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], device: torch.device | None) -> None:
         self.tensors = tensors
@@ -132,8 +128,7 @@ class _Decoder:
         return self.tensors[name].detach().cpu()
 
     def _tensor(self, data: Any, path: str) -> torch.Tensor:
-        """Return a tensor in memory of its own, with the recorded strides. If the tensor shared its memory with others, return
-        a view of the memory that is restored for all of them."""
+        """Return a tensor with the recorded strides, in memory of its own or in memory that it shares."""
         if "storage" in data:
             return self._view(data, path)
         tensor = self._get_tensor(data["name"], path)
@@ -146,13 +141,12 @@ class _Decoder:
         return out.copy_(tensor)
 
     def _device_for(self, data: Mapping[str, Any]) -> torch.device:
-        """Return the device on which a tensor is restored: the ``device`` of ``decode`` if it is not None and the tensor was on
-        an accelerator; otherwise the CPU."""
+        """Return the device on which a tensor is restored: for one from an accelerator that of ``decode``, if any, else the
+        CPU."""
         return self.device if self.device is not None and data.get("accelerator") is True else torch.device("cpu")
 
     def _view(self, data: Any, path: str) -> torch.Tensor:
-        """Return a view of memory that several tensors share; the memory is restored once. Raises ``HookStateError`` if the
-        view does not fit into it."""
+        """Return a view of memory that several tensors share. Raises ``HookStateError`` if the view does not fit into it."""
         name = data["storage"]
         raw = self._get_tensor(name, path)
         if name not in self.shared:
@@ -180,8 +174,7 @@ class _Decoder:
         return np.array(flat.reshape(data["shape"], order=data["order"]), order=data["order"], copy=True)
 
     def _bit_generator(self, data: JsonValue, path: str, *seed: Any) -> tuple[np.random.BitGenerator, Any]:
-        """Return a new bit generator of the recorded class, and the recorded state, which is not set yet. ``seed``: arguments
-        of the class."""
+        """Return a new bit generator of the recorded class, and the recorded state, which is not set yet."""
         state: Any = self.value(data, path)
         if not isinstance(state, dict) or state.get("bit_generator") not in BIT_GENERATORS:
             raise HookStateError(path, "malformed state: not a numpy bit generator")

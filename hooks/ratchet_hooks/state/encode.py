@@ -1,16 +1,9 @@
-"""State as tensors plus JSON, bit for bit and without pickle.
+"""State as tensors plus JSON, bit for bit and without pickle: ``encode`` splits a tree of plain Python values, tensors and numpy
+objects; ``decode`` restores it.
 
-``encode`` splits a tree of plain Python values, tensors and numpy objects into named tensors (for safetensors) and JSON;
-``decode`` is its inverse. Nothing is guessed: a value outside the list below raises ``HookStateError`` with the full path.
-
-JSON forms: ``null``, ``true``, small integers, strings and lists represent themselves; everything else is an object with one key,
-its tag (``{"float": "0x1.8p+1"}``, ``{"dict": [[key, value], ...]}``, ``{"tensor": {...}}`` ...). Lists of pairs keep the order
-and the type of dictionary keys, independent of how a JSON writer treats objects.
-
-Restored are the same types, values, dictionary order, dtypes, dense strides (channels-last stays channels-last), and sharing
-between tensors (two views of one storage are two views again). Tensors are restored without autograd history, and a ``Parameter``
-as a plain tensor. They are restored on the CPU, or, if they were on an accelerator and the reader names a device, on that device.
-A container that appears twice is restored as two equal containers.
+In the JSON, null, booleans, small integers, strings and lists represent themselves. Everything else is an object with one key,
+its tag, such as ``{"float": "0x1.8p+1"}`` or ``{"tensor": {...}}``. Views of one storage are restored as such; autograd history
+is lost.
 """
 
 from __future__ import annotations
@@ -43,23 +36,14 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8)
 
 @dataclass(frozen=True)
 class Encoded:
-    """A value without tensors whose JSON form exists already, in ``data``. ``encode`` puts ``data`` into its result
-    unchanged."""
+    """A value without tensors whose JSON form, ``data``, exists already; ``encode`` puts it into its result unchanged."""
 
     data: JsonValue
 
 
 def encode(value: object, *, root: str) -> tuple[Tensors, JsonValue]:
-    """Split ``value`` into named tensors and JSON, from which ``decode`` restores it. ``root``: beginning of the path in error
-    messages, such as ``"state"``. The tensors may share memory with those in ``value``.
-
-    Accepted: None, bool, int, float, complex, str, bytes, list, tuple, deque, dict, OrderedDict, Counter, defaultdict (with a
-    factory such as ``list``, or none), set, frozenset, torch.Size, strided tensors, numpy arrays and scalars of numbers, times
-    and fixed strings, ``np.random.RandomState``, ``np.random.Generator``, and ``Encoded``. Keys of mappings and elements of
-    sets: None, bool, int, float, str, bytes, or tuples of them. Raises ``HookStateError`` for anything else, such as other
-    subclasses of containers and tensors, quantized tensors and strings with lone surrogates, for cycles, and for more than
-    100 levels.
-    """
+    """Split ``value`` into named tensors, which may share its memory, and JSON. ``root``: beginning of the path in error
+    messages. Raises ``HookStateError`` for a value that cannot be stored."""
     return _Encoder(root).run(value)
 
 
@@ -69,8 +53,7 @@ def _float_text(value: float) -> str:
 
 
 def _is_json(value: object) -> bool:
-    """True if the value is its own JSON form: None, a boolean, an integer of at most 2**53 in magnitude, or an ASCII string.
-    False for any other value, such as other strings, which ``_text`` checks."""
+    """True if the value is its own JSON form: None, a boolean, a small integer or an ASCII string."""
     kind = type(value)
     if kind is int:
         return -_SAFE_INT <= value <= _SAFE_INT  # type: ignore[operator]
@@ -78,8 +61,8 @@ def _is_json(value: object) -> bool:
 
 
 class _Encoder:
-    """One call of ``encode``. ``tensors``: the named tensors so far; ``active_ids``: containers that are being encoded, to
-    detect cycles; ``storage_counts``: number of tensors per memory; ``names``: names of memories that several tensors share."""
+    """One call of ``encode``. ``active_ids``: containers that are being encoded, to detect cycles; ``storage_counts``: number of
+    tensors per memory."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -94,8 +77,8 @@ class _Encoder:
         return self.tensors, self.value(value, ())
 
     def _count_sharers(self, value: object, depth: int) -> None:
-        """Count the tensors in ``value`` by the memory that they use, in ``storage_counts``. Tensors without elements, what
-        is nested too deep, and a container within itself are left out."""
+        """Count the tensors in ``value`` by the memory that they use, in ``storage_counts``; those without elements are left
+        out."""
         if depth > _MAX_DEPTH or id(value) in self.active_ids:
             return  # the encoding pass reports it with its path
         if isinstance(value, torch.Tensor):
@@ -151,8 +134,7 @@ class _Encoder:
         return None
 
     def _nested(self, value: object, path: tuple[str, ...]) -> JsonValue:
-        """Return the JSON of a container. Raises ``HookStateError`` if it contains itself, is nested too deep or of a type that
-        ``encode`` does not accept."""
+        """Return the JSON of a container. Raises ``HookStateError`` for one that contains itself or cannot be stored."""
         if id(value) in self.active_ids:
             raise self.fail(path, "contains itself; a state must be a tree")
         if len(path) >= _MAX_DEPTH:
@@ -210,8 +192,7 @@ class _Encoder:
         return pairs
 
     def _key(self, key: object, path: tuple[str, ...]) -> JsonValue:
-        """Return the JSON of a dictionary key or an element of a set. Raises ``HookStateError`` for a type that ``encode``
-        does not accept there."""
+        """Return the JSON of a dictionary key or an element of a set. Raises ``HookStateError`` for an unsupported type."""
         if key is None or type(key) in (bool, int, float, str, bytes):
             return self.value(key, path)
         if type(key) is tuple:
@@ -228,8 +209,7 @@ class _Encoder:
         return name
 
     def _tensor(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
-        """Add a dense tensor to ``tensors`` and return its JSON. Raises ``HookStateError`` for other layouts, quantized and meta
-        tensors, and subclasses except ``Parameter``."""
+        """Add a tensor to ``tensors`` and return its JSON. Raises ``HookStateError``, for example for a sparse one."""
         if type(tensor) not in _TENSOR_TYPES:
             raise self.fail(
                 path, f"a tensor of type {type(tensor).__qualname__} cannot be stored; pass its local tensor"
@@ -252,8 +232,7 @@ class _Encoder:
         return out
 
     def _view(self, tensor: torch.Tensor, path: tuple[str, ...]) -> JsonValue:
-        """Return the JSON of a tensor that shares its memory with another one. The memory is added to ``tensors`` once, as
-        bytes."""
+        """Return the JSON of a tensor that shares its memory with another one; the memory is added to ``tensors`` once."""
         key = (str(tensor.device), storage_id(tensor))
         if key not in self.names:
             name = self._name(path)
@@ -272,9 +251,8 @@ class _Encoder:
         }
 
     def _numpy(self, value: object, path: tuple[str, ...]) -> JsonValue:
-        """Return the JSON of a numpy array, scalar or generator; an array's bytes are added to ``tensors``. Raises
-        ``HookStateError`` for dtypes other than numbers, times and fixed strings (objects, records), for subclasses of arrays,
-        and for generators that are not numpy's own."""
+        """Return the JSON of a numpy array, scalar or generator. Raises ``HookStateError``, for example for an array of
+        objects."""
         if isinstance(value, np.random.RandomState):
             state = value.get_state(legacy=False)
             assert isinstance(state, dict)

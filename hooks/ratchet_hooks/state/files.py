@@ -1,9 +1,4 @@
-"""One rank's state in one file, without pickle, in place of ``torch.save`` and ``torch.load`` in your own script; the arguments
-are path and state, in this order.
-
-The file is a safetensors file, written and read here; its metadata contains the JSON part of ``ratchet_hooks.state.encode``. The
-state is restored bit for bit, with tensors on the CPU (``load_state_dict`` copies them to their devices).
-"""
+"""One rank's state in one safetensors file, without pickle, in place of ``torch.save`` and ``torch.load``."""
 
 from __future__ import annotations
 
@@ -34,12 +29,8 @@ _KEY: Final = "ratchet_state"
 
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write ``state`` to the file ``path``, atomically and durably. ``state``: anything that ``encode`` accepts, such as the
-    result of ``ManagedHook.capture()``. Missing directories are created; their own names are not synced.
-
-    A process that is killed meanwhile leaves the previous file unchanged. One process at a time may write a path, since the
-    temporary file is ``<path>.tmp``. Raises ``HookStateError`` that names a value which cannot be stored, and ``OSError``.
-    """
+    """Write ``state``, anything that ``encode`` accepts, to ``path``, atomically and durably. One process at a time may write a
+    path. Raises ``HookStateError`` and ``OSError``."""
     target, parts = Path(path), _parts(state)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.tmp")
@@ -52,9 +43,8 @@ def save_state(path: str | os.PathLike[str], state: object) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> Any:
-    """Return the state that ``save_state`` wrote to ``path``, with tensors on the CPU. Raises ``FileNotFoundError``, and
-    ``HookStateError`` for a file that is incomplete or malformed, or that ``save_state`` did not write. There is no checksum:
-    changed bytes in a tensor are not noticed."""
+    """Return the state that ``save_state`` wrote, with tensors on the CPU. Raises ``FileNotFoundError``, and ``HookStateError``
+    for a malformed file; there is no checksum."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
     with Path(path).open("rb") as file:
@@ -62,21 +52,20 @@ def load_state(path: str | os.PathLike[str]) -> Any:
 
 
 def pack_state(state: object) -> torch.Tensor:
-    """Return the bytes of the file that ``save_state`` would write, as a one-dimensional uint8 tensor on the CPU, to be stored
-    inside another checkpoint. Raises ``HookStateError`` that names a value which cannot be stored."""
+    """Return the bytes of the file that ``save_state`` would write, as a one-dimensional uint8 tensor. Raises
+    ``HookStateError``."""
     return torch.frombuffer(bytearray().join(_parts(state)), dtype=torch.uint8)
 
 
 def unpack_state(packed: torch.Tensor) -> Any:
     """Return the state that ``pack_state`` packed, with tensors on the CPU. Raises ``HookStateError`` for bytes that are
-    incomplete or malformed; as in ``load_state`` there is no checksum."""
+    incomplete or malformed."""
     content = packed.cpu().numpy().tobytes()
     return _read(io.BytesIO(content), len(content), "state")
 
 
 def _parts(state: object) -> Iterator[memoryview | bytes]:
-    """Return an iterator over the parts of the file's content. ``HookStateError`` for a value that cannot be stored is raised
-    by this call, not by the iterator."""
+    """Return an iterator over the parts of the file's content. The call itself raises ``HookStateError``."""
     tensors, data = encode(state, root="state")
     stored: dict[str, Stored] = {}
     end = 0
@@ -96,9 +85,8 @@ def _parts(state: object) -> Iterator[memoryview | bytes]:
 
 
 def _read(file: BinaryIO, size: int, where: str) -> Any:
-    """Return the state in a file of ``size`` bytes that is open at its beginning, with tensors on the CPU. ``where``: the file's
-    name in errors. Raises ``HookStateError`` if the file is incomplete or ``save_state`` did not write it. There is no checksum:
-    changed bytes in a tensor are not noticed."""
+    """Return the state in a file of ``size`` bytes that is open at its beginning. ``where``: the file's name in errors. Raises
+    ``HookStateError``."""
     try:
         stored, metadata, _ = read_header(file, size)
         data = metadata.get(_KEY)

@@ -14,8 +14,7 @@ from ratchet_hooks.errors import HookStateError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return the states of the generators: ``torch`` (CPU), ``cuda`` (that of ``device``; None if it is no CUDA device),
-    ``numpy``, ``python``."""
+    """Return the states of torch's, numpy's and Python's generators; ``cuda`` is None if ``device`` is no CUDA device."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -26,8 +25,8 @@ def capture(device: torch.device) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any], device: torch.device) -> None:
-    """Set the generators to the states that ``capture`` returned. Raises ``HookStateError``, and changes nothing, if ``state``
-    has that of a CUDA device and ``device`` is none, or the other way round."""
+    """Set the generators to the states that ``capture`` returned. Raises ``HookStateError`` if ``state`` is of another kind of
+    device."""
     if (state["cuda"] is None) != (device.type != "cuda"):
         had = "without" if state["cuda"] is None else "with"
         raise HookStateError(

@@ -1,8 +1,5 @@
-"""The safetensors header: ``<u64 length><JSON, padded with spaces><data>``. Torch-free.
-
-Format: https://github.com/huggingface/safetensors#format. The JSON maps keys to dtype, shape and data offsets (bytes from the
-start of the data); ``__metadata__`` maps strings to strings. Tensors follow one another without gaps.
-"""
+"""The safetensors header: ``<u64 length><JSON, padded with spaces><data>``. Torch-free. Format:
+https://github.com/huggingface/safetensors#format."""
 
 from __future__ import annotations
 
@@ -33,8 +30,7 @@ class Stored(NamedTuple):
 
 
 class Header(NamedTuple):
-    """A header that was read: the tensors' entries by key, the metadata, and ``start``, the offset of the data in the file, in
-    bytes. The metadata is empty if the header has none or no JSON object there; its values may be of any type."""
+    """A header that was read. ``tensors``: the entries by key. ``start``: offset of the data in the file, in bytes."""
 
     tensors: dict[str, Stored]
     metadata: Mapping[str, Any]
@@ -42,8 +38,7 @@ class Header(NamedTuple):
 
 
 def entries_json(stored: Mapping[str, Stored]) -> bytes:
-    """Return the tensors' entries as JSON, without the braces around them: the part of a header that does not depend on the
-    metadata."""
+    """Return the tensors' entries of a header as JSON, without the braces around them."""
     body = {
         key: {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         for key, (dtype, shape, begin, end) in stored.items()
@@ -52,17 +47,13 @@ def entries_json(stored: Mapping[str, Stored]) -> bytes:
 
 
 def header_json(metadata: Mapping[str, str], members: bytes) -> tuple[bytes, bytes, bytes]:
-    """Return a header's JSON as three pieces, which the caller joins. ``members``: the tensors' entries from ``entries_json``;
-    it is the second piece, uncopied, since it may be long."""
+    """Return a header's JSON as three pieces, which the caller joins. ``members``: the tensors' entries from ``entries_json``."""
     return b'{"__metadata__":' + _dump(metadata) + (b"," if members else b""), members, b"}"
 
 
 def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[bytes, bytes, bytes]:
-    """Return a complete header in three pieces: the length field and the JSON ``parts`` (from ``header_json``), padded with
-    spaces so that the data starts on a multiple of ``alignment`` bytes.
-
-    Raises ``ValueError`` for a header that ``read_header`` would refuse as too long or for too many values.
-    """
+    """Return a header as three pieces, padded so that the data starts on a multiple of ``alignment`` bytes. Raises ``ValueError``
+    if it is too long."""
     size = sum(map(len, parts))
     if size > MAX_JSON_VALUES and sum(map(_max_value_count, parts)) > MAX_JSON_VALUES:  # a value has at least one byte
         raise ValueError(f"it has more than {MAX_JSON_VALUES} values")
@@ -74,11 +65,8 @@ def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[byt
 
 
 def read_header(file: BinaryIO, size: int) -> Header:
-    """Read and check the header of a safetensors file that is open at its beginning and has ``size`` bytes. Any program may
-    have written it. The entries must describe exactly the data that follows; the data are not read.
-
-    Raises ``ValueError`` if the header is invalid or the file is not complete, and ``OSError``.
-    """
+    """Return the checked header of a safetensors file of ``size`` bytes, open at its beginning. Raises ``ValueError`` if it does
+    not describe exactly the file's data."""
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     if size < LENGTH_BYTES or length > min(MAX_HEADER, size - LENGTH_BYTES):
         raise ValueError("the header's length is impossible")
@@ -98,8 +86,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def _entry(key: str, value: Any) -> Stored:
-    """Return one checked entry of a header. Raises ``ValueError`` if it is malformed, or if its bytes do not fit its shape and
-    dtype."""
+    """Return one checked entry of a header. Raises ``ValueError`` if it is malformed, or if its size does not fit."""
     try:
         begin, end = map(int, value["data_offsets"])
         stored = Stored(value["dtype"], tuple(map(int, value["shape"])), begin, end)
@@ -112,8 +99,7 @@ def _entry(key: str, value: Any) -> Stored:
 
 
 def bounded_json(raw: bytes | str) -> Any:
-    """Return the value of a JSON text of unknown origin. Raises ``ValueError`` for invalid JSON, NaN or infinity, too deep
-    nesting, or too many values (``refuse_json_bomb``)."""
+    """Return the value of a JSON text of unknown origin. Raises ``ValueError``, also if it may have too many values."""
     refuse_json_bomb(raw)
     try:
         return json.loads(raw, parse_constant=_no_constant)
@@ -122,8 +108,7 @@ def bounded_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Raise ``ValueError`` for a JSON text that may have more than ``MAX_JSON_VALUES`` values, which would need far more memory
-    than its length. Commas and brackets are counted, also those inside strings."""
+    """Raise ``ValueError`` for a JSON text whose many values would need far more memory than its length."""
     if _max_value_count(raw) > MAX_JSON_VALUES:
         raise ValueError(f"JSON with more than {MAX_JSON_VALUES} values is refused")
 

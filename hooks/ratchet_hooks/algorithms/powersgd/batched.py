@@ -1,11 +1,5 @@
-"""Batched PowerSGD: one square matrix per bucket, made of all its gradients one after the other and zeros at the end.
-
-torch's ``batched_powerSGD_hook`` fails at its first compressed step, since ``_orthogonalize`` needs batches, which its P and Q
-are not. This is the algorithm of its documentation, with the bits that its code gives once P and Q are passed as batches of one,
-with two differences: the bucket's memory is not resized to the square, since gradients may be views of it, and
-``orthogonalization_epsilon`` is applied. The state is torch's ``PowerSGDState``; a residual has the elements of the whole square,
-since the product P Q^T fills all of it.
-"""
+"""Batched PowerSGD: one square matrix per bucket, made of all its gradients and zeros at the end. The algorithm is that of
+torch's ``batched_powerSGD_hook``, which fails at its first compressed step."""
 
 from __future__ import annotations
 
@@ -44,19 +38,13 @@ class BatchedPowerSGD(LowRank):
         self._scratch_by_dtype: dict[torch.dtype, torch.Tensor] = {}
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return this rank's state: residuals by parameter name; what belongs to a square as a whole (padding, P, Q) by the
-        bucket's index. The JSON part also contains the buckets. All else is as in ``LowRank.capture``."""
+        """Return this rank's state: residuals by parameter name, padding, P and Q by bucket index, and a JSON part."""
         tensors, data = state_by_name.capture(self.state, layout, self, copy=copy)
         return tensors, {**data, "buckets": None if layout is None else [list[JsonValue](bucket) for bucket in layout]}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture`` into torch's state object. Raises ``HookStateError`` naming the entry that does not
-        fit.
-
-        If the buckets are not the recorded ones, their squares differ, and a warning is logged. The parameters' residuals, the
-        iteration, the generator and the statistics are then restored. The residuals of the padding become zero, P and Q are
-        dropped, and the next step begins with a new random Q.
-        """
+        """Restore the result of ``capture`` into torch's state object. If the buckets differ from the recorded ones, padding, P
+        and Q are reset with a warning. Raises ``HookStateError``."""
         if isinstance(state, dict) and layout is not None and state.get("buckets") != layout:
             _log.warning(
                 "the buckets differ from the recorded ones: P and Q of the batched_powerSGD state are initialised again"
@@ -70,8 +58,7 @@ class BatchedPowerSGD(LowRank):
         super().restore(tensors, state, layout)
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a residual, P and Q of zeros, for a bucket of these parameters; the residual has the elements of the whole
-        square."""
+        """Return a residual, P and Q of zeros for a bucket of these parameters. The residual has the elements of the square."""
         side, rank = self._matrix_size(sum(self.setup.parameters[name].numel() for name in bucket))
         options: dict[str, Any] = {"dtype": self.setup.dtype(bucket[0]), "device": self.setup.device}
         return (
@@ -84,7 +71,7 @@ class BatchedPowerSGD(LowRank):
         self, index: int, bucket: Sequence[str], residual: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield ``(key, view)`` of the residual: ``residual/<parameter>``, and ``residual_padding/<bucket index>`` for the
-        rest of the square."""
+        rest."""
         yield from super().residuals(index, bucket, residual)
         length = sum(self.setup.parameters[name].numel() for name in bucket)
         yield f"residual_padding/{index}", residual[length:]
@@ -96,17 +83,14 @@ class BatchedPowerSGD(LowRank):
         yield from ((f"p/{index}", p), (f"q/{index}", q))
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """Return the number of elements that this rank sends for a bucket, and the stages of its compression, which have not
-        begun. Adds the bucket to the compression statistics."""
+        """Return the number of elements that this rank sends for a bucket, and the stages of its compression."""
         square = self._square(bucket.index(), buffer)
         sent = square.p.numel() + square.q.numel()
         self._count_elements(bucket, buffer.numel(), sent)
         return sent, self._stages(square, bucket.index(), buffer, names)
 
     def _stages(self, square: _Square, index: int, buffer: torch.Tensor, names: Sequence[str]) -> Stages:
-        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the average
-        into ``buffer`` and, with error feedback, the rest into the residual. The caller waits for a yielded all-reduce before
-        it continues."""
+        """Compress one bucket: yield the all-reduces of P and Q, which the caller waits for, then store average and residual."""
         state = self.state
         square.load(buffer, add=index in state.error_dict)
         if not state.warm_start or index not in state.p_memory_dict:
@@ -129,8 +113,7 @@ class BatchedPowerSGD(LowRank):
             state.p_memory_dict[index], state.q_memory_dict[index] = square.p, square.q
 
     def _square(self, index: int, buffer: torch.Tensor) -> _Square:
-        """Return the square of bucket ``index``. It uses the memory of the bucket's residual, P and Q in the state. For one that
-        the state does not have, it uses the memory of the previous step's square if that fits, otherwise new memory."""
+        """Return the square of bucket ``index``, over the state's residual, P and Q if the state has them."""
         state, square = self.state, self._squares.get(index)
         flat, p, q = (d.get(index) for d in (state.error_dict, state.p_memory_dict, state.q_memory_dict))
         if square is None or not square.is_reusable(buffer, flat, p, q):
@@ -145,8 +128,7 @@ class BatchedPowerSGD(LowRank):
         return square
 
     def _scratch(self, like: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised flat memory of the size and dtype of ``like`` for a product. All buckets of a dtype share the
-        memory of the largest one, since they are computed one after the other."""
+        """Return uninitialised flat memory of the size and dtype of ``like``, which all buckets of a dtype share."""
         space = self._scratch_by_dtype.get(like.dtype)
         if space is None or space.numel() < like.numel():
             space = self._scratch_by_dtype[like.dtype] = torch.empty_like(like)
@@ -159,11 +141,8 @@ class BatchedPowerSGD(LowRank):
 
 
 class _Square:
-    """A bucket's square matrix with its factors P and Q.
-
-    ``length``: elements of the bucket. ``flat``: the ``side * side`` elements to compress; with error feedback the residual's
-    memory, otherwise separate memory.
-    """
+    """A bucket's square matrix with its factors P and Q. ``length``: elements of the bucket. ``flat``: the elements to compress;
+    with error feedback the residual's memory."""
 
     def __init__(self, length: int, flat: torch.Tensor, p: torch.Tensor, q: torch.Tensor, trial_results: Tried) -> None:
         side = p.shape[0]
@@ -175,14 +154,13 @@ class _Square:
     def is_reusable(
         self, buffer: torch.Tensor, flat: torch.Tensor | None, p: torch.Tensor | None, q: torch.Tensor | None
     ) -> bool:
-        """True if this square has the size and dtype of the bucket ``buffer`` and uses exactly the tensors ``flat``, ``p`` and
-        ``q``. None for one of these: the state has no such tensor yet, so any fits."""
+        """Return True if this square fits the bucket ``buffer`` and uses the tensors ``flat``, ``p`` and ``q``. None: any
+        fits."""
         same = all(want is None or want is have for want, have in ((flat, self.flat), (p, self.p), (q, self.q)))
         return same and self.length == buffer.numel() and self.flat.dtype is buffer.dtype
 
     def load(self, gradients: torch.Tensor, *, add: bool) -> None:
-        """Put the gradients into the matrix. ``add`` True: they are added to the residual that is there. ``add`` False: they
-        replace what is there, and the padding becomes zeros."""
+        """Put the gradients into the matrix. ``add`` True: they are added to the residual that is there."""
         part, padding = self.flat[: self.length], self.flat[self.length :]
         if add:
             torch.add(gradients, part, out=part)
@@ -192,8 +170,8 @@ class _Square:
             padding.zero_()
 
     def store(self, buffer: torch.Tensor, product: torch.Tensor) -> None:
-        """Compute P Q^T and copy its elements, without the padding, into the bucket. ``product``: flat memory for P Q^T.
-        Afterwards ``flat`` contains the matrix minus the product, unless ``product`` is ``flat`` itself."""
+        """Compute P Q^T in ``product`` and copy it into the bucket. ``flat`` becomes the remainder, unless it is ``product``
+        itself."""
         torch.mm(self.p, self.q.t(), out=product.view(self.matrix.shape))
         buffer.copy_(product[: self.length])
         if product is not self.flat:

@@ -1,15 +1,5 @@
-"""Kernels of PowerSGD: M^T P, P Q^T and orthonormal columns, each with the bits of torch's PowerSGD hooks. The faster products
-are for CPUs; on other devices they are ``torch.mm`` and ``torch.bmm``.
-
-M^T P is computed column by column where that is faster and gives the same bits. MKL multiplies a transposed matrix by a few
-columns at a tenth of the speed at which it reads the matrix; one matrix-vector product per column runs at that speed. Both add up
-in the same order on the machines that were examined, but no document guarantees it: each shape is tried first, and where one bit
-differs, the matrix product is kept.
-
-P Q^T is computed in blocks of rows where that is faster and gives the same bits. MKL treats a product of few columns by few rows
-like one of large matrices, and packs them: blocks of sixteen rows, as a batch, take less than half the time. An element is the
-same sum of ``r`` products; whether it is added up in the same order is also tried for each shape first.
-"""
+"""Kernels of PowerSGD: M^T P, P Q^T and orthonormal columns, each with the bits of torch's PowerSGD hooks. On CPUs, faster
+products are used for shapes for which a trial gave the same bits."""
 
 from __future__ import annotations
 
@@ -30,11 +20,8 @@ Tried: TypeAlias = dict[tuple[object, ...], bool]
 
 
 class TransposedProduct:
-    """Computes ``q = M^T p``, with views that are made once; the bits are those of ``torch.mm`` or ``torch.bmm``.
-
-    ``matrix`` (M): ``n x m``; ``p``: ``n x r``; ``q``: ``m x r``; or a batch of each. ``trial_results``: whether a faster way to
-    compute gave the same bits in a trial, by shape, dtype, alignment and threads; shared with other products.
-    """
+    """Computes ``q = M^T p`` with the bits of ``torch.mm`` or ``torch.bmm``. ``matrix``: ``n x m``; ``p``: ``n x r``; ``q``:
+    ``m x r``; or a batch of each. ``trial_results``: shared with other products."""
 
     def __init__(self, matrix: torch.Tensor, p: torch.Tensor, q: torch.Tensor, trial_results: Tried) -> None:
         self._transposed, self._p, self._q = matrix.mT, p, q
@@ -44,8 +31,7 @@ class TransposedProduct:
         self._columns: _Columns | None = None
 
     def compute(self) -> None:
-        """Compute the product from the present values of the matrix and ``p``, into ``q``. The first call, and the first after
-        the number of threads changed, may run a trial."""
+        """Compute the product of the present values into ``q``. May run a trial after the number of threads changed."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions depends on it
             self._threads = threads
@@ -56,15 +42,16 @@ class TransposedProduct:
             self._columns.compute(self._transposed, self._p, self._q)
 
     def _choose(self) -> _Columns | None:
-        """Return the memory for a product column by column if that may be faster here and a trial gave the same bits. None: use
-        the matrix product."""
+        """Return the memory for a product by columns if a trial gave the same bits; None: use the matrix product."""
         transposed, rank = self._transposed, self._p.shape[-1]
         one = transposed.dim() == 2 or len(transposed) == 1
         full = transposed.device.type == "cpu" and transposed.dtype in (torch.float32, torch.float64)
         if rank < 2 or not one or not full or not MIN_ELEMENTS <= transposed.numel() <= MAX_ELEMENTS:
             return None
+        # The other threads of a product do not flush, and the two products divide the elements among threads differently.
         if self._threads > 1 and _flushes_denormals():
             return None
+        # MKL multiplies a transposed matrix by a few columns at a tenth of the speed of matrix-vector products.
         columns = _Columns(self._p, self._q)
         places = tuple(cache_line_offset(of) for of in (transposed, self._p, self._q))
         case = (transposed.shape, transposed.dtype, rank, places, self._threads)
@@ -73,15 +60,12 @@ class TransposedProduct:
         return columns if self._trial_results[case] else None
 
     def _is_identical(self, columns: _Columns) -> bool:
-        """Return whether the product column by column has the bits of the matrix product, on trial matrices of these shapes
-        and offsets in a cache line.
-
-        The order of additions does not depend on the values. Where rows cancel each other, only rounding is left, which
-        reveals another order; where all values are zero, the sign does.
-        """
+        """Return whether the product column by column has the bits of the matrix product, in trials with these shapes."""
         generator = torch.Generator().manual_seed(0)
         matrix, p, q, other = (empty_aligned_like(of) for of in (self._transposed.mT, self._p, self._q, self._q))
         n = matrix.shape[-2]
+        # The order of additions does not depend on the values. Where rows cancel each other, only rounding is left, which reveals
+        # another order; where all values are zero, the sign does.
         for zeros in (False,) * _TRANSPOSED_ROUNDS + (True,):
             values = torch.randn(_PERIOD, generator=generator)
             p.normal_(generator=generator)
@@ -107,7 +91,7 @@ class TransposedProduct:
 
 
 def cache_line_offset(tensor: torch.Tensor) -> int:
-    """Return the offset of the tensor's memory within a cache line, in elements: the order of additions may depend on it."""
+    """Return the offset of the tensor's memory within a cache line, in elements. The order of additions may depend on it."""
     return tensor.data_ptr() % _CACHE_LINE_BYTES // tensor.element_size()
 
 
@@ -118,14 +102,12 @@ def empty_aligned_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flushes_denormals() -> bool:
-    """True if this thread treats denormals as zero (``torch.set_flush_denormal``). The other threads of a product do not, and
-    which thread computes an element differs between a product column by column and the whole product."""
+    """Return True if this thread treats denormals as zero (``torch.set_flush_denormal``)."""
     return not bool(torch.tensor(1e-310, dtype=torch.float64) * 1.0)
 
 
 class _Columns:
-    """Memory for copies of ``p`` and ``q`` in which columns are contiguous: a product with a strided vector takes three times
-    as long."""
+    """Memory for copies of ``p`` and ``q`` whose columns are contiguous: products with strided vectors are slower."""
 
     def __init__(self, p: torch.Tensor, q: torch.Tensor) -> None:
         self._p, self._q = (of.new_empty(of.shape[-1], of.shape[-2]) for of in (p, q))
@@ -144,12 +126,8 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 class Basis:
-    """A batch of matrices, ``b x n x r`` with ``r <= n``; ``orthogonalize`` makes their columns orthonormal in place. Raises
-    ``ValueError`` if ``r > n``.
-
-    It computes what torch's ``_orthogonalize`` does, over views that are made once: Gram-Schmidt up to rank 2 and in 16 bits
-    (which have no QR), otherwise a QR factorisation, which ignores epsilon.
-    """
+    """Matrices, ``b x n x r``, whose columns ``orthogonalize`` makes orthonormal as torch does. Raises ``ValueError`` if
+    ``r > n``."""
 
     def __init__(self, matrices: torch.Tensor) -> None:
         batch, rows, rank = matrices.shape
@@ -165,8 +143,8 @@ class Basis:
             self._columns = list(zip(torch.split(matrices, 1, dim=2), [*rest, None], strict=True))
 
     def orthogonalize(self, epsilon: float) -> None:
-        """Make the columns orthonormal in place. In Gram-Schmidt ``epsilon`` is added to the norms, and if it is 0, a column of
-        zeros becomes NaN. The QR factorisation ignores ``epsilon``."""
+        """Make the columns orthonormal in place. ``epsilon`` is added to the norms in Gram-Schmidt; a QR factorisation ignores
+        it."""
         if self._triangle is not None:
             torch.linalg.qr(self.matrices, out=(self.matrices, self._triangle))
         for column, rest in self._columns:
@@ -181,10 +159,8 @@ _ROUNDS: Final = 2
 
 
 class OuterProduct:
-    """Computes ``average = P Q^T``, with views that are made once; the bits are those of ``torch.bmm``.
-
-    ``average``: ``b x n x m``; ``p``: ``b x n x r``; ``q``: ``b x m x r``. ``trial_results``: as in ``TransposedProduct``.
-    """
+    """Computes ``average = P Q^T`` with the bits of ``torch.bmm``. ``average``: ``b x n x m``; ``p``: ``b x n x r``; ``q``:
+    ``b x m x r``."""
 
     def __init__(self, average: torch.Tensor, p: torch.Tensor, q: torch.Tensor, trial_results: Tried) -> None:
         self._average, self._p, self._q = average, p, q
@@ -193,8 +169,7 @@ class OuterProduct:
         self._blocked = False
 
     def compute(self) -> None:
-        """Compute the product of the present P and Q, into ``average``. The first call, and the first after the number of
-        threads changed, may run a trial."""
+        """Compute the product of P and Q into ``average``. May run a trial after the number of threads changed."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions may depend on it
             self._threads = threads
@@ -225,13 +200,10 @@ class OuterProduct:
         return self._trial_results[case]
 
     def _is_identical(self) -> bool:
-        """Return whether the product in blocks of rows has the bits of ``torch.bmm``, on trial factors of these shapes and
-        offsets in a cache line. Overwrites ``average``, and needs memory for one more matrix.
-
-        The order of additions does not depend on the values; where all products are zero, the sign of the first shows it.
-        """
+        """Return whether the product in blocks of rows has the bits of ``torch.bmm``, in trials. Overwrites ``average``."""
         generator = torch.Generator().manual_seed(0)
         p, q, other = (empty_aligned_like(of) for of in (self._p, self._q, self._average))
+        # The order of additions does not depend on the values; where all products are zero, the sign of the first shows it.
         for zeros in (False,) * _ROUNDS + (True,):
             for factor in (p, q):
                 factor.normal_(generator=generator)
@@ -246,8 +218,8 @@ class OuterProduct:
 
 
 def _blocked_bmm(average: torch.Tensor, p: torch.Tensor, q: torch.Tensor) -> None:
-    """Compute ``average = p q^T``, for a batch of one matrix, as a batch of blocks of ``_ROWS`` rows, which must
-    divide the number of rows."""
+    """Compute ``average = p q^T``, for a batch of one, in blocks of ``_ROWS`` rows, which must divide the rows."""
     _, n, m = average.shape
+    # MKL packs even small factors as for large matrices: blocks, as a batch, take less than half the time.
     blocks = n // _ROWS
     torch.bmm(p.view(blocks, _ROWS, -1), q.mT.expand(blocks, -1, m), out=average.view(blocks, _ROWS, m))

@@ -1,19 +1,5 @@
-"""PowerSGD (Vogels et al., arXiv 1905.13727) as torch's ``powerSGD_hook`` computes it: the same bits in less time.
-
-The state is torch's ``PowerSGDState``; after a step its dictionaries hold what torch's hook leaves in them. The differences:
-
-- Threads: torch starts a bucket's second and third all-reduce, and multiplies matrices, in callbacks. On gloo those run in
-  whichever thread completes the previous all-reduce; two buckets (or DDP's own all-reduce of the map of unused parameters) cross
-  in different orders on different ranks, and products have other bits, because the number of threads and the handling of
-  denormals belong to the thread. Here the thread that calls the hook issues and computes everything.
-- Order: the uncompressed gradients are in transfer while P is computed. Off NCCL a bucket's P is in transfer while the backward
-  pass continues and the next bucket is begun, and its Q while those of the later buckets are computed. No result is needed before
-  the last bucket's hook call, which completes all of them: what a hook call issues depends only on the order of the buckets, so
-  it is the same on all ranks.
-- Memory: a bucket's residual is also the matrix that is compressed. Gradients are added to it, the average is subtracted from it,
-  and neither a copy of the bucket nor a new residual is made. Views are made once per bucket, not once per step.
-- On NCCL everything is queued on a separate stream, and the host waits only for the copy of a random Q to the device.
-"""
+"""PowerSGD (Vogels et al., arXiv 1905.13727) as torch's ``powerSGD_hook`` computes it: the same bits in less time, with torch's
+``PowerSGDState``. The thread that calls the hook issues all collectives, in an order that depends only on that of the buckets."""
 
 from __future__ import annotations
 
@@ -43,8 +29,8 @@ next stage needs, or None where there is none."""
 
 @dataclass
 class _Begun:
-    """A bucket whose compression has begun but is not complete. ``average``: the future that DDP received; ``pending_work``:
-    the all-reduce that the next stage waits for, None if there is none."""
+    """A bucket in compression. ``average``: the future that DDP received. ``pending_work``: the all-reduce that the next stage
+    waits for."""
 
     stages: Stages
     buffer: torch.Tensor
@@ -52,15 +38,14 @@ class _Begun:
     pending_work: Any = None
 
     def advance(self) -> None:
-        """Wait for the pending all-reduce, if there is one, and run the next stage, up to the all-reduce that it starts."""
+        """Wait for the pending all-reduce, if there is one, and run the next stage."""
         if self.pending_work is not None:
             self.pending_work.wait()
         self.pending_work = next(self.stages, None)
 
 
 class LowRank(Algorithm):
-    """The common part of ``powerSGD`` and ``batched_powerSGD``: torch's state, the warm-up, and the order in which work is
-    issued."""
+    """The common part of ``powerSGD`` and ``batched_powerSGD``: torch's state, the warm-up, and the order of work."""
 
     def __init__(self, spec: PowerSGDSpec | BatchedPowerSGDSpec, setup: Setup) -> None:
         super().__init__(setup)
@@ -74,14 +59,15 @@ class LowRank(Algorithm):
         self._stream = torch.cuda.Stream(setup.device) if nccl else None  # type: ignore[no-untyped-call]
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Begin to average a bucket: by an all-reduce in the warm-up, by low-rank factors after it. Returns the future of the
-        bucket's average, and the bytes that this rank sends. After the warm-up, the futures of all buckets are completed in
-        the call for the last bucket at the latest."""
+        """Begin to average a bucket: by an all-reduce in the warm-up, by low-rank factors after it. Returns the average's future
+        and the bytes sent."""
         buffer, state = bucket.buffer(), self.state
         if state.iter < state.start_powerSGD_iter:
             state.maybe_increase_iter(bucket)  # type: ignore[no-untyped-call]
             work: Any = dist.all_reduce(buffer.div_(self.group.size()), group=self.group, async_op=True)
             return work.get_future().then(lambda done: done.value()[0]), buffer.nbytes
+        # Unlike in torch's hook, nothing is done in callbacks: on gloo those run in any thread, so that collectives cross in
+        # different orders on different ranks, and products have other bits (number of threads, denormals).
         if bucket.index() == 0:
             self._discard_all()
         with self._stream_context():
@@ -98,8 +84,7 @@ class LowRank(Algorithm):
         return begun.average, sent * buffer.element_size()
 
     def _advance_previous(self, *, last: bool) -> None:
-        """Run the next stage (Q) of the second newest bucket. ``last`` True, for a backward pass's last bucket: also run that
-        stage of the newest one, and then complete all buckets."""
+        """Run the next stage of the second newest bucket. ``last`` True: also of the newest, and then complete all buckets."""
         for begun in self._in_flight[-2:] if last else self._in_flight[-2:-1]:
             begun.advance()
         if last:
@@ -120,22 +105,19 @@ class LowRank(Algorithm):
         self._in_flight = []
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
-        """Return this rank's state: tensors and a JSON part. The tensors are the residuals, P and Q by parameter name, and the
-        tensors among the other values of ``__getstate__()``. The JSON part contains the rest of these other values. ``layout``
-        and ``copy``: as in the base class. Raises ``HookStateError`` if only some buckets have state, or if buckets have state
-        but ``layout`` is None."""
+        """Return this rank's state: residuals, P and Q by parameter name, and the other values of ``__getstate__()``. Raises
+        ``HookStateError`` if the buckets' state is incomplete, or ``layout`` is missing."""
         return state_by_name.capture(self.state, layout, self, copy=copy)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
-        """Restore the result of ``capture`` into torch's state object, through ``__setstate__``. Raises ``HookStateError``
-        naming the entry that does not fit; nothing is changed then."""
+        """Restore the result of ``capture`` into torch's state object. Raises ``HookStateError``, and changes nothing, if an
+        entry does not fit."""
         if not isinstance(state, dict):
             raise HookStateError("state", "missing from the recorded state")
         state_by_name.restore(self.state, tensors, state, layout, self)
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a residual, P and Q of zeros, in the form in which the hook keeps them, for a bucket with the parameters named
-        in ``bucket``."""
+        """Return a residual, P and Q of zeros, as the hook keeps them, for a bucket of these parameters."""
         raise NotImplementedError
 
     def residuals(
@@ -169,34 +151,30 @@ class LowRank(Algorithm):
         )
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """Return the number of elements that this rank sends for a bucket, and the stages that put the compressed average into
-        ``buffer``."""
+        """Return the number of elements that this rank sends for a bucket, and the stages that average it into ``buffer``."""
         raise NotImplementedError
 
     def _stream_context(self) -> AbstractContextManager[Any]:
-        """Return the context in which the compression runs: on NCCL a separate stream, after what the caller's stream has
-        queued, so that the backward pass continues concurrently; otherwise one without effect."""
+        """Return the context in which the compression runs: on NCCL a separate stream, otherwise one without effect."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self.setup.device))
         return torch.cuda.stream(self._stream)
 
     def _all_reduce(self, flat: torch.Tensor) -> Any:
-        """Start to sum ``flat`` over the ranks, in place. ``wait()`` of the returned work blocks the host on gloo, only the
-        stream on NCCL."""
+        """Start to sum ``flat`` over the ranks, in place; return the work to wait for."""
         return dist.all_reduce(flat, group=self.group, async_op=True)
 
     def _count_elements(self, bucket: Any, before: int, after: int) -> None:
-        """Add to torch's compression statistics the elements of a bucket ``before`` and ``after`` compression, and log them
-        when that is due."""
+        """Add a bucket's elements ``before`` and ``after`` compression to torch's statistics, and log them when that is due."""
         self.state.total_numel_before_compression += before
         self.state.total_numel_after_compression += after
         report_compression(bucket, self.state)
 
     def _draw_random(self, qs: Sequence[Basis]) -> None:
-        """Fill every Q with random numbers, equal on all ranks: the numbers that torch draws, but from a separate generator.
-        (torch seeds the process's default generators and restores only the CPU's, so that dropout on CUDA would get the same
-        numbers on every rank.)"""
+        """Fill every Q with the random numbers that torch draws, equal on all ranks."""
+        # A separate generator: torch seeds the default ones and restores only the CPU's, so that dropout on CUDA would get the
+        # same numbers on every rank.
         generator = torch.Generator().manual_seed(self.state.rng.randint(1_000_000_000))
         for q in qs:
             q.matrices.copy_(torch.randn(q.matrices.shape, dtype=q.matrices.dtype, generator=generator))
@@ -210,9 +188,7 @@ class PowerSGD(LowRank):
         self._plans: dict[int, Plan] = {}
 
     def _compress(self, bucket: Any, buffer: torch.Tensor, names: Sequence[str]) -> tuple[int, Stages]:
-        """Add a bucket's gradients to its residual, if there is error feedback, prepare the bucket's views, and add the bucket
-        to the compression statistics. Returns the number of elements that this rank will send, and the stages of the
-        compression, which have not begun."""
+        """Add a bucket's gradients to its residual, if any. Return the number of elements to send, and the stages."""
         index = bucket.index()
         total = self._add_residual(index, buffer)
         plan = self._plan(bucket, buffer, total, names)
@@ -222,9 +198,7 @@ class PowerSGD(LowRank):
         return plan.elements_sent, self._stages(plan, index)
 
     def _stages(self, plan: Plan, index: int) -> Stages:
-        """Compress one bucket in stages: a generator that yields the all-reduce of P, then that of Q, and then puts the average
-        into the bucket and, with error feedback, the rest into the residual. The caller waits for a yielded all-reduce before
-        it continues; None stands for no all-reduce."""
+        """Compress one bucket: yield the all-reduces of P and Q (or None), which the caller waits for; then store the average."""
         state, small = self.state, None
         if plan.uncompressed.numel():
             torch.cat(plan.uncompressed_sources, out=plan.uncompressed)
@@ -243,8 +217,8 @@ class PowerSGD(LowRank):
             plan.total.sub_(plan.buffer)  # the intended update minus the applied one: the new residual
 
     def _add_residual(self, index: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Add a bucket's gradients to its residual in place, and return the sum, which is the residual's memory. Without a
-        residual yet, it is made as a copy of the gradients. Without error feedback return ``buffer`` itself."""
+        """Add a bucket's gradients to its residual in place, and return the sum; without error feedback return ``buffer``
+        itself."""
         if not self.state.use_error_feedback:
             return buffer
         residual = self.state.error_dict.get(index)
@@ -255,8 +229,7 @@ class PowerSGD(LowRank):
         return residual
 
     def _factorise(self, plan: Plan) -> Stages:
-        """Replace the bucket's compressed gradients by their low-rank average: a generator that yields the all-reduce of P,
-        then that of Q."""
+        """Replace the bucket's compressed gradients by their low-rank average; yield the all-reduces of P and Q."""
         epsilon = self.state.orthogonalization_epsilon
         for product in plan.products:
             product.q.orthogonalize(epsilon)

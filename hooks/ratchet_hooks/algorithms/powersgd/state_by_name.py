@@ -1,14 +1,6 @@
-"""PowerSGD's state by parameter name: residuals, P and Q cut out of torch's flat bucket tensors, and copied into any layout.
-
-torch's ``PowerSGDState`` keeps, per bucket index, ``error_dict[b]`` (one element per gradient element), ``p_memory_dict[b]`` and
-``q_memory_dict[b]`` (the P and Q of the bucket's compressed matrices one after the other, grouped by shape). Stored are
-
-- ``residual/<parameter>``: this rank's residual in the parameter's shape,
-- ``p/<parameter>`` and ``q/<parameter>``: matrices of n x r and m x r, equal on all ranks (torch overwrites P before it reads it,
-  but draws a new Q where a bucket has no P),
-- JSON: everything else of ``__getstate__()`` (hyperparameters, iteration, generator, statistics), except its arrays and tensors,
-  such as the generator's words, which are tensors ``state/<path>``.
-"""
+"""PowerSGD's state by parameter name: tensors ``residual/<parameter>``, ``p/<parameter>`` and ``q/<parameter>``, cut out of
+torch's flat bucket tensors and copied into any layout. The rest of ``PowerSGDState.__getstate__()`` is JSON, and tensors
+``state/<path>``."""
 
 from __future__ import annotations
 
@@ -48,8 +40,7 @@ def make_state(spec: PowerSGDSpec | BatchedPowerSGDSpec, group: dist.ProcessGrou
 
 @dataclass(frozen=True)
 class LowRankPlace:
-    """Where one compressed parameter's P and Q are in the flat P and Q of its bucket. Starts are in elements; P is n x r, Q is
-    m x r for a parameter of n x m."""
+    """Where the P and Q of one compressed parameter are in those of its bucket. Starts are in elements."""
 
     name: str
     p_start: int
@@ -59,8 +50,8 @@ class LowRankPlace:
 
 
 def low_rank_places(state: PowerSGDState, shapes: Mapping[str, torch.Size]) -> list[LowRankPlace]:
-    """Return the places of a bucket's compressed parameters, in the order of ``powerSGD_hook``: grouped by shape. ``shapes``:
-    those of the bucket's parameters by name, in order. Parameters that are not worth compressing have no place."""
+    """Return the places of a bucket's compressed parameters, in the order of ``powerSGD_hook``. ``shapes``: those of all its
+    parameters."""
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
         n = shape[0]
@@ -95,8 +86,7 @@ def factor_views(
 def residual_views(
     flat: torch.Tensor, bucket: Sequence[str], parameters: Parameters
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(name, view)`` of every parameter's part of a bucket's flat residual. The view has the parameter's shape and
-    memory order, as in DDP's buckets."""
+    """Yield ``(name, view)`` of every parameter's part of a bucket's flat residual, in the parameter's shape."""
     yield from zip(bucket, parameter_views(flat, [parameters[name] for name in bucket]), strict=True)
 
 
@@ -107,7 +97,7 @@ class Shelf(Protocol):
     """Slots of torch's state that the hook does not use: they may differ from the recorded ones."""
 
     def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a residual, P and Q of zeros, in the form in which the hook keeps them for a bucket of these parameters."""
+        """Return a residual, P and Q of zeros, as the hook keeps them, for a bucket of these parameters."""
         ...
 
     def residuals(
@@ -126,12 +116,8 @@ class Shelf(Protocol):
 def capture(
     state: PowerSGDState, layout: Layout | None, shelf: Shelf, *, copy: bool = True
 ) -> tuple[Tensors, dict[str, JsonValue]]:
-    """Return everything in ``state``: tensors by key, and the JSON part. ``layout``: the parameter names per bucket, None only
-    before the first iteration. ``copy`` False: the residuals, P and Q are views of those in ``state``.
-
-    Raises ``HookStateError`` if only some buckets have state, which ``restore`` would refuse, or if buckets have state but
-    ``layout`` is None.
-    """
+    """Return everything in ``state``: tensors by key, and the JSON part. ``copy`` False: residuals, P and Q are views. Raises
+    ``HookStateError`` if the buckets' state is incomplete, or ``layout`` is missing."""
     with _suppress_group_warning():
         slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
     errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
@@ -162,9 +148,8 @@ def restore(
     state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
     shelf: Shelf,
 ) -> None:  # fmt: skip
-    """Put a captured state (``tensors`` and its JSON part ``data``) into ``state`` through ``__setstate__``, in the buckets of
-    ``layout``; the process group of ``state`` stays attached. Raises ``HookStateError`` naming the entry that does not fit;
-    ``state`` is then unchanged."""
+    """Put a captured state into ``state``, whose process group stays attached. ``data``: its JSON part. Raises
+    ``HookStateError``, and changes nothing, if an entry does not fit."""
     slots = to_slots(state, tensors, data, layout, shelf)
     group = state.process_group
     with _suppress_group_warning():
@@ -176,9 +161,8 @@ def to_slots(
     state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
     shelf: Shelf,
 ) -> dict[str, Any]:  # fmt: skip
-    """Return a captured state in the form of ``PowerSGDState.__getstate__``, in the buckets of ``layout``. ``state`` is not
-    changed; its hyperparameters must equal the recorded ones, except the logging frequency and ``shelf.unused``, which are
-    taken from ``state``. Raises ``HookStateError`` naming the entry that does not fit."""
+    """Return a captured state in the form of ``PowerSGDState.__getstate__``. Raises ``HookStateError`` if an entry does not fit
+    ``state`` and ``layout``."""
     rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
     slots = decode(rest, data.get("slots"))
     free = {"compression_stats_logging_frequency", *shelf.unused}
@@ -204,8 +188,7 @@ def to_slots(
 
 
 def _check_slots(state: PowerSGDState, slots: object, ignored: Set[str]) -> None:
-    """Raise ``HookStateError`` if recorded slots are missing or unknown, or a hyperparameter that is not ``ignored`` differs
-    from that of ``state``."""
+    """Raise ``HookStateError`` if recorded slots are missing or unknown, or a hyperparameter that is not ``ignored`` differs."""
     expected = set(state.__slots__) - {"process_group", *_PER_BUCKET}
     if not isinstance(slots, dict) or set(slots) != expected:
         found = set(slots) if isinstance(slots, dict) else set()
@@ -245,16 +228,14 @@ class _Taken:
 
 
 def residual_norm(state: PowerSGDState) -> float | None:
-    """Return the L2 norm of the residuals of all buckets, added up in float64: None without error feedback, 0.0 before
-    compression begins."""
+    """Return the L2 norm of all residuals, added up in float64; None without error feedback."""
     if not state.use_error_feedback:
         return None
     return float(sum((_sum_of_squares(e) for e in state.error_dict.values()), 0.0) ** 0.5)
 
 
 def captured_norm(state: PowerSGDState, tensors: Mapping[str, torch.Tensor]) -> float | None:
-    """Return the norm of the residuals among ``tensors``, the tensors that ``capture`` returned; None without error feedback.
-    It equals ``residual_norm`` except for the last digit, since the sums are added in another order."""
+    """Return the L2 norm of the residuals among ``tensors``, which ``capture`` returned; None without error feedback."""
     if not state.use_error_feedback:
         return None
     parts = (_sum_of_squares(t.reshape(-1)) for name, t in tensors.items() if name.startswith("residual"))
@@ -262,10 +243,10 @@ def captured_norm(state: PowerSGDState, tensors: Mapping[str, torch.Tensor]) -> 
 
 
 def _sum_of_squares(flat: torch.Tensor) -> float:
-    """Return the sum of the squares, added up in float64. On the CPU it is computed chunk by chunk: nine times as fast as
-    ``vector_norm``, and without a copy of everything."""
+    """Return the sum of the squares, added up in float64."""
     if flat.is_cuda:
         return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
+    # Nine times as fast as ``vector_norm``, and without a copy of everything.
     parts = (chunk.double() for chunk in torch.split(flat, _CHUNK))
     return sum((float(torch.dot(part, part)) for part in parts), 0.0)
 
@@ -276,8 +257,7 @@ def memory_bytes(state: PowerSGDState) -> int:
 
 
 def check_parameters(parameters: Parameters) -> None:
-    """Raise ``UnsupportedModel`` for a parameter without dimensions or elements: torch's hook fails on it at its first
-    compressed step."""
+    """Raise ``UnsupportedModel`` for a parameter without dimensions or elements, on which torch's hook fails."""
     for name, parameter in parameters.items():
         if parameter.dim() == 0 or parameter.numel() == 0:
             cure = "make it one-dimensional" if parameter.dim() == 0 else "set its requires_grad to False"

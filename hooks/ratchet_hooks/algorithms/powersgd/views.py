@@ -20,8 +20,7 @@ from ratchet_hooks.algorithms.powersgd.state_by_name import (
 
 @dataclass(frozen=True)
 class Product:
-    """Views of one matrix M of ``n x m``, or of ``b`` matrices of equal shape in one batch, and of the factors P and Q:
-    ``P Q^T`` approximates the average of M over all ranks."""
+    """Views of a matrix M, or of a batch of equal shape, and of factors P and Q; ``P Q^T`` approximates the average."""
 
     matrix: torch.Tensor
     """``b x n x m``: a view of the sum of gradients and residual; for several matrices, memory for a copy of them."""
@@ -42,20 +41,14 @@ class Product:
 
 
 class Plan:
-    """All views of one bucket. They may be used again while ``is_reusable`` returns True.
-
-    ``total`` is the sum of gradients and residual, which is compressed; it is in the residual's memory, or without error
-    feedback in the bucket's. ``p`` and ``q`` are flat, in the order of ``state_by_name.low_rank_places``; ``uncompressed`` has
-    memory for the uncompressed gradients. A plan keeps the bucket's memory alive, so an equal address means the same memory.
-    """
+    """All views of one bucket. ``total``: the sum of gradients and residual, which is compressed. ``p``, ``q``: flat factors.
+    ``uncompressed``: memory for the uncompressed gradients."""
 
     def __init__(
         self, state: PowerSGDState, shapes: Mapping[str, torch.Size], buffer: torch.Tensor, total: torch.Tensor,
         factors: tuple[torch.Tensor, torch.Tensor] | None, trial_results: Tried,
     ) -> None:  # fmt: skip
-        """``shapes``: those of the bucket's parameters by name, in order. ``buffer``: the bucket. ``total``: the sum of
-        gradients and residual. ``factors``: P and Q of the previous step; None: new ones are allocated, with undefined
-        values. ``trial_results``: as in ``kernels.TransposedProduct``."""
+        """``total``: the sum of gradients and residual. ``factors``: P and Q of the previous step; None: new, undefined ones."""
         self._trial_results = trial_results
         self.names, self.buffer, self.total = list(shapes), buffer, total
         numels = [shape.numel() for shape in shapes.values()]
@@ -82,9 +75,9 @@ class Plan:
         self, buffer: torch.Tensor, total: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor] | None,
         names: Sequence[str],
     ) -> bool:  # fmt: skip
-        """True if the views fit a bucket with this address, size and dtype and these parameter names, and use the very
-        tensors ``total`` and ``factors``. ``total`` is not compared if it is ``buffer`` itself, ``factors`` not if None."""
+        """Return True if the views fit the bucket ``buffer`` and ``names``, and use the tensors ``total`` and ``factors``."""
         return (
+            # The plan keeps the bucket's memory alive, so an equal address means the same memory.
             self.buffer.data_ptr() == buffer.data_ptr()
             and self.buffer.numel() == buffer.numel()
             and self.buffer.dtype is buffer.dtype
@@ -96,8 +89,8 @@ class Plan:
     def _product(
         self, group: Sequence[LowRankPlace], inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> Product:
-        """Return the views of one group of places of equal shape. ``inputs``: each parameter's part of ``total``; ``outputs``:
-        its part of the bucket."""
+        """Return the views of a group of equal shape. ``inputs``: each parameter's part of ``total``; ``outputs``: of the
+        bucket."""
         first, count = group[0], len(group)
         (n, rank), m = first.p_shape, first.q_shape[0]
         p = self.p.narrow(0, first.p_start, count * n * rank).view(count, n, rank)
@@ -114,8 +107,8 @@ class Plan:
 
 
 def _groups(places: Sequence[LowRankPlace], *, batched: bool) -> list[list[LowRankPlace]]:
-    """Split the places into groups that are compressed together. ``batched`` True: a group is a run of places of equal shape;
-    False: each place is a group of its own."""
+    """Split the places into groups that are compressed together: with ``batched``, runs of equal shape, otherwise single
+    places."""
     if not batched:
         return [[place] for place in places]
     return [list(group) for _, group in groupby(places, key=lambda place: (place.p_shape, place.q_shape))]
