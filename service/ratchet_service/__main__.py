@@ -24,9 +24,7 @@ DEFAULT_PORT: Final = 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Configure this process's log, and run one command of the service until it ends. Return the exit status: 0 after a clean
-    end; 2 after a ``StartError`` of any command, which is printed to standard error. Raises ``SystemExit`` for wrong
-    arguments and after ``--help``. ``argv``: the arguments without the program's name; None: those of this process."""
+    """Run one command of the service until it ends, and return the exit status. ``argv`` None: this process's arguments."""
     options = _parser().parse_args(argv)
     service_logging.configure(options.log_level, options.log_format, passwords(options.database_url, os.environ))
     home = options.home.expanduser().absolute()
@@ -107,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     base.add_argument(
         "--log-format",
+        # not ``choices``: argparse would not check a default from the environment against them
         type=_log_format,
         metavar="{text,json}",
         default=os.environ.get(env_vars.LOG_FORMAT) or "text",
@@ -244,8 +243,7 @@ def _add_access_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _split_env(variable: str, separator: str | None) -> list[str] | None:
-    """Return the non-empty parts of an environment variable; None if the variable is not set or empty. ``separator``: the text
-    between the parts; None: blanks."""
+    """Return the non-empty parts of an environment variable; None if it is not set or empty. ``separator`` None: blanks."""
     text = os.environ.get(variable)
     return [part for part in text.split(separator) if part] if text else None
 
@@ -257,8 +255,7 @@ def _path_from_env(variable: str) -> Path | None:
 
 
 def _log_format(text: str) -> str:
-    """Return ``text`` if it is a log format, else raise ``argparse.ArgumentTypeError``. It is a ``type`` of argparse and not
-    ``choices``: argparse would not check the default, which comes from an environment variable, against ``choices``."""
+    """Return ``text`` if it is a log format, else raise ``argparse.ArgumentTypeError``."""
     if text not in service_logging.FORMATS:
         raise argparse.ArgumentTypeError(
             f"must be {' or '.join(service_logging.FORMATS)}, not {text!r} (--log-format, {env_vars.LOG_FORMAT})"
@@ -271,8 +268,7 @@ def _absolute(path: str) -> Path:
 
 
 def _rate(text: str) -> float:
-    """Parse a rate, a number more than 0 and at most a million. Raises ``argparse.ArgumentTypeError`` for a number outside this
-    range, and ``ValueError`` for text that is not a number."""
+    """Parse a rate, a number more than 0 and at most a million. Raises ``argparse.ArgumentTypeError`` for others."""
     value = float(text)
     if not 0 < value <= 1e6:
         raise argparse.ArgumentTypeError("must be more than 0")
@@ -280,8 +276,7 @@ def _rate(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    """Parse seconds, a number of 0 or more and at most a billion. Raises ``argparse.ArgumentTypeError`` for a number outside this
-    range, and ``ValueError`` for text that is not a number."""
+    """Parse seconds, a number of 0 or more and at most a billion. Raises ``argparse.ArgumentTypeError`` for others."""
     value = float(text)
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError("must be 0 or more")

@@ -58,14 +58,8 @@ def create_app(
     health: Health | None = None,
     instruments: Instruments | None = None,
 ) -> FastAPI:
-    """Return the app: the REST API over one database and one run directory. At its startup, before the first request, the app
-    creates the directory of jobs. It also migrates the database if it opened the database itself.
-
-    ``ports``: what submission needs of the reconciler, the launchers and this machine. ``database``: an open database to share,
-    which the caller migrates and disposes of; None: the app opens the one in the settings, and disposes of it. ``health``: the
-    health of the process that serves the app; None: a new ``Health``. ``instruments``: metrics that the process's reconciler
-    shares, for which the caller has started ``count_commits``; None: the app makes its own.
-    """
+    """Return the app: the REST API over one database and one run directory. ``database``: an open one, which the caller migrates
+    and disposes of; None: the app does so with that of the settings."""
     own = Database(settings.url) if database is None else None
     shared = database or own
     assert shared is not None
@@ -73,8 +67,7 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        """Before the first request, create the directory of jobs, and migrate the database if it is the app's own. After the last
-        request, dispose of the app's own database."""
+        """Create the directory of jobs, and migrate the app's own database; after the last request, dispose of it."""
         settings.paths.jobs.mkdir(parents=True, exist_ok=True)
         if own is not None:
             await run_in_threadpool(migrate.upgrade, own)

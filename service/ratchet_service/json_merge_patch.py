@@ -6,8 +6,7 @@ from typing import Any
 
 
 def merge(target: Any, patch: Any) -> Any:
-    """Return ``target`` with ``patch`` merged over it (RFC 7396); ``target`` is not changed. A null in the patch removes the key,
-    mappings are merged key by key, and any other value replaces the old one."""
+    """Return ``target`` with ``patch`` merged over it (RFC 7396): a null in the patch removes the key."""
     if not isinstance(patch, dict):
         return patch
     out = dict(target) if isinstance(target, dict) else {}

@@ -1,5 +1,4 @@
-"""Applies messages about checkpoints to the database. A job may save at every step, so one report can hold many such messages.
-Their rows are read with few statements. The changes are written when the session is flushed, with the report's other changes."""
+"""Applies messages about checkpoints to the database. One report can hold many, so few statements read their rows."""
 
 from __future__ import annotations
 
@@ -35,11 +34,8 @@ _CHUNK: Final = 500
 
 
 def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], list[CheckpointCommitted]]:
-    """Return two values: the hook iterations of checkpoints that the batches report as committed, by step and attempt, where the
-    batch with the commit has the iteration; and the other commits.
-
-    Rank 0 reports the iteration (``HookState``) when it saves, usually in the same batch as the commit.
-    """
+    """Return the hook iterations that the batches contain for committed checkpoints, by step and attempt; and the commits without
+    one."""
     out: dict[Key, int] = {}
     unknown: list[CheckpointCommitted] = []
     for batch in batches:
@@ -59,9 +55,8 @@ def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], l
 
 
 def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, int]:
-    """Return the hook iteration of each checkpoint that the batches report as committed, by step and attempt. An iteration that
-    is not in the batches is read from the checkpoint's manifest on the disk, so this must not be called within a transaction.
-    Iterations that cannot be read are missing in the result."""
+    """Return the hook iterations of committed checkpoints, by step and attempt. May read the disk: call it outside
+    transactions."""
     out, unknown = reported_iterations(batches)
     for message in unknown:
         found = _saved_iteration(job, message)
@@ -71,7 +66,7 @@ def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, in
 
 
 def _saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
-    """Return the hook iteration of rank 0 in the checkpoint's manifest; None if the manifest cannot be read or has none."""
+    """Return the hook iteration of rank 0 in the checkpoint's manifest; None if it cannot be read."""
     try:
         with as_owner(job.root):
             manifest = read_manifest(job.checkpoint(message.step, message.attempt))
@@ -81,11 +76,8 @@ def _saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
 
 
 class Checkpoints:
-    """Applies one attempt's messages about checkpoints to the rows, within the caller's transaction.
-
-    ``iterations``: hook iteration of checkpoints, by step and attempt. ``add_event``: adds an event with a type, a message and
-    data. ``has_commits``: True once a commit has been applied.
-    """
+    """Applies one attempt's messages about checkpoints to the rows, in the caller's transaction. ``has_commits``: True once a
+    commit was applied."""
 
     def __init__(
         self,
@@ -101,7 +93,7 @@ class Checkpoints:
         self.has_commits = False
 
     def prefetch(self, messages: Iterable[RankMessage]) -> None:
-        """Read the checkpoint rows that ``messages`` need with few queries. Rows that were not prefetched are read one by one."""
+        """Read the checkpoint rows that ``messages`` need with few queries."""
         keys = {(m.step, m.attempt) for m in messages if isinstance(m, _CHECKPOINT_MESSAGES)}
         new = [key for key in keys if key not in self._rows and all(0 <= number <= MAX_NUMBER for number in key)]
         steps = sorted({step for step, _ in new})
@@ -113,10 +105,7 @@ class Checkpoints:
             self._rows.setdefault(key, None)
 
     def apply_committed(self, message: CheckpointCommitted) -> None:
-        """Store the commit of a checkpoint: its row, the committed steps of attempt and job, and an event. The job's columns
-        change only if the attempt is the job's newest and the step is not below the job's committed step. Two kinds of message
-        are ignored, and an event reports them: one with another attempt's number than the attempt that reports here, and one
-        whose digest differs from that of the checkpoint's existing row."""
+        """Store the commit of a checkpoint, unless it contradicts the attempt or a stored digest, and add an event."""
         name = checkpoint_dir_name(message.step, message.attempt)
         if message.attempt != self._attempt.number:
             self._add_event(
@@ -153,9 +142,7 @@ class Checkpoints:
         self._add_event("checkpoint", f"checkpoint {name} {text}", data)
 
     def apply_uploaded(self, message: CheckpointUploaded) -> None:
-        """Store that the checkpoint's copy in the object store is complete. Does nothing if the checkpoint has no row yet; if the
-        digest differs from the row's, only adds an event. A checkpoint whose row says deleted or quarantined becomes committed,
-        since the copy is complete: usually it was fetched from there because the disk had lost or damaged it."""
+        """Store that the checkpoint's copy in the object store is complete, if it has a row with that digest."""
         name = checkpoint_dir_name(message.step, message.attempt)
         row = self._row(message.step, message.attempt)
         if row is None:
@@ -166,6 +153,7 @@ class Checkpoints:
             return
         if row.state == "quarantined":  # the verification result is about the damaged files that were here before
             row.verified_at = row.verification = row.verification_error = None
+        # also of a deleted or quarantined one: usually it was fetched from there because the disk had lost or damaged it
         row.state = "committed"
         if row.uploaded_at is None:
             row.uri, row.uploaded_at = sanitize_text(message.uri)[:2000], parse_time(message.at, self._now)
@@ -174,8 +162,7 @@ class Checkpoints:
             self._add_event("checkpoint-uploaded", f"checkpoint {name} is copied to {row.uri}", data)
 
     def apply_quarantined(self, message: Quarantined) -> None:
-        """Store in the checkpoint's row, if there is one, that the checkpoint is damaged and was moved to the quarantine. Add an
-        event in any case."""
+        """Store that the checkpoint is damaged and was moved to the quarantine, and add an event."""
         self._set_state(message.step, message.attempt, "quarantined")
         name = checkpoint_dir_name(message.step, message.attempt)
         text = f"checkpoint {name} is damaged and was moved to the quarantine: {sanitize_text(message.error)}"

@@ -18,17 +18,14 @@ _MAX_AGENTS: Final = 10_000
 
 
 class AcknowledgedReports:
-    """The sequence numbers that this process has acknowledged to agents, in memory, for the ``_MAX_AGENTS`` agents that reported
-    last. Stored numbers only grow. So a report with higher numbers has news, and need not be compared with the rows before the
-    transaction that stores it. Thread-safe."""
+    """The sequence numbers that this process has acknowledged to agents, in memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._acked: OrderedDict[tuple[str, int, int], Mapping[int, int]] = OrderedDict()
         self._lock = threading.Lock()
 
     def is_behind(self, report: AgentReport) -> bool:
-        """True if the report has messages with higher numbers than this process has acknowledged to its agent. False if it has
-        none, or if nothing is remembered of this agent."""
+        """True if the report has messages with higher numbers than this process is known to have acknowledged to its agent."""
         acked = self._acked.get((report.job_id, report.attempt, report.node))
         return acked is not None and _has_unacked_messages(report, acked)
 
@@ -55,8 +52,7 @@ def has_only_figures(report: AgentReport) -> bool:
 
 
 def changes_only_figures(report: AgentReport, attempt: AttemptRow, node: NodeRow) -> bool:
-    """True if the report changes only columns that ``fast_rows`` covers: it has no messages other than ``FIGURES``, no result, no
-    later phase and no new address."""
+    """True if the report changes only columns that ``fast_rows`` covers."""
     return (
         has_only_figures(report)
         and report.result is None

@@ -1,9 +1,5 @@
-"""Reads and writes the few columns that a report needs, with statements that are built once.
-
-Most reports hold only figures (metrics, progress, hook summaries); loading and writing whole rows as ORM objects would take most
-of the time of such a report. Other reports, and what an agent left in its spools, are stored with the ORM classes of ``models``.
-``message_effects`` works with both, since their attributes have the same names.
-"""
+"""Reads and writes the few columns that a report of figures (metrics, progress, hook summaries) needs; ORM objects would take
+most of its time."""
 
 from __future__ import annotations
 
@@ -72,9 +68,8 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a report needs of the rows that it refers to: copies of some columns, as plain objects, and parts of the job's spec
-    (``shape``). Changes to them are stored only if they are made within ``write_changes``, which does not write all columns.
-    ``node`` is None if its row does not exist yet."""
+    """What a report needs of its rows, as plain objects. Only ``write_changes`` stores changes. ``node`` is None if its row does
+    not exist."""
 
     job: JobRow
     attempt: AttemptRow
@@ -127,7 +122,7 @@ _UPDATE_NODE: Final = sa.update(_NODES).where(
 
 
 def read_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | None:
-    """Return all rows that a report refers to, read in one query and not locked; None if there is no such attempt."""
+    """Return all rows that a report refers to, not locked; None if there is no such attempt."""
     found = (
         session.connection().execute(_SELECT_ALL, {"job_id_": job_id, "attempt_": attempt, "node_": node}).one_or_none()
     )
@@ -138,9 +133,9 @@ def read_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | 
 
 
 def lock_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | None:
-    """Like ``read_rows``, but lock the job's row until the transaction ends. It takes two statements: on PostgreSQL, a statement
-    that waits for the row lock would read the other tables as they were when the wait began."""
+    """Like ``read_rows``, but lock the job's row until the transaction ends."""
     connection, key = session.connection(), {"job_id_": job_id, "attempt_": attempt, "node_": node}
+    # two statements: on PostgreSQL, one that waits for the lock would read the other tables as they were before the wait
     job = connection.execute(_LOCK_JOB, {"job_id_": job_id}).one_or_none()
     found = None if job is None else connection.execute(_SELECT_ATTEMPT_AND_NODE, key).one_or_none()
     if job is None or found is None:
@@ -150,9 +145,8 @@ def lock_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | 
 
 @contextmanager
 def write_changes(session: Session, rows: Rows) -> Iterator[None]:
-    """During the block, the caller changes the objects in ``rows``. If the block ends without an error, each object that was
-    changed is written to its row. Only the columns that figures (metrics, progress, hook summaries) can change are written;
-    changes of others are lost. The caller has locked the job's row."""
+    """Context manager: at its end, changes of ``rows`` are written, in columns that figures can change. The caller has locked the
+    job's row."""
     job, attempt, node = replace(rows.job), replace(rows.attempt), None if rows.node is None else replace(rows.node)
     yield
     connection = session.connection()

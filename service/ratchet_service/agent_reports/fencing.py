@@ -1,9 +1,5 @@
-"""Fences off attempts that are over: their requests change nothing but a counter, and the job's history records them.
-
-The attempt number is the fencing token: only requests of the newest attempt are accepted, and only until it has ended. Refusals
-are counted on the attempt's row; the 1st, 10th, 100th ... becomes an event, so that an agent that never stops cannot flood the
-history.
-"""
+"""Fences off attempts that are over: their requests are refused and counted on the attempt's row. Only some refusals become
+events, so that no agent floods the history."""
 
 from __future__ import annotations
 
@@ -41,9 +37,8 @@ def raise_if_stale(job: Job | JobRow, attempt: Attempt | AttemptRow) -> None:
 
 @contextmanager
 def count_stale_requests(database: Database, job_id: str, attempt: int, request_name: str) -> Iterator[None]:
-    """If the block raises ``Stale``, count the request on the attempt's row, and raise ``Stale`` again. The 1st, 10th, 100th ...
-    such request also adds an event. A failure to count is only logged. No transaction may be open around the block.
-    ``request_name``: the request's name in the event's message."""
+    """Context manager that counts a ``Stale`` error of its block, and raises it again. No transaction may be open around the
+    block."""
     try:
         yield
     except Stale:

@@ -1,8 +1,5 @@
-"""Stores agent reports: fenced by attempt, each message exactly once by (attempt, rank, sequence number).
-
-``ingest`` is the entry point for agents; the reconciler also uses ``ingest_batches``, for what a dead agent left in its spools.
-A result in a report does not end the attempt: it is stored on the attempt, and the reconciler decides.
-"""
+"""Stores agent reports: fenced by attempt, each message exactly once by attempt, rank and sequence number. A result in a report
+does not end the attempt: it is stored, and the reconciler decides."""
 
 from __future__ import annotations
 
@@ -56,9 +53,8 @@ DEFERRED_ATTEMPT_COLUMNS: Final = (defer(Attempt.launch), defer(Attempt.resume_r
 
 
 def check_protocol(report: Any) -> None:
-    """Raise ``Refused`` (``protocol-mismatch``) if a report has another protocol version; one without a version is not refused
-    here. ``report``: the decoded body, not validated yet. An agent that gets this answer continues to train; the reconciler stops
-    its attempt by a signal, unless it is a script without a Session, which runs to its end."""
+    """Raise ``Refused`` (``protocol-mismatch``) if a report states another protocol version. ``report``: the decoded body, not
+    validated yet."""
     protocol = report.get("protocol") if isinstance(report, dict) else None
     if isinstance(protocol, int) and protocol != PROTOCOL_VERSION:
         raise Refused(
@@ -76,15 +72,8 @@ def ingest(
     bounds: Bounds = DEFAULT_BOUNDS,
     acknowledged: AcknowledgedReports | None = None,
 ) -> ReportAck:
-    """Store what is new in a report. Return the answer (``_ack``), with the acknowledged sequence numbers and the job's desired
-    state. A report without news is only read, so that no write transaction is needed. ``acknowledged``: what this process has
-    acknowledged in earlier answers; the new answer is added to it. A report that goes beyond it has news, so the check before the
-    write transaction is skipped where possible.
-
-    Raises ``Refused`` (``token-missing``, ``token-wrong``, ``invalid-report``) and ``NotFound``. Raises ``Stale`` (409
-    ``stale-attempt``) for an attempt that is not the newest one or has ended; such reports are counted, and some add an event
-    (``count_stale_requests``). A result in the report is stored, but does not end the attempt: the reconciler does.
-    """
+    """Store what is new in a report, and return the answer. Raises ``Stale`` for an attempt that is over, ``Refused`` and
+    ``NotFound``."""
     with count_stale_requests(database, report.job_id, report.attempt, "a report"):
         ack = _ingest(database, report, token, homes, bounds, acknowledged)
     if acknowledged is not None:
@@ -147,14 +136,8 @@ def ingest_batches(
     bounds: Bounds = DEFAULT_BOUNDS,
     shape: Shape | None = None,
 ) -> int:
-    """Apply every message whose sequence number is not stored yet, and store its number in ``node``. Return how many there were;
-    messages that ``Effects`` drops count, too. The caller has locked the job's row. Raises ``Refused`` (``invalid-report``) for a
-    rank that the job does not have, and for an agent's rank that ``node`` may not report.
-
-    Messages after a gap in the sequence numbers are ignored: the agent sends them again. The job's row is changed only if the
-    attempt is the job's newest one. ``hook_iterations``: what ``checkpoint_effects.hook_iterations`` returns for ``batches``;
-    None: none are known. ``shape``: None: it is read from the job's spec.
-    """
+    """Apply the messages that are not stored yet, and return their number. The caller has locked the job's row. Raises
+    ``Refused`` for a wrong rank."""
     acked = dict(node.acked)
     shape = shape or fast_rows.read_shape(session, job.id)
     effects = Effects(session, job, attempt, hook_iterations or {}, bounds, shape.best_metric)
@@ -182,20 +165,17 @@ def ingest_batches(
 
 
 def unstored_messages(batch: RankBatch, last_stored: int) -> list[RankMessage]:
-    """Return the batch's messages with numbers greater than ``last_stored``. If the batch begins later than the next number,
-    return none: the agent sends the missing ones, and these again."""
+    """Return the batch's messages after ``last_stored``; none if messages between are missing, which the agent sends again."""
     return [] if batch.from_seq > last_stored + 1 else batch.messages[last_stored + 1 - batch.from_seq :]
 
 
 def read_authorised_rows(session: Session, job_id: str, attempt: int, token: str | None) -> Rows:
-    """Return the rows of the attempt, its job and its node 0. Raises ``Refused`` (``token-missing``, ``token-wrong``) unless
-    ``token`` is the attempt's report token, and ``NotFound`` if there is no such attempt."""
+    """Return the rows of the attempt, its job and its node 0. Raises ``Refused`` for a wrong token, and ``NotFound``."""
     return _read_authorised_rows(fast_rows.read_rows, session, (job_id, attempt, 0), token)
 
 
 def _read_report_rows(session: Session, report: AgentReport, token: str | None, *, lock: bool = False) -> Rows:
-    """Return the rows that the report refers to, after checking its token. ``lock``: lock the job's row until the transaction
-    ends. Raises like ``read_authorised_rows``, and ``Refused`` (``invalid-report``) for a node that the job does not have."""
+    """Return the rows that the report refers to. Raises as ``read_authorised_rows``, and ``Refused`` for an unknown node."""
     node = report.node if 0 <= report.node <= MAX_NUMBER else -1
     read = fast_rows.lock_rows if lock else fast_rows.read_rows
     found = _read_authorised_rows(read, session, (report.job_id, report.attempt, node), token)
@@ -230,8 +210,7 @@ def _attempt_not_found(job_id: str, attempt: int) -> NotFound:
 
 
 def _get_or_create_node(session: Session, report: AgentReport) -> AttemptNode:
-    """Return the row of the report's node. It is created together with the attempt; if it is missing all the same, it is created
-    here."""
+    """Return the row of the report's node, created if it is missing."""
     key = (report.job_id, report.attempt, report.node)
     node = session.get(AttemptNode, key, populate_existing=True)
     if node is None:
@@ -242,12 +221,12 @@ def _get_or_create_node(session: Session, report: AgentReport) -> AttemptNode:
 
 
 def _advance(attempt: Attempt, node: AttemptNode, report: AgentReport) -> AttemptResult | None:
-    """Store the report's phase, address, last step and result. Phases only move forward, and ``ENDED`` is stored for the node
-    only: the reconciler ends the attempt. Return the result if this node's was not stored before; otherwise None."""
+    """Store the report's phase, address, last step and result. Return the result if it was not stored before."""
     if is_later_phase(report.phase, node.phase):
         node.phase = report.phase
     if report.address is not None:
         node.address = report.address
+    # the reconciler ends the attempt
     if report.phase is not AttemptPhase.ENDED and is_later_phase(report.phase, attempt.phase):
         attempt.phase = report.phase
     attempt.last_step = max(attempt.last_step, min(report.last_step, MAX_NUMBER))
@@ -267,8 +246,8 @@ def _add_result_event(session: Session, attempt: Attempt, result: AttemptResult)
 def _ack(
     session: Session, job: Job | JobRow, attempt: Attempt | AttemptRow, node: AttemptNode | NodeRow, shape: Shape
 ) -> ReportAck:
-    """Return the answer to a report: the acknowledged sequence numbers, the desired state, the number of the newest request for a
-    checkpoint, and, for several nodes, which nodes have reported their address and how another node ended (``_peer_end``)."""
+    """Return the answer to a report: acknowledged sequence numbers, desired state and, for several nodes, what is known of
+    them."""
     several = shape.nodes > 1
     peer = _peer_end(attempt, node.node) if several else None
     control = Control(
@@ -283,8 +262,7 @@ def _ack(
 
 
 def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | None:
-    """Return cause and description of the end of another node that failed, or that ended without having started any rank: the
-    ranks of this node would wait for that node's in vain. None if there is none."""
+    """Return cause and description of the end of another node whose ranks this node would wait for in vain, if any."""
     for other, result in sorted(attempt.results.items()):
         cause = Cause(result["cause"])
         if int(other) != node and (cause.is_failure or not result["ranks"]):
@@ -293,8 +271,7 @@ def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | N
 
 
 def _group(session: Session, attempt: Attempt | AttemptRow) -> Group:
-    """Return which nodes have reported their address, and the address of node 0 (None: it has not). Agents start their ranks once
-    all nodes have reported."""
+    """Return which nodes have reported their address, and the address of node 0, if known."""
     query = sa.select(AttemptNode.node, AttemptNode.address).where(
         AttemptNode.job_id == attempt.job_id, AttemptNode.attempt == attempt.number, AttemptNode.address.is_not(None)
     )

@@ -1,5 +1,4 @@
-"""Applies each kind of rank message to the database. No message raises an error here, since a rank would send its spool's message
-again forever: text is made storable, and a message with impossible numbers is dropped, as ``Effects.apply`` describes."""
+"""Applies each kind of rank message to the database. No message raises an error: a rank would send it again forever."""
 
 from __future__ import annotations
 
@@ -64,8 +63,8 @@ _NUMBER_FIELDS: Final = {
 
 
 class Effects:
-    """Applies one attempt's messages, in order, within the caller's transaction. Metrics, hook summaries and other collected
-    changes are written by ``finish``. The caller has locked the job's row."""
+    """Applies one attempt's messages, in order, in the caller's transaction. ``finish`` writes what was collected. The job's row
+    is locked."""
 
     def __init__(
         self,
@@ -77,7 +76,7 @@ class Effects:
         best_metric: str | None,
     ) -> None:
         """``iterations``: hook iteration of checkpoints, by step and attempt. ``best_metric``: the metric that ``keep_best``
-        compares; None: there is none."""
+        compares, if any."""
         self._session, self._job, self._attempt = session, job, attempt
         self._checkpoints = Checkpoints(session, job, attempt, iterations, self._add_event)
         self._bounds = bounds
@@ -95,9 +94,7 @@ class Effects:
         self._checkpoints.prefetch(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
-        """Apply one message. ``rank``: the rank of the batch; the message's own claims about its rank are not used. A message is
-        dropped if one of its ``_numbers`` is negative or too large for 64 bits; an event reports it, up to a limit
-        (``_add_note``). Raises nothing for a message's content."""
+        """Apply one message of ``rank``. A message with a number that is negative or too large is dropped."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
             self._add_note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return
@@ -134,9 +131,8 @@ class Effects:
                 self._add_note(f"note.{sanitize_text(message.type)}"[:64], sanitize_text(message.message), data)
 
     def finish(self, ranks_to_count: Collection[int] = ()) -> None:
-        """Write what was collected, and flush. Called once, after the last message. Values of new metrics beyond the job's limit
-        of series are only counted, and the attempt's first adds an event. ``ranks_to_count``: ranks whose stored hook summaries
-        are counted now; if there are too many, they are thinned."""
+        """Write what was collected; called once, after the last message. ``ranks_to_count``: ranks whose hook summaries may be
+        thinned."""
         if self._is_newest:
             self._job.updated_at = self._now  # before the first flush, so that the row is written once
         self._session.flush()
@@ -151,8 +147,7 @@ class Effects:
         self._session.flush()
 
     def _add_note(self, kind: str, message: str, data: dict[str, Any]) -> None:
-        """Add an event that a rank can cause any number of times: a note, or a dropped message. At most ``Bounds.notes`` such
-        events are added per attempt; one more says that further ones are only counted. So no rank can flood the history."""
+        """Add an event that a rank can cause any number of times; beyond ``Bounds.notes`` per attempt they are only counted."""
         self._attempt.notes_reported += 1
         most = self._bounds.notes
         if self._attempt.notes_reported <= most:
@@ -177,10 +172,7 @@ class Effects:
         self._add_event("rank-started", f"rank {rank} started on {data['host']} ({data['device']})", data)
 
     def _apply_training(self, message: Training) -> None:
-        """Store the attempt's base (the checkpoint that it started from), and that the attempt has begun to train. If it is the
-        newest attempt of an active job, the job changes, too. Its step and committed step become those of the base, and its phase
-        becomes running (a job that is stopping keeps its phase). Its speed and its request to resume from a certain checkpoint
-        are cleared, and the message's total steps, if any, are stored."""
+        """Store that the attempt has begun to train, and from which checkpoint. May also update the job."""
         attempt, job, base = self._attempt, self._job, message.base
         attempt.base_step, attempt.base_attempt = base.step, base.attempt
         attempt.base_digest = None if base.digest is None else sanitize_text(base.digest)[:64]
@@ -201,9 +193,7 @@ class Effects:
         )  # fmt: skip
 
     def _apply_resumed(self, message: Resumed) -> None:
-        """Store the attempt's resume report, which an attempt that begins from scratch sends, too, and add the event ``resumed``.
-        For a script without a Session, which reports nothing further, this also marks the attempt as training and, if it is the
-        newest of an active job, the job as running."""
+        """Store the attempt's resume report and add an event. A script without a Session is training from then on."""
         report = sanitize_json(message.model_dump(mode="json")["report"])
         self._attempt.resume_report = report
         base, verdict = message.report.base, message.report.verdict
@@ -217,8 +207,7 @@ class Effects:
             self._mark_unmanaged(message)
 
     def _mark_unmanaged(self, message: Resumed) -> None:
-        """Store that a script without a Session has begun to train. Such a script reports no base and no steps, so only the phase
-        of the job changes."""
+        """Store that a script without a Session has begun to train."""
         if self._attempt.training_at is None:
             self._attempt.training_at = parse_time(message.at, self._now)
         if self._is_newest and self._job.phase.active:
@@ -239,8 +228,7 @@ class Effects:
             self._series.add(name, message.step, row)
 
     def _apply_progress(self, message: Progress) -> None:
-        """Store the attempt's last step. If the attempt is the job's newest, also store the job's step, total steps, data epoch
-        and speed, as far as the message has them."""
+        """Store the attempt's last step; for the job's newest attempt, also the job's progress."""
         self._attempt.last_step = max(self._attempt.last_step, message.step)
         if not self._is_newest:
             return
@@ -271,7 +259,7 @@ class Effects:
 
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:
-    """Yield the message's numbers that are stored in 64-bit columns. None stands for a number that the message leaves out."""
+    """Yield the message's numbers that are stored in 64-bit columns; None for one that the message leaves out."""
     for name in _NUMBER_FIELDS[type(message)]:
         yield getattr(message, name)
     if isinstance(message, HookState):
@@ -283,8 +271,7 @@ def _numbers(message: RankMessage) -> Iterator[int | None]:
 
 
 def add_left_out_event(session: Session, attempt: Attempt, bounds: Bounds) -> None:
-    """Add one event with the numbers of reported notes and metric values that were not stored; none if all were. Called at the
-    attempt's end; the caller has locked the job's row."""
+    """Add one event with the numbers of the attempt's notes and metric values that were not stored, if any."""
     notes = max(0, attempt.notes_reported - bounds.notes)
     parts = [pluralize(notes, "note")] * bool(notes) + [pluralize(attempt.metric_values_refused, "value")] * bool(
         attempt.metric_values_refused

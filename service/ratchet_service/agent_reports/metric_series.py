@@ -1,16 +1,8 @@
-"""Storage of metrics and hook summaries: a long series is thinned while it grows, so that a job of a million steps stays small
-and quick to read.
+"""Storage of metrics and hook summaries: a long series is thinned while it grows.
 
-A series keeps the points at steps of a grid (``step % stride == phase``) and the newest point. When there are more than
-``Bounds.points``, the stride doubles. The grid depends on steps alone: a step that a later attempt redoes replaces exactly the
-point that it supersedes. The stride depends on the number of points: it does not matter in which portions the points of a regular
-series arrive. Values are never averaged.
-
-A point that a redone step replaces with another value is kept separately (``SupersededMetric``), up to a limit; the attempt's row
-lists the names of such series.
-
-The series that ``checkpoint.keep_best`` compares also keeps points off its grid: those at steps that are checkpoints, or may
-become checkpoints.
+A series keeps the points at steps of a grid (``step % stride == phase``) and the newest point; the stride doubles when there are
+too many points. The grid depends on steps alone, so that a redone step replaces exactly its old point. The series of
+``checkpoint.keep_best`` also keeps points at checkpoints.
 """
 
 from __future__ import annotations
@@ -40,10 +32,8 @@ _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricS
 
 @dataclass(slots=True)
 class SeriesRow:
-    """A row of ``MetricSeries``: one metric of one job, and which of its points are stored. ``stride``, ``phase``: the grid, that
-    is all steps with ``step % stride == phase``. ``points``: number of stored points on the grid. ``top``: the highest step of a
-    stored point on the grid. ``newest``: the highest step that attempt ``attempt`` reported. ``top`` and ``newest`` are -1 if
-    there is no such point. ``attempt``: the newest attempt that reported a point."""
+    """A row of ``MetricSeries``. ``points``: stored points on the grid; ``top``: the highest step of these. ``newest``: the
+    highest step that ``attempt``, the newest attempt, reported."""
 
     job_id: str
     name: str
@@ -85,9 +75,7 @@ class Series:
         self._rows.setdefault(name, {})[step] = row
 
     def store(self) -> list[str]:
-        """Write the collected points, thin series that have become too long, and forget the points. Points of new series beyond
-        the job's limit of series are not stored: return the names of these series, each repeated once for every point left
-        out."""
+        """Write the collected points. Return names of new series beyond the job's limit, one for every point left out."""
         if not self._rows:
             return []
         connection, names = self._session.connection(), list(self._rows)
@@ -121,9 +109,7 @@ class Series:
         return left_out
 
     def delete_unneeded_points(self) -> None:
-        """Delete points of the ``keep_best`` series up to the job's committed step that are neither on the grid, nor at a
-        committed checkpoint, nor the newest: their steps can no longer become checkpoints. Called after a checkpoint commit;
-        other series are not changed."""
+        """Delete points of the ``keep_best`` series whose steps can no longer become checkpoints."""
         series = None if self._best_metric is None else self._read([self._best_metric]).get(self._best_metric)
         if series is not None and series.stride > 1:
             self._session.execute(sa.delete(Metric).where(*self._off_grid_filter(series)))
@@ -137,8 +123,7 @@ class Series:
         return found
 
     def _add_new(self, known: dict[str, SeriesRow], fresh: list[str]) -> list[str]:
-        """Add a row for each new series of ``fresh`` to ``known``, up to the job's limit; nothing is written yet. Return the
-        names beyond the limit."""
+        """Add a row for each new series of ``fresh`` to ``known``, up to the job's limit. Return the rest."""
         if not fresh:
             return []
         count = sa.select(sa.func.count()).select_from(MetricSeries).where(MetricSeries.job_id == self._job.id)
@@ -149,9 +134,8 @@ class Series:
     def _choose_points(
         self, series: SeriesRow, rows: dict[int, Row], removed: list[Row], superseded: list[Row]
     ) -> list[Row]:
-        """Return those of the collected ``rows`` (by step) that are to be stored, and update the counts in ``series``. If the
-        previously newest point need not be kept any longer, its key is appended to ``removed``. Stored points of earlier attempts
-        that are replaced by another value are appended to ``superseded``."""
+        """Return the collected ``rows`` to store, and update ``series``. Points to delete go to ``removed``, replaced ones of
+        earlier attempts to ``superseded``."""
         before, stored_before = series.newest, self._stored_points(series, rows)
         if self._attempt > series.attempt:
             series.newest, series.attempt = max(rows), self._attempt
@@ -176,7 +160,7 @@ class Series:
         return list(stored.values())
 
     def _stored_points(self, series: SeriesRow, steps: Collection[int]) -> dict[int, Row]:
-        """Return the stored points at these steps, by step. No query is made if all steps come after the last stored one."""
+        """Return the stored points at these steps, by step."""
         again = [step for step in steps if step <= max(series.top, series.newest)]
         if not again:
             return {}
@@ -186,9 +170,7 @@ class Series:
         return {row["step"]: dict(row) for row in found if row["step"] in steps}
 
     def _store_superseded(self, superseded: list[Row]) -> None:
-        """Store ``superseded``, points of earlier attempts that this attempt's points replace with other values, at most
-        ``_MAX_SUPERSEDED`` per series. Add the name of each such series with its lowest differing step to the attempt's row,
-        which keeps at most ``_MAX_NAMES`` names."""
+        """Store points that this attempt's points replace, and note their series on the attempt's row. Both are limited."""
         first: dict[str, int] = {}
         for name in dict.fromkeys(row["name"] for row in superseded):
             mine = sorted((row for row in superseded if row["name"] == name), key=lambda row: int(row["step"]))
@@ -206,10 +188,8 @@ class Series:
             self._session.execute(statement, execution_options={"synchronize_session": False})
 
     def _thin(self, series: SeriesRow) -> None:
-        """Delete points of a series until it has at most ``Bounds.points`` on its grid, and update the counts in ``series``.
-        First, points that a later attempt abandoned, by starting from an earlier step, are deleted. Then the stride is doubled as
-        often as needed, and points off the new grid are deleted. Points of the ``keep_best`` series that may still be needed
-        (``_unprotected_filter``) stay."""
+        """Delete points of a series until it has at most ``Bounds.points`` on its grid, and update ``series``."""
+        # points that a later attempt abandoned, by starting from an earlier step
         later = sa.exists().where(
             Attempt.job_id == Metric.job_id, Attempt.number > Metric.attempt, Attempt.base_step < Metric.step
         )
@@ -242,14 +222,12 @@ class Series:
         return Metric.job_id == series.job_id, Metric.name == series.name
 
     def _off_grid_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
-        """Return the conditions that select the points of the series that are off its grid, are not the newest, and are not
-        protected."""
+        """Return the conditions that select unprotected points of the series that are off its grid and not the newest."""
         beside = (Metric.step % series.stride != series.phase, Metric.step != series.newest)
         return (*self._series_filter(series), *beside, *self._unprotected_filter(series))
 
     def _unprotected_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
-        """Return the conditions that select points which may be deleted. For the ``keep_best`` series these are points up to the
-        committed step that are at no committed checkpoint; for other series there is no condition, so all points match."""
+        """Return the conditions that select points which may be deleted. The ``keep_best`` series keeps those at checkpoints."""
         if series.name != self._best_metric:
             return ()
         kept = sa.select(Checkpoint.step).where(Checkpoint.job_id == self._job.id, Checkpoint.state == "committed")
@@ -279,8 +257,7 @@ class Samples:
         self._rows[rank, step] = row
 
     def store(self, ranks: Collection[int]) -> None:
-        """Write the collected summaries and forget them. For those of ``ranks`` that have new summaries, the stored ones are
-        counted, and thinned if there are too many."""
+        """Write the collected summaries. For those of ``ranks`` that have new ones, the stored summaries may be thinned."""
         upsert(self._session, HookSample, ("job_id", "rank", "step"), self._rows.values())
         for rank in {rank for rank, _ in self._rows}.intersection(ranks):
             thin_samples(self._session, self._job_id, rank, self._bounds.samples)
@@ -288,14 +265,12 @@ class Samples:
 
 
 def is_count_due(before: int, after: int) -> bool:
-    """True if a rank's stored summaries must be counted, which is so once in ``_COUNT_INTERVAL`` messages. ``before``, ``after``:
-    number of the rank's messages before and after this report."""
+    """True once in ``_COUNT_INTERVAL`` messages of a rank. ``before``, ``after``: their number before and after this report."""
     return before // _COUNT_INTERVAL != after // _COUNT_INTERVAL
 
 
 def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
-    """If a rank has more than ``limit`` stored hook summaries, delete every second one. The newest stays, and the rest still
-    covers the whole time."""
+    """If a rank has more than ``limit`` stored hook summaries, delete every second one, but not the newest."""
     mine = (HookSample.job_id == job_id) & (HookSample.rank == rank)
     if (session.scalar(sa.select(sa.func.count()).select_from(HookSample).where(mine)) or 0) <= limit:
         return
@@ -307,8 +282,7 @@ def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
 
 
 def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable[Row]) -> None:
-    """Insert ``values`` as rows of ``table``; a row whose columns ``keys`` exist already is updated, unless it is of a later
-    attempt. All ``values`` have the same columns, ``attempt`` among them; without values nothing is done."""
+    """Insert ``values`` as rows of ``table``; a row with the same ``keys`` is updated, unless of a later attempt."""
     rows = list(values)
     if rows:
         statement = _upsert(session.get_bind().dialect.name, table, keys, tuple(rows[0]))

@@ -1,9 +1,5 @@
-"""Computes how long agents delay figures (metrics, progress, hook summaries), so that the reports of any number of jobs leave the
-service time for the rest of its work.
-
-The answer to any report that is not refused may carry the delay, in ``REPORT_AFTER_HEADER``: a header, because agents of versions
-that do not know it ignore it and keep their own pace. Everything else (a checkpoint, a phase, a result) is never delayed.
-"""
+"""Computes how long agents delay figures (metrics, progress, hook summaries), so that reports of many jobs leave the service time
+for other work."""
 
 from __future__ import annotations
 
@@ -43,9 +39,7 @@ class Pacing:
         self._lock = threading.Lock()
 
     def record_report(self, agent: Agent, cpu_seconds: float) -> float:
-        """Record that ``agent``'s report took ``cpu_seconds`` of CPU time. Return the seconds that this agent must wait before
-        its next report that holds only figures (metrics, progress, hook summaries), at most ``MAX_CONTROL_DELAY_SECONDS``. 0.0:
-        no delay is needed."""
+        """Record the CPU time of ``agent``'s report. Return the seconds by which the agent must delay figures; 0.0: none."""
         now = self._clock()
         with self._lock:
             self._cost += (cpu_seconds - self._cost) * (_MEAN_WEIGHT if self._cost else 1.0)

@@ -1,8 +1,5 @@
-"""Authentication and authorisation: every route declares what it needs, and only these declarations admit a request.
-
-A route declares ``dependencies=[needs(Scope.JOBS_READ)]``, ``[AGENTS]`` or ``[OPEN]``; a test fails for a route without any.
-FastAPI's own route ``/openapi.json`` declares nothing, and admits every request.
-"""
+"""Authentication and authorisation: every route declares what it needs, such as ``dependencies=[needs(Scope.JOBS_READ)]``,
+``[AGENTS]`` or ``[OPEN]``."""
 
 # No postponed annotations: FastAPI reads those of callable objects, and could not resolve their names.
 import time
@@ -29,8 +26,8 @@ _MAX_ATTEMPTS: Final = 10_000
 
 
 class Gate:
-    """Authenticates the callers of one running app and limits their request rates. The rate limits are those of ``settings``, and
-    are counted in this process only."""
+    """Authenticates the callers of one running app, and limits their request rates. The rates are counted in this process
+    only."""
 
     def __init__(self, settings: Settings, database: Database) -> None:
         """``settings`` has the rates and whether callers need tokens; tokens are looked up in ``database``."""
@@ -43,9 +40,8 @@ class Gate:
         """By attempt: the hash of its token and its number of nodes."""
 
     async def authenticate_caller(self, request: Request) -> Principal:
-        """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. A request without a
-        token is from ``LOCAL`` if the service requires no token. Raises ``Refused`` (``token-missing``, ``token-unknown``,
-        ``token-expired``, ``token-revoked``, ``too-many-requests``)."""
+        """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. Raises
+        ``Refused``."""
         token = bearer_token(request.headers.get("authorization"))
         if token is None and not self._token_required:
             found = LOCAL
@@ -55,9 +51,7 @@ class Gate:
         return found
 
     async def _authenticate_token(self, request: Request, token: str | None) -> Principal:
-        """Return the caller with ``token``. Raises ``Refused``: ``token-missing`` for None, or the error of the token. Each such
-        refusal is counted for the client's address; beyond the limit of refusals, ``Refused`` (``too-many-requests``) is raised
-        instead."""
+        """Return the caller with ``token``. Raises ``Refused``; each refusal counts for a limit of the client's address."""
         try:
             if token is None:
                 raise Refused(
@@ -72,14 +66,8 @@ class Gate:
             raise
 
     async def authenticate_agent(self, request: Request) -> None:
-        """Authenticate an agent by the token of the attempt in the path, and count the request for the attempt's rate limit. It
-        runs before the body is read. The token is checked again later, in the transaction that handles the request.
-
-        The attempt's limit is shared by all its agents: it is the sum of its nodes' limits (``limit_node``). It does not depend
-        on the address, since many agents may share one, behind an ingress or a proxy. Only a failed authentication is counted
-        for the client's address. Raises ``Refused`` (``token-missing``, ``token-wrong``, ``too-many-requests``) and ``NotFound``
-        (``attempt-not-found``).
-        """
+        """Authenticate an agent by the attempt's token, and count the request for the attempt's rate limit. Raises ``Refused``
+        and ``NotFound``."""
         token = bearer_token(request.headers.get("authorization"))
         job_id, number = request.path_params["job_id"], request.path_params["number"]
         attempt = (job_id, int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0)
@@ -95,27 +83,24 @@ class Gate:
         self._attempts.move_to_end(attempt)
         if len(self._attempts) > _MAX_ATTEMPTS:
             self._attempts.popitem(last=False)
+        # not by address: many agents may share one, behind an ingress or a proxy
         self._report_buckets.take(f"{job_id}/{attempt[1]}", time.monotonic(), nodes)
 
     def limit_node(self, job_id: str, number: int, node: int) -> None:
-        """Count a report for the rate limit of one node, after the report is read. Raises ``Refused`` (``too-many-requests``).
-        The node's limit is its share of the attempt's limit. A report that is refused here has been counted for the attempt
-        already: a node that ignores ``Retry-After`` reduces the share of the other nodes. A node number that does not exist is
-        not counted; ``ingest`` refuses it. For an attempt with one node nothing is done, since the attempt's limit is the
-        node's."""
+        """Count a report for the rate limit of one node, if the attempt has several. Raises ``Refused``
+        (``too-many-requests``)."""
         _, nodes = self._attempts.get((job_id, number), ("", 1))
         if nodes > 1 and 0 <= node < nodes:
             self._report_buckets.take(f"{job_id}/{number}/{node}", time.monotonic())
 
     def _check_attempt_token(self, attempt: tuple[str, int], token: str | None) -> int:
-        """Return the number of nodes of ``attempt`` (job id, number), if ``token`` is its token. Raises ``Refused`` and
-        ``NotFound``, like ``read_authorised_rows``."""
+        """Return the number of nodes of ``attempt`` (job id, number). Raises ``Refused`` if ``token`` is not its token, and
+        ``NotFound``."""
         with self._database.read() as session:
             return read_authorised_rows(session, *attempt, token).shape.nodes
 
     async def require_ownership(self, caller: Principal, job_id: str) -> None:
-        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin. Does nothing for a
-        job that does not exist: the route itself reports that."""
+        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin."""
         if caller.role is Role.ADMIN or not is_job_id(job_id):
             return
         owner = await run_in_threadpool(self._read_owner, job_id)
@@ -133,8 +118,8 @@ class Gate:
 
 
 def bearer_token(authorization: str | None) -> str | None:
-    """Return the token in an Authorization header; None if there is no header. Raises ``Refused`` (``token-missing``) for a
-    header that is not ``Bearer`` with a token."""
+    """Return the token in an Authorization header; None if there is no header. Raises ``Refused`` for a header without a
+    token."""
     if authorization is None:
         return None
     scheme, _, token = authorization.partition(" ")
@@ -156,17 +141,14 @@ class Guard:
 
 
 class Needs(Guard):
-    """Admits callers with ``scope`` (None: any authenticated caller), and stores the caller in ``request.state.caller``. With
-    ``own_job``, only the owner of the job in the path, or an admin, is admitted. Raises ``Refused`` (``not-allowed``), and as
-    ``Gate.authenticate_caller`` does."""
+    """Admits callers with ``scope`` (None: any authenticated caller). ``own_job``: only the job's owner, or an admin."""
 
     def __init__(self, scope: Scope | None, *, own_job: bool) -> None:
         self.scope, self.own_job = scope, own_job
         self.security = [{"token": [] if scope is None else [scope.value]}]
 
     async def __call__(self, request: Request) -> None:
-        """Authenticate the caller of ``request``, check scope and ownership, and store the caller in ``request.state.caller``.
-        FastAPI calls it before the route. Raises as the class says."""
+        """Authenticate the caller of ``request``, check scope and ownership, and store the caller. Raises ``Refused``."""
         gate: Gate = request.app.state.service.gate
         caller = await gate.authenticate_caller(request)
         if self.scope is not None and self.scope not in caller.scopes:
@@ -177,7 +159,7 @@ class Needs(Guard):
 
 
 def _missing_scope_text(caller: Principal, scope: Scope) -> str:
-    """Return the error text for a caller who lacks ``scope``: the token lacks it, or a role with more rights is needed."""
+    """Return the error text for a caller who lacks ``scope``: the token or the role lacks it."""
     if scope in SCOPES[caller.role]:
         return f"this needs the scope {scope.value}, which the token {caller.token} lacks"
     least = next(role for role in Role if scope in SCOPES[role])

@@ -1,4 +1,4 @@
-"""The ``Range`` header of a request for one file (RFC 9110, 14.2): one range of bytes; an invalid header is ignored."""
+"""The ``Range`` header of a request for one file (RFC 9110, 14.2): one range of bytes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ _SINGLE_RANGE: Final = re.compile(r"bytes=(?:(\d{1,18})-(\d{1,18})?|-(\d{1,18}))
 
 
 def parse_range(header: str | None, size: int) -> tuple[int, int] | None:
-    """Return the range that the ``Range`` header requests as two positions: that of its first byte, and that after its last byte.
-    ``size``: bytes of the whole file. None: there is no header, or it is invalid or requests several ranges; the whole file is
-    then to be sent. Raises ``Refused`` (``range-not-satisfiable``) if the file has none of the requested bytes."""
+    """Return the positions of the first requested byte and after the last. None: send the whole file. Raises ``Refused`` if the
+    file has none of the bytes."""
     match = _SINGLE_RANGE.fullmatch((header or "").replace(" ", ""))
     if match is None:
         return None

@@ -21,8 +21,7 @@ _BLOCK: Final = 1 << 20
 
 
 class Uploads:
-    """Receives archives of code from clients. Any number of bodies is received concurrently; the archives are unpacked one at a
-    time."""
+    """Receives archives of code from clients: many bodies concurrently, while the archives are unpacked one at a time."""
 
     def __init__(self, homes: HomePaths, limits: Limits | None = None) -> None:
         self._root = homes.code
@@ -30,18 +29,13 @@ class Uploads:
         self._lock = asyncio.Lock()
 
     def renew(self, digest: str) -> None:
-        """Keep existing code for another ten minutes, even if no job names it. Raises ``NotFound`` (``code-not-found``) if there
-        is no code with this digest."""
+        """Keep existing code for another ten minutes, even if no job names it. Raises ``NotFound`` (``code-not-found``)."""
         if not snapshot.keep_alive(digest, self._root):
             raise NotFound(f"there is no code with the digest {digest}", code="code-not-found")
 
     async def receive(self, request: Request, digest: str) -> bool:
-        """Store the request's body, an archive, as the tree of code with ``digest``. Return True if the tree was stored, False if
-        it existed already. If the upload fails, nothing is stored.
-
-        Raises ``Refused`` (``unsupported-media-type``, ``body-too-large``, ``body-too-slow``, ``disk-full``;
-        ``code-archive-invalid`` also if the client disconnects), and ``OSError`` if the disk fails otherwise.
-        """
+        """Store the request's body, an archive, as the tree of code with ``digest``. Return False if the tree existed already.
+        Raises ``Refused`` for a rejected upload."""
         if media_type_of(request) != MEDIA_TYPE:
             text = f"content type {media_type_of(request) or 'missing'!r} is not supported here: send {MEDIA_TYPE}"
             raise Refused(text, code="unsupported-media-type")
@@ -67,8 +61,7 @@ class Uploads:
         return tempfile.TemporaryFile(dir=self._root)
 
     async def _write_body(self, file: IO[bytes], request: Request) -> None:
-        """Write the request's body to ``file``, in blocks of a MiB, and position the file at its start. Raises as ``iter_body``
-        does."""
+        """Write the request's body to ``file``, and position the file at its start. Raises as ``iter_body`` does."""
         block = bytearray()
         async for part in iter_body(request, largest_archive(self._limits)):
             block += part

@@ -53,8 +53,8 @@ class Service:
 
 
 async def get_service(request: Request) -> Service:
-    """Return the parts of the running app. This function is asynchronous, like all dependencies here that do not block: FastAPI
-    would run a plain function in a thread for every request."""
+    """Return the parts of the running app."""
+    # asynchronous, like all dependencies that do not block: FastAPI would run a plain function in a thread
     service: Service = request.app.state.service
     return service
 
@@ -71,8 +71,7 @@ async def get_report_body(request: Request) -> RawBody:
 
 @asynccontextmanager
 async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
-    """Yield an event that is set when the client disconnects, and at the latest when the block ends. A thread that computes the
-    answer checks the event, to stop early. What has not been read of the request's body is discarded."""
+    """Yield an event that is set when the client disconnects, and at the latest when the block ends. Discards unread body."""
     disconnect = threading.Event()
 
     async def watch() -> None:
@@ -90,9 +89,8 @@ async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
-    """Raise ``Refused`` (``unknown-parameter``) if the request has a query parameter that its route does not declare: ignoring a
-    misspelt filter would give a wrong answer that looks right. Raises ``Refused`` (``invalid-character``) for a NUL character in
-    the query. It also adds job id and attempt number of the path to this request's later log lines."""
+    """Raise ``Refused`` for an undeclared query parameter: ignoring a misspelt filter would give a wrong answer."""
+    # job id and attempt for this request's later log lines
     number = str(request.path_params.get("number", ""))
     attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None
     logging.add_log_fields(job_id=request.path_params.get("job_id"), attempt=attempt)
@@ -138,9 +136,8 @@ class Poster:
         self._call: Call = make_call(key, request.state.caller.owner, request.method, request.url.path, query, data)
 
     def run(self, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Response:
-        """Run ``prepare``, then ``effect`` in a write transaction with the result of ``prepare``, and return the response. If
-        an earlier request with the same Idempotency-Key has a stored answer, run neither, and return that. See
-        ``Idempotency.run``."""
+        """Run ``prepare``, then ``effect`` in a write transaction, and return the response; or a stored answer to the same
+        key."""
         return respond(self._service.idempotency.run(self._call, prepare, effect))
 
 
@@ -177,8 +174,7 @@ EVENTS: Final = "text/event-stream"
 
 
 def negotiate_media_type(accept: str | None, offers: Sequence[str]) -> str:
-    """Return the media type in ``offers`` that the Accept header prefers (RFC 9110, 12.5.1). Of equally preferred ones, and
-    without a header, the first is returned. Raises ``Refused`` (``not-acceptable``) if the header accepts none."""
+    """Return the media type in ``offers`` that the Accept header prefers (RFC 9110, 12.5.1). Raises ``Refused`` if none."""
     best, best_quality = None, 0.0
     for offer in offers:
         quality = _quality(accept or "*/*", offer)
@@ -190,8 +186,7 @@ def negotiate_media_type(accept: str | None, offers: Sequence[str]) -> str:
 
 
 def _quality(accept: str, offer: str) -> float:
-    """Return the quality, 0 to 1, that the Accept header gives to ``offer``: that of the most specific media range that covers
-    it, 0 if none does. A range with an invalid quality is ignored."""
+    """Return the quality, 0 to 1, that the Accept header gives to ``offer``."""
     found, specific = 0.0, -1
     for part in accept.split(","):
         media, *parameters = (p.strip().lower() for p in part.split(";"))

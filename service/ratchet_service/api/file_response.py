@@ -16,8 +16,8 @@ _CHUNK: Final = 1 << 20
 
 
 class Sending(StreamingResponse):
-    """A response that streams ``parts`` and closes ``resources`` when it ends, for any reason. If the client does not accept the
-    next part (a MiB) within ``part_seconds``, the response is cut off."""
+    """A response that streams ``parts`` and then closes ``resources``. It is cut off if one part takes longer than
+    ``part_seconds``."""
 
     def __init__(
         self,

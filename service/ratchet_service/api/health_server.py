@@ -1,6 +1,4 @@
-"""``/metrics``, ``/healthz`` and ``/readyz`` of a reconciler without an API, on a separate port. Nothing else is served there and
-no token is required, so by default it listens on this machine only.
-"""
+"""``/metrics``, ``/healthz`` and ``/readyz`` of a reconciler without an API, on a separate port that requires no token."""
 
 from __future__ import annotations
 
@@ -35,8 +33,8 @@ _TIMEOUT_SECONDS: Final = 10.0
 def serve_health(
     listen: Listening | None, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> Iterator[int | None]:
-    """Serve ``/metrics``, ``/healthz`` and ``/readyz`` on threads during the block, and yield the port. ``listen``: the address;
-    None: nothing is served, and None is yielded. Raises ``StartError`` if the address cannot be bound."""
+    """Serve ``/metrics``, ``/healthz`` and ``/readyz`` during the block, and yield the port. ``listen`` None: nothing. Raises
+    ``StartError``."""
     if listen is None:
         yield None
         return
@@ -76,8 +74,7 @@ def serve_health(
 def _answer(
     path: str, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> tuple[int, str, bytes]:
-    """Return status, media type and body of the answer to a GET of ``path``. If the process is not ready, the database fails or
-    the path is unknown, the body is a problem (``application/problem+json``)."""
+    """Return status, media type and body of the answer to a GET of ``path``. An error's body is a problem."""
     try:
         if path == "/metrics":
             return 200, CONTENT_TYPE_LATEST, instruments.render(database)

@@ -1,11 +1,8 @@
-"""Idempotency-Key: a repeated POST gets the first answer again, and its effect happens once. Errors that a retry may avoid are
-not kept: after them, a repeated POST runs again.
+"""Idempotency-Key: a repeated POST gets the first answer again, and its effect happens once.
 
 The answer is stored in the transaction that has the effect, so neither exists without the other. A request first claims its key.
-While the claim is young, a second request is refused. If the server died in between, a second request takes the claim over: at
-once if the server is known to be dead (a process of this host), otherwise when the claim is old. The first request's effect was
-not committed then, or its answer would exist. If the first request is still running all the same, its token no longer matches the
-claim's, so its transaction fails.
+A second request is refused, unless the claim is old or its process is dead: then it takes the claim over. If the first request
+still runs, its transaction fails, because its token no longer matches.
 """
 
 from __future__ import annotations
@@ -37,8 +34,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer: its status, its body as JSON text, and its headers. ``stored_body``: the body that a repeated request gets, if
-    ``body`` may be shown only once (a new token); None: ``body``."""
+    """An answer. ``body``: text. ``stored_body``: the body for repeated requests, if ``body`` may be shown only once."""
 
     status: int
     body: str
@@ -49,8 +45,8 @@ class Reply:
 
 @dataclass(frozen=True)
 class Call:
-    """One POST request. ``key``: its Idempotency-Key, None without one. ``scope``: a hash of caller, method and path.
-    ``body_hash``: a hash of body and query. ``instance``: the path, for problems."""
+    """One POST request. ``scope``: a hash of caller, method and path. ``body_hash``: a hash of body and query. ``instance``: the
+    path."""
 
     key: str | None
     scope: str
@@ -59,8 +55,7 @@ class Call:
 
 
 def make_call(key: str | None, caller: str, method: str, path: str, query: list[tuple[str, str]], body: Any) -> Call:
-    """Return the ``Call`` for a POST request. Raises ``Refused`` (``invalid-idempotency-key``) for a key that is not 1 to 255
-    printable ASCII characters."""
+    """Return the ``Call`` for a POST request. Raises ``Refused`` (``invalid-idempotency-key``)."""
     if key is not None and not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
         raise Refused("an Idempotency-Key is 1 to 255 printable ASCII characters", code="invalid-idempotency-key")
     scope = hashlib.sha256(canonical_json([caller, method, path])).hexdigest()
@@ -73,8 +68,7 @@ _CLAIMED_BY: Final = "claimed-by"
 
 
 class Idempotency:
-    """Runs POST requests so that requests with the same key have their effect once. ``keep_seconds``: how long an answer is
-    stored. ``claim_seconds``: age at which a claim without an answer may be taken over."""
+    """Runs POST requests with the same key once. ``claim_seconds``: age at which a claim without an answer may be taken over."""
 
     def __init__(self, database: Database, keep_seconds: float, claim_seconds: float) -> None:
         self._database = database
@@ -83,15 +77,8 @@ class Idempotency:
         self._owner = new_owner()
 
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
-        """Run ``prepare``, then ``effect`` inside one write transaction, and return its answer. If an earlier request with the
-        same key has a stored answer, return that, and run neither. ``prepare`` runs outside a transaction; its result is passed
-        to ``effect``. Without a key nothing is stored.
-
-        The answer is stored in the transaction of ``effect``. Raises what the two functions raise. A ``RatchetError`` with a
-        client's status (4XX) is stored as the answer, too. After a server error, or an error that a retry of the same request may
-        avoid (``_is_retryable``), nothing is stored, and the key is released. Also raises ``Conflict`` and ``Refused`` as
-        ``_claim_key`` does, and ``Conflict`` as ``_record`` does.
-        """
+        """Run ``prepare``, then ``effect`` in a write transaction, and return its answer; or the key's stored answer. Raises what
+        these raise, ``Conflict`` and ``Refused``."""
         if call.key is None:
             prepared = prepare()
             with self._database.write() as session:
@@ -119,9 +106,8 @@ class Idempotency:
             raise
 
     def _claim_key(self, call: Call, token: str) -> Reply | None:
-        """Claim the key for this request and return None; or return the stored answer of an earlier request. Raises ``Conflict``
-        (``idempotency-in-progress``) while another request with this key runs, and ``Refused`` (``idempotency-key-reused``) if
-        the key was used with another body or query. It also deletes all answers and claims older than ``keep_seconds``."""
+        """Claim the key and return None, or return the stored answer. Raises ``Conflict`` while another request runs, ``Refused``
+        for another body."""
         with self._database.write() as session:
             now = clock_of(session).server_now(session)  # several APIs share the keys, and their clocks may differ
             session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._retention))
@@ -158,9 +144,7 @@ class Idempotency:
             return None
 
     def _record(self, session: Session, call: Call, token: str, reply: Reply) -> None:
-        """Store ``reply`` as the answer of the key that was claimed with ``token``. Raises ``Conflict``
-        (``idempotency-claim-lost``) if another request has taken the claim over; the transaction of ``effect`` is then rolled
-        back."""
+        """Store ``reply`` as the answer of the key claimed with ``token``. Raises ``Conflict`` if the claim was taken over."""
         statement = sa.update(IdempotencyKey).where(
             IdempotencyKey.scope == call.scope,
             IdempotencyKey.key == call.key,
@@ -182,8 +166,7 @@ class Idempotency:
             )
 
     def _release(self, call: Call, token: str) -> None:
-        """Delete the claim made with ``token``, so that a repeated request runs again. A stored answer stays: the transaction may
-        have been committed although its reply was lost, and the effect must not happen twice."""
+        """Delete the claim made with ``token``, so that a repeated request runs again. A stored answer stays."""
         with self._database.write() as session:
             session.execute(
                 sa.delete(IdempotencyKey).where(
@@ -196,8 +179,7 @@ class Idempotency:
 
 
 def _is_retryable(error: RatchetError, status: int) -> bool:
-    """Return True if a retry of the same request may succeed: after a server error, too many requests, a claim that another
-    request took over, or an exceeded quota or limit of tokens, which may be raised or free again by then."""
+    """True if a retry of the same request may succeed, for example after a server error."""
     codes = {error.code, *(problem.code for problem in error.errors)}
     return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED, TOO_MANY_TOKENS})
 

@@ -1,10 +1,5 @@
-"""The outermost layer: an error before the answer begins becomes a problem, and every answer is counted. A traceback goes to the
-log, never to a caller.
-
-``OwnMachineOnly``, for a service that needs no token, admits only programs of this machine. It refuses web pages and proxies. A
-browser on this machine sends requests for any page that it shows: under a foreign name that resolves to 127.0.0.1 (DNS
-rebinding), or from another origin. A proxy forwards other machines' requests. Neither is the owner of the run directory.
-"""
+"""The outermost layer: errors become problems, and answers are counted. ``OwnMachineOnly``, for a service without tokens, refuses
+requests of web pages and through proxies."""
 
 from __future__ import annotations
 
@@ -52,8 +47,8 @@ def problem_response(
     errors: list[FieldProblem] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Response:
-    """Return a response whose body is a problem (``application/problem+json``). ``path``: the request's path; ``errors``:
-    problems of single fields; ``headers``: added to those that belong to the status."""
+    """Return a response whose body is a problem (``application/problem+json``). ``errors``: problems of single fields;
+    ``headers``: additional ones."""
     body = problem_json.problem(status, code, detail, instance=printable(path), errors=errors)
     return Response(
         body.model_dump_json(), status, problem_json.headers_of(status, code) | (headers or {}), problem_json.MEDIA_TYPE
@@ -61,8 +56,8 @@ def problem_response(
 
 
 def install(app: FastAPI, instruments: Instruments) -> None:
-    """Add the exception handlers and the ``ErrorsAndMetrics`` middleware to ``app``. Call it after all other middleware has been
-    added: the middleware that is added last is the outermost one."""
+    """Add the exception handlers and the ``ErrorsAndMetrics`` middleware to ``app``, after all other middleware: the last one is
+    the outermost."""
     app.add_exception_handler(RatchetError, _ratchet_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid_parameters)
@@ -74,8 +69,7 @@ def install(app: FastAPI, instruments: Instruments) -> None:
 
 
 def _ratchet_error(request: Request, error: Exception) -> Response:
-    """Answer with the problem of a ``RatchetError``. Its ``retry_after``, if it has one, becomes the header Retry-After, rounded
-    up. A status of 500 or more is also logged."""
+    """Answer with the problem of a ``RatchetError``; its ``retry_after`` becomes the header Retry-After."""
     assert isinstance(error, RatchetError)
     status = problem_json.status_of(error)
     if status >= 500:
@@ -86,8 +80,7 @@ def _ratchet_error(request: Request, error: Exception) -> Response:
 
 
 def _http_error(request: Request, error: Exception) -> Response:
-    """Answer with a problem for an error of Starlette: 404 for an unknown path, 405 for a method that the path does not have,
-    else the error's own status."""
+    """Answer with a problem for an error of Starlette, such as an unknown path."""
     assert isinstance(error, HTTPException)
     path = request.url.path
     headers = dict(error.headers or {})
@@ -101,16 +94,15 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods of all routes that match the request's path, sorted. Starlette itself names only those of the first
-    route."""
+    """Return the methods of all routes that match the request's path, sorted."""
     scope = dict(request.scope)
+    # Starlette itself names only the methods of the first route
     routes = [r for r in request.app.state.routes if r.matches(scope)[0] is not Match.NONE]
     return sorted({method for route in routes for method in route.methods})
 
 
 def _invalid_parameters(request: Request, error: Exception) -> Response:
-    """Answer 422 (``invalid-parameter``) for invalid query, path or header values, with at most 50 field problems; their
-    ``pointer`` is like ``/query/<name>``."""
+    """Answer 422 (``invalid-parameter``) for invalid query, path or header values, with a limited number of field problems."""
     assert isinstance(error, RequestValidationError)
     found: Sequence[Any] = error.errors()[:50]
     errors = [
@@ -126,9 +118,7 @@ def _invalid_parameters(request: Request, error: Exception) -> Response:
 
 
 def _database_unavailable(request: Request, error: Exception) -> Response:
-    """Answer a database error: 507 (``disk-full``) for a full disk. 503 (``database-unavailable``) for an ``OperationalError``,
-    such as a locked or unreachable database, for a lost connection, and if no connection becomes free: a retry may succeed. 500
-    for any other error, since it is a fault of the service."""
+    """Answer a database error: 507 for a full disk, 503 if a retry may succeed, 500 otherwise."""
     if disk_space.is_disk_full_error(error, request.app.state.service.settings.home):
         return _disk_full(request, error)
     if isinstance(error, OperationalError | PoolTimeout) or (
@@ -142,8 +132,7 @@ def _database_unavailable(request: Request, error: Exception) -> Response:
 
 
 def _disk_full(request: Request, error: Exception) -> Response:
-    """Answer an error of the operating system or the database: 507 (``disk-full``) for a full disk, 500 for any other error,
-    since it is a fault of the service."""
+    """Answer 507 (``disk-full``) for a full disk, 500 for any other error of the operating system or the database."""
     service = request.app.state.service
     home = service.settings.home
     if not disk_space.is_disk_full_error(error, home):
@@ -158,8 +147,7 @@ def _disk_full(request: Request, error: Exception) -> Response:
 
 
 def internal_error(method: str, path: str, error: BaseException) -> Response:
-    """Log ``error`` with its traceback under a new incident number, and return a 500 problem. The problem contains the number but
-    no details of the error."""
+    """Log ``error`` with its traceback under a new incident number, and return a 500 problem that contains only the number."""
     incident = secrets.token_hex(6)
     log.error("incident %s: %s %s", incident, method, path, exc_info=error, extra={"incident": incident})
     text = f"something went wrong in the service; its log has the details under incident {incident}"
@@ -167,9 +155,8 @@ def internal_error(method: str, path: str, error: BaseException) -> Response:
 
 
 class ErrorsAndMetrics:
-    """ASGI middleware that counts each answer and turns uncaught exceptions into a 500 problem. It also adds the headers with
-    protocol version and request id. If an exception comes after the answer has begun, it is raised again, and the server closes
-    the connection."""
+    """ASGI middleware that counts answers, adds headers such as the request id, and turns exceptions before an answer into
+    problems."""
 
     def __init__(self, app: ASGIApp, instruments: Instruments) -> None:
         self._app, self._instruments = app, instruments
@@ -209,8 +196,7 @@ class ErrorsAndMetrics:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the caller's X-Request-Id if it is safe in a log and a header (1 to 64 letters, digits, ".", "_", "-"); otherwise a
-    new random id."""
+    """Return the caller's X-Request-Id if it is safe in a log and a header; otherwise a new random id."""
     for name, value in scope["headers"]:
         if name == REQUEST_ID and _VALID_REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
@@ -235,15 +221,14 @@ _CURE: Final = "start the service with --auth token and send a token"
 
 
 class OwnMachineOnly:
-    """ASGI middleware that answers 403 (``foreign-origin``) to requests that do not come from a program of this machine. It
-    judges them by their headers (``_foreign_origin_reason``). It is used if the service requires no token."""
+    """ASGI middleware that answers 403 (``foreign-origin``) to requests whose headers show that no program of this machine sent
+    them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 403 to an HTTP request whose headers show that no program of this machine sent it. Pass anything else on to the
-        app. The client's address is not checked."""
+        """Answer 403 to an HTTP request whose headers show a foreign origin; pass anything else on to the app."""
         if scope["type"] == "http":
             fault = _foreign_origin_reason(scope["headers"], scope["scheme"])
             if fault is not None:
@@ -254,8 +239,7 @@ class OwnMachineOnly:
 
 
 def _foreign_origin_reason(headers: Sequence[tuple[bytes, bytes]], scheme: str) -> str | None:
-    """Return why the request does not come from a program of this machine, as a text for the error; None if its headers do
-    not show that. It checks the Host header, headers of proxies, and Origin and Sec-Fetch-Site of browsers."""
+    """Return why the headers show that no program of this machine sent the request; None if they do not."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if len(hosts) != 1 or _HOST.fullmatch(hosts[0]) is None:
         return f"the request is for {', '.join(hosts)[:100] or 'no host'!r}"

@@ -74,8 +74,7 @@ PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {
 
 
 def body(model: type[BaseModel], example: Any, *, required: bool = False, yaml: str | None = None) -> dict[str, Any]:
-    """Return the ``openapi_extra`` of a route that reads its body itself, as a ``model``. ``example``: a JSON example, None for
-    none. ``required``: the request must have a body. ``yaml``: an example in YAML; None: the route does not accept YAML."""
+    """Return the ``openapi_extra`` of a route that reads its body itself. ``yaml``: an example; None: YAML is not accepted."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     content: dict[str, Any] = {"application/json": {"schema": schema}}
     if example is not None:
@@ -111,7 +110,7 @@ IF_MATCH: Final = "The job's ETag from an earlier response; 412 if the job has c
 
 
 def describe(app: FastAPI) -> dict[str, Any]:
-    """Return the app's OpenAPI document; the web pages are not in it. It is built at the first call and cached in the app."""
+    """Return the app's OpenAPI document, which is cached in the app."""
     if app.openapi_schema is None:
         document = get_openapi(
             title=app.title, version=app.version, summary=app.summary, description=app.description, routes=app.routes
@@ -136,8 +135,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Complete an operation of the document, in place. FastAPI's response 422 is removed, and the other error responses get a
-    problem as their body. A POST, except for agents' reports, gets the Idempotency-Key as a parameter."""
+    """Complete an operation of the document, in place: its error responses, and the parameter Idempotency-Key of a POST."""
     operation["responses"].pop("422", None)  # FastAPI's; ours is among the 4XX
     for status, response in operation["responses"].items():
         if status[0] in "45":

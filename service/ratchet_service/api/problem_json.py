@@ -94,7 +94,7 @@ _HEADERS: Final[dict[int, dict[str, str]]] = {401: {"WWW-Authenticate": "Bearer"
 
 
 def status_of(error: RatchetError) -> int:
-    """Return the HTTP status of the error: that of its code, or else of its class; 500 if neither is listed."""
+    """Return the HTTP status of the error, by its code or else by its class; 500 if neither is listed."""
     if error.code in _BY_CODE:
         return _BY_CODE[error.code]
     return next((status for kind, status in _BY_CLASS if isinstance(error, kind)), 500)
@@ -110,7 +110,7 @@ def problem(
     status: int, code: str, detail: str, *, instance: str | None = None, errors: list[FieldProblem] | None = None
 ) -> Problem:
     """Return a problem (RFC 9457) with the title of its status. ``instance``: the request's path; ``errors``: problems of single
-    fields. In ``detail`` and ``errors``, NUL and characters that UTF-8 cannot encode are escaped."""
+    fields."""
     title = _TITLES.get(status, "Error")
     return Problem(
         type=PROBLEM_TYPE_PREFIX + code,

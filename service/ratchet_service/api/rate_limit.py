@@ -22,9 +22,8 @@ class Buckets:
         self._lock = threading.Lock()
 
     def take(self, caller: str, now: float, multiplier: int = 1) -> None:
-        """Count one request of ``caller`` if its limit allows it; otherwise raise ``Refused`` (``too-many-requests``), with the
-        seconds to wait in ``retry_after``. A refused request is not counted. ``now``: seconds, monotonic. ``multiplier``: factor
-        of this caller's rate and burst."""
+        """Count one request of ``caller``, or raise ``Refused`` with ``retry_after``. ``now``: seconds, monotonic.
+        ``multiplier``: factor of the limits."""
         rate, burst = self._rate * multiplier, self._burst * multiplier
         with self._lock:
             level, before = self._levels.pop(caller, (float(burst), now))

@@ -31,15 +31,15 @@ _UNSTORABLE: Final = re.compile("[\0\ud800-\udfff]")
 
 @dataclass(frozen=True)
 class RawBody:
-    """The bytes of a request body, and its media type: without parameters, in lower case, "" if the request has none."""
+    """A request body, and its media type: without parameters, in lower case, "" if the request has none."""
 
     media_type: str
     content: bytes
 
 
 async def read_body(request: Request, limit: int) -> RawBody:
-    """Return the whole request body; at most ``limit`` bytes are accepted. Raises as ``iter_body`` does; ``body-too-slow`` also
-    if the whole body does not arrive within ``BODY_SECONDS``."""
+    """Return the whole request body, at most ``limit`` bytes. Raises ``Refused`` for a large or slow one, and
+    ``ClientDisconnect``."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             content = b"".join([part async for part in iter_body(request, limit)])
@@ -49,9 +49,8 @@ async def read_body(request: Request, limit: int) -> RawBody:
 
 
 async def iter_body(request: Request, limit: int) -> AsyncIterator[bytes]:
-    """Yield the parts of the request body as they arrive. Raises ``Refused`` (``body-too-large``) if there are more than
-    ``limit`` bytes; before anything is read if the Content-Length header says so. Raises ``Refused`` (``body-too-slow``) if the
-    next part does not arrive within ``PART_SECONDS``. Raises Starlette's ``ClientDisconnect`` if the client disconnects."""
+    """Yield the parts of the request body, at most ``limit`` bytes. Raises ``Refused`` for a large or slow one, and
+    ``ClientDisconnect``."""
     too_large = Refused(f"the body is larger than {limit} bytes", code="body-too-large")
     if (content_length(request) or 0) > limit:
         raise too_large
@@ -77,7 +76,7 @@ def _too_slow(seconds: float) -> Refused:
 
 
 def content_length(request: Request) -> int | None:
-    """Return the size of the body in bytes, as the Content-Length header gives it; None if there is no valid header."""
+    """Return the size of the body in bytes according to the Content-Length header; None if there is no valid header."""
     announced = request.headers.get("content-length", "")
     return int(announced[:20]) if announced.isascii() and announced.isdigit() else None
 
@@ -88,12 +87,8 @@ def media_type_of(request: Request) -> str:
 
 
 def decode(body: RawBody, *, yaml: bool = False, check_storable: bool = True) -> Any:
-    """Return the data of a JSON body, or with ``yaml`` of a JSON or YAML body; the media type decides. A body that is empty, or
-    only white space, is ``{}``, whatever its media type. Raises ``Refused`` (``unsupported-media-type``, ``invalid-json``,
-    ``invalid-yaml``). Raises ``SpecError`` with JSON pointers to values that cannot be stored, and for some faults of YAML.
-
-    ``check_storable`` False: values are not checked; the caller makes them storable itself.
-    """
+    """Return the data of a JSON body, or with ``yaml`` of a JSON or YAML body; ``{}`` for an empty one. Raises ``Refused`` and
+    ``SpecError``."""
     if not body.content.strip():
         return {}
     allowed = JSON_TYPES | YAML_TYPES if yaml else JSON_TYPES
@@ -138,18 +133,14 @@ def _error_text(error: BaseException) -> str:
 
 
 def find_unstorable(data: Any) -> list[FieldProblem]:
-    """Return a problem, with a JSON pointer, for each value in ``data`` that is not to be stored; ten at most. JSON, a 64-bit
-    column or PostgreSQL's text cannot hold it, or it is nested deeper than ``MAX_DEPTH``. Empty: all values can be stored.
-
-    With YAML anchors, a small text can stand for a huge document. So the walk counts every visit of a value; after ``MAX_VALUES``
-    visits it stops and returns ``too-many-values`` as the only problem.
-    """
+    """Return problems, at most ten, with values in ``data`` that cannot be stored, such as NaN."""
     out: list[FieldProblem] = []
     stack: list[tuple[Any, tuple[str | int, ...]]] = [(data, ())]
     visits = 0
     while stack and len(out) < _MOST_PROBLEMS:
         value, path = stack.pop()
         visits += 1
+        # with YAML anchors, a small text can stand for a huge document
         if visits > MAX_VALUES:
             return [FieldProblem(pointer="", code="too-many-values", detail=f"more than {MAX_VALUES} values")]
         fault = _unstorable_reason(value) or (
@@ -176,8 +167,7 @@ def find_unstorable(data: Any) -> list[FieldProblem]:
 
 
 def _unstorable_reason(value: Any) -> tuple[str, str] | None:
-    """Return the code and the text of the reason why a single value cannot be stored; None if it can. Dicts and lists are
-    accepted; their items are not checked."""
+    """Return code and text of the reason why a value, apart from its items, cannot be stored; None if it can."""
     if isinstance(value, str):
         if _UNSTORABLE.search(value):
             return "invalid-character", "text with a NUL character or half a surrogate pair cannot be stored"
@@ -193,8 +183,7 @@ def _unstorable_reason(value: Any) -> tuple[str, str] | None:
 
 
 def parse(model: type[M], data: Any) -> M:
-    """Return ``data`` as an instance of ``model``. Raises ``SpecError`` (``invalid-body``) with one problem per fault, at most
-    50."""
+    """Return ``data`` as an instance of ``model``. Raises ``SpecError`` (``invalid-body``)."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

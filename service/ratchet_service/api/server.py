@@ -1,9 +1,5 @@
-"""The HTTP server of one service, from the bound socket to its end, and the files by which clients find it: ``service.json`` and
-the user's pointer to the run directory.
-
-It limits the size of a request's head, the time until the head is complete, and the number of connections. uvicorn limits only
-the idle time between two requests; a client that sends a head byte by byte would hold a connection forever.
-"""
+"""The HTTP server of one service, and the files by which clients find it. It also limits the size of a request's head, and its
+time."""
 
 from __future__ import annotations
 
@@ -47,15 +43,14 @@ rest."""
 
 
 def max_connections() -> int:
-    """Return three quarters of this process's file descriptor limit, at least 64; 65536 if there is no limit. The server answers
-    connections beyond this number with 503."""
+    """Return the maximum number of connections, from this process's file descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 65_536 if soft == resource.RLIM_INFINITY else max(64, soft * 3 // 4)
 
 
 class HeadDeadline(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol with two time limits. It aborts a connection whose request head is not complete within
-    ``head_seconds``, or whose request body is still arriving ``rest_seconds`` after the response was sent."""
+    """uvicorn's HTTP/1.1 protocol, which also aborts a connection whose request head, or whose body after the response, takes too
+    long."""
 
     head_seconds = HEAD_SECONDS
     rest_seconds = REST_SECONDS
@@ -72,8 +67,7 @@ class HeadDeadline(H11Protocol):
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """Process the bytes. The head timer is stopped once a head is complete, and started when a new, incomplete head
-        begins."""
+        """Process the bytes, and start or stop the timer for the request head."""
         if self._is_discarding:
             return
         super().data_received(data)
@@ -85,22 +79,18 @@ class HeadDeadline(H11Protocol):
             self._arm()
 
     def on_response_complete(self) -> None:
-        """If the body of the answered request is still arriving, start the timer that aborts the connection after
-        ``rest_seconds``, unless the body ends before."""
+        """If the body of the answered request is still arriving, start the timer that aborts the connection."""
         super().on_response_complete()
         if self.conn.their_state is h11.SEND_BODY:
             self._rest_timer = self.loop.call_later(self.rest_seconds, self._abort_unread_body, self.cycle)
 
     def _abort_unread_body(self, answered: object) -> None:
-        """Abort the connection if ``answered`` is still its current request and the body of that request is still incomplete."""
+        """Abort the connection if ``answered`` is still its current request and the body of that request is incomplete."""
         if self.cycle is answered and self.conn.their_state is h11.SEND_BODY:
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is not valid HTTP, or a head that is too large, with a problem, and end the sending side. What the client
-        still sends is discarded until it ends, for at most ``rest_seconds``: if the connection were closed at once, it would be
-        reset, and the client could lose the answer. A TLS connection, whose sending side cannot be ended alone, is closed at
-        once. ``msg``, uvicorn's text, is not used."""
+        """Answer an invalid or too large head with a problem, and close the connection, at once or after a while."""
         text = f"the head of the request is not valid HTTP, or is larger than {MAX_HEADERS >> 10} KiB"
         body = problem(400, "malformed-head", text).model_dump_json(exclude_none=True).encode()
         headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("connection", "close")]
@@ -108,6 +98,7 @@ class HeadDeadline(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self._is_discarding = True
         self._disarm()
+        # closed at once, the connection would be reset, and the client could lose the answer
         if self.transport.can_write_eof():
             self.transport.write_eof()
             self._deadline = self.loop.call_later(self.rest_seconds, self.transport.abort)
@@ -143,28 +134,24 @@ that no service answers."""
 
 
 class Shutdown:
-    """The state of the server's shutdown. For ``drain_seconds`` after its begin, requests are still accepted; then the server
-    stops listening."""
+    """The state of the server's shutdown. For ``drain_seconds`` after its begin, requests are still accepted."""
 
     def __init__(self, health: Health, drain_seconds: float, on_drain: Callable[[], None]) -> None:
-        """``health``: its ``stopping`` becomes True when the shutdown begins. ``on_drain`` is called once after that, from
-        ``is_over``, so not in a signal handler."""
+        """``health``: its ``stopping`` becomes True when the shutdown begins. ``on_drain`` is called once after that, outside
+        signal handlers."""
         self._health, self._drain_seconds, self._on_drain = health, drain_seconds, on_drain
         self._began_at: float | None = None
         self._drain_started = False
 
     def begin(self) -> bool:
-        """Begin the shutdown and set ``health.stopping``. Return False, and change nothing, if it has begun already. It runs in a
-        signal handler, so it takes no lock."""
+        """Begin the shutdown. Return False if it has begun already. Takes no lock, for use in a signal handler."""
         if self._began_at is not None:
             return False
         self._began_at, self._health.stopping = time.monotonic(), True
         return True
 
     def is_over(self) -> bool:
-        """Return True once ``drain_seconds`` have passed since ``begin``, when the server must stop listening; False before and
-        without ``begin``. The server calls it ten times a second. The first call after ``begin`` logs the shutdown and calls
-        ``on_drain``."""
+        """Return True once ``drain_seconds`` have passed since ``begin``. The first call after ``begin`` calls ``on_drain``."""
         if self._began_at is None:
             return False
         if not self._drain_started:
@@ -178,14 +165,13 @@ class Shutdown:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server for one app. Once it answers requests, it writes ``service.json`` and the pointer to the run directory; at
-    a clean shutdown it removes both. A file that another service has replaced meanwhile is not removed."""
+    """uvicorn's server for one app. While it runs, it maintains ``service.json`` and the pointer to the run directory."""
 
     def __init__(
         self, app: FastAPI, paths: HomePaths, url: str, tls: ssl.SSLContext | None, shutdown_state: Shutdown
     ) -> None:
-        """``url``: the service's URL, for ``service.json``. ``tls``: the TLS context, None for plain HTTP. ``shutdown_state``: is
-        informed of signals, and decides when the server stops."""
+        """``url``: the service's URL, for ``service.json``. ``tls`` None: plain HTTP. ``shutdown_state`` decides when the server
+        stops."""
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -210,8 +196,7 @@ class Server(uvicorn.Server):
         self._pointer_error_logged = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the shutdown at SIGTERM or SIGINT. A second signal removes the service's files and ends the process at once with
-        status 128 + ``sig``; this is safe, since all work of the service may be interrupted at any point. Agents continue."""
+        """Begin the shutdown at the first signal. A second signal removes the service's files and ends the process at once."""
         if not self._shutdown_state.begin():
             with suppress(OSError):
                 os.write(2, b"ratchet: a second signal: ended at once; agents go on\n")
@@ -227,9 +212,7 @@ class Server(uvicorn.Server):
             log.info("listening on %s", self._url)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True if the server must stop. uvicorn calls it ten times a second. Every two seconds it writes ``service.json``
-        and the pointer again if they are missing: another service of this run directory may have removed them when it ended, or
-        the disk may have been full."""
+        """Return True if the server must stop. Every two seconds, missing ``service.json`` and pointer are written again."""
         if self._shutdown_state.is_over():
             self.should_exit = True
         if counter % 20 == 0 and not self.should_exit:
@@ -240,8 +223,7 @@ class Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _write_service_file(self) -> None:
-        """Write ``service.json``. A failure, for example on a full disk, is logged, and ``on_tick`` retries it. Meanwhile clients
-        that know the address are served, and agents continue."""
+        """Write ``service.json``. A failure, for example on a full disk, is logged, and ``on_tick`` tries again."""
         try:
             write_service_file(self._paths.service_file, self._url)
             self._service_file_written = True
@@ -250,10 +232,8 @@ class Server(uvicorn.Server):
             log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
 
     def _write_pointer(self) -> None:
-        """Write the pointer, by which the user's clients find this run directory from any directory. A failure is logged once,
-        and ``on_tick`` retries it as long as the service runs: the service can be used without a pointer. A service that ends
-        together with a command (``RATCHET_ENDS_WITH`` is set) gets no pointer, since others would lose their jobs when it
-        ends."""
+        """Write the pointer by which clients find this run directory. A failure is logged once, and ``on_tick`` tries again."""
+        # the service ends with a command: others would lose their jobs then
         if names.ENDS_WITH in os.environ:
             return
         try:
@@ -271,16 +251,15 @@ class Server(uvicorn.Server):
             service_pointers.remove_pointer(self._pointer)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Remove the service's files, stop listening and close the connections. Requests in flight get ``GRACE_SECONDS`` to
+        """Remove the service's files, stop listening, and close the connections. Requests in flight get ``GRACE_SECONDS`` to
         end."""
         self._remove_own_files()
         await super().shutdown(sockets)
 
 
 def write_service_file(path: Path, url: str) -> None:
-    """Write ``service.json`` at ``path`` by rename: the service's ``url``, this process's pid and the time. It is readable only
-    by the owner, or by all users if the run directory was ever prepared for jobs of another user. Raises ``OSError`` and then
-    leaves no partial file behind."""
+    """Write ``service.json`` at ``path`` by rename: the service's ``url``, this process's pid and the time. Raises
+    ``OSError``."""
     content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
     try:
@@ -295,8 +274,7 @@ def write_service_file(path: Path, url: str) -> None:
 
 
 def remove_service_file(path: Path) -> None:
-    """Remove ``service.json`` only if it names this process: a later service may have written its own file. Errors are
-    ignored."""
+    """Remove ``service.json`` only if it names this process. Errors are ignored."""
     with suppress(OSError, ValidationError):
         if ServiceFile.model_validate_json(path.read_bytes()).pid == os.getpid():
             path.unlink()
@@ -304,9 +282,8 @@ def remove_service_file(path: Path) -> None:
 
 @contextmanager
 def handle_signals(server: Server) -> Iterator[None]:
-    """Pass SIGTERM and SIGINT to ``server.handle_exit`` within the block, and restore the earlier handlers after it. The block
-    covers the time before and after uvicorn runs; while uvicorn runs, it installs its own handlers, which call the same
-    method."""
+    """Context manager: in its block, SIGTERM and SIGINT call ``server.handle_exit``. The earlier handlers are restored
+    afterwards."""
     before = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield

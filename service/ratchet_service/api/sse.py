@@ -1,5 +1,4 @@
-"""Server-sent events (WHATWG HTML, 9.2) and followed text. They come from a poll function, which is called repeatedly until it
-reports that nothing more can follow."""
+"""Server-sent events (WHATWG HTML, 9.2) and followed text, from a poll function that is called until nothing more can follow."""
 
 from __future__ import annotations
 
@@ -38,16 +37,11 @@ async def follow(
     end_text: str,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[str]:
-    """Yield chunks as ``poll`` returns them, until it returns a result that is finished. ``poll`` runs in a worker thread, one
-    call at a time; after a poll without chunks, ``interval_seconds`` pass. After ``keep_alive_seconds`` without a chunk,
-    ``keep_alive_text`` is yielded, so that a dead client is noticed; "" for none. ``end_text`` is the last chunk of a complete
-    stream of events; "" for a stream of text.
-
-    ``is_stopping`` returns True when the service shuts down. A stream of events then ends with ``RETRY``. A stream of text
-    continues until it is cut off, so that no client takes the text for complete.
-    """
+    """Yield chunks as ``poll`` returns them, until a result is finished. ``keep_alive_text`` fills pauses, ``end_text`` ends a
+    stream of events; "" for none."""
     last_sent = time.monotonic()
     while True:
+        # a stream of text continues until it is cut off, so that no client takes it for complete
         if end_text and is_stopping():
             yield RETRY
             return

@@ -1,14 +1,8 @@
 """Cleans up a job's checkpoints when an attempt ends, once the attempt that might write is proved dead.
 
-A worker deletes only what its own attempt committed, so every attempt leaves up to ``keep_last`` checkpoints. What the rules do
-not keep of the whole lineage is marked as deleted here. The remains of saves that a kill cut short are deleted; checkpoints of
-abandoned branches stay. A checkpoint that was found damaged while the attempt might have been using it is quarantined.
-
 Before the transaction that ends the attempt, ``scan_disk`` deletes the remains of saves and reads which checkpoints the disk has.
-Within that transaction, ``mark_surplus`` decides, marks rows and moves damaged checkpoints to the quarantine. After the
-transaction, the caller has the files of the marked checkpoints deleted by another module (``removal.delete_marked``).
-
-``metric_values_of`` reads from the rows the value that ``keep_best`` ranks a checkpoint by.
+Within it, ``mark_surplus`` marks the checkpoints that the spec's rules do not keep. After it, ``removal.delete_marked`` deletes
+their files.
 """
 
 from __future__ import annotations
@@ -45,13 +39,7 @@ def checkpoint_spec_of(job: Job) -> CheckpointSpec:
 def metric_values_of(
     session: Session, job: Job, rows: Collection[Checkpoint], bases: Mapping[int, Base]
 ) -> dict[Id, float]:
-    """Return (step, attempt) -> value of the ``keep_best`` metric, for those of ``rows`` for which a number was logged. Empty if
-    the spec has no ``keep_best``. ``bases``: attempt number -> the checkpoint that the attempt started from.
-
-    The value counts if it was logged at exactly the checkpoint's step, by the attempt that wrote the checkpoint or by an attempt
-    that started from it. (An evaluation that a stop cut short runs again after the resume.) A value of the same step from another
-    branch does not count.
-    """
+    """Return (step, attempt) -> value of the ``keep_best`` metric, for those of ``rows`` that have one. ``bases``: by attempt."""
     best = checkpoint_spec_of(job).keep_best
     if best is None or not rows:
         return {}
@@ -65,6 +53,7 @@ def metric_values_of(
         attempt, value = logged.get(row.step, (row.attempt, None))
         base = bases.get(attempt)
         began_here = base is not None and (base.step, base.attempt) == (row.step, row.attempt)
+        # a value of another branch does not count; an evaluation that a stop cut short runs again after the resume
         if value is not None and not math.isnan(value) and (attempt == row.attempt or began_here):
             found[row.step, row.attempt] = value
     return found
@@ -72,9 +61,8 @@ def metric_values_of(
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Result of ``scan_disk``. ``present``: checkpoints that have a manifest, by step and attempt; None: unknown. ``complete``:
-    each complete checkpoint of the lineage, newest first -> True if it has the marker file ``PINNED``. ``errors``: messages about
-    files that could not be deleted or read, which only cost space."""
+    """Result of ``scan_disk``. ``present``: checkpoints with a manifest; None: unknown. ``complete``: those of the lineage,
+    newest first -> True if pinned by a marker file."""
 
     present: frozenset[Id] | None
     complete: Mapping[Id, bool]
@@ -82,10 +70,8 @@ class OnDisk:
 
 
 def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
-    """Delete remains of saves by attempts up to ``attempt``, finish interrupted deletions (``sweep``), and delete the files with
-    which ``attempt`` reserved disk space; return which checkpoints the disk has. All of these attempts are dead, and the caller's
-    lease keeps another from beginning. ``segments``: the job's lineage. Errors of the file system are returned and not raised:
-    whatever the job's code has done to the directory, the attempt must be ended."""
+    """Delete remains of saves by attempts up to ``attempt``, all dead, and return which checkpoints the disk has. Errors of the
+    file system are returned."""
     refused = []
     with as_owner(paths.root):
         try:
@@ -105,11 +91,8 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
 def mark_surplus(
     session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, attempt: int
 ) -> None:
-    """Of the lineage's complete checkpoints on the disk, mark as deleted those that the spec's rules
-    (``ratchet_store.retention.rules``) do not keep; ``removal`` deletes their files later. A checkpoint is also kept if it is
-    pinned, requested by a resume, or the lineage's newest verified one. Damaged checkpoints are quarantined (``quarantine``).
-    Rows whose files are lost get the state ``deleted``, unless the object store has a copy. Each error in ``on_disk`` adds an
-    event. Called in the transaction that ends attempt ``attempt``, with the job's row locked."""
+    """Mark as deleted the checkpoints that the spec's rules do not keep, and quarantine damaged ones. Called in the transaction
+    that ends the attempt."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)
@@ -140,10 +123,8 @@ def mark_surplus(
 
 
 def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> bool:
-    """Move a checkpoint that was found damaged to the quarantine, set its row's state and add an event. Return True if it was
-    moved. False if its directory no longer exists, if a fork without a checkpoint of its own may still have to read it and to
-    detect the damage itself, or if the system refuses, which adds an event. The caller has locked the job's row, and no attempt
-    of the job is alive."""
+    """Move a damaged checkpoint to the quarantine. Return False if it was not moved, for example because a fork may still read
+    it."""
     directory = paths.checkpoint(row.step, row.attempt)
     try:
         if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
@@ -160,9 +141,8 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
 
 
 def _delete_reserve_files(paths: JobPaths, attempt: int) -> None:
-    """Delete the files with which the attempt reserved disk space for the results of its ranks and agents: these are dead, and
-    killed ones have not released the space. Called within ``as_owner``. What cannot be deleted stays, without an error; raises
-    ``OSError`` if the disk or this process cannot list the directories now."""
+    """Delete the files with which the attempt, now dead, reserved disk space. Raises ``OSError`` if a directory cannot be
+    listed."""
     root = paths.attempt(attempt).root
     nodes = [root / name for name in names_in(root) if name.startswith("node-")]
     for folder in (root, root / "results", *nodes):

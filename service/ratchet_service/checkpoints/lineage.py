@@ -19,8 +19,7 @@ def bases_of(session: Session, job_id: str) -> dict[int, Base]:
 
 
 def fork_of(job: Job) -> ForkSource | None:
-    """Return the checkpoint that the job was forked from, or, for a job that adopted a run without a service, the run's; None for
-    any other job."""
+    """Return the checkpoint that the job was forked from, or that of a run that it adopted; None for other jobs."""
     return None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
 
 
@@ -36,12 +35,11 @@ def filter_lineage(segments: list[Segment], rows: list[Checkpoint]) -> list[Chec
 
 
 def committed_in_lineage(session: Session, job: Job) -> list[Checkpoint]:
-    """Return the job's own committed checkpoints from which its next attempt could start, newest first; the source of a fork is
-    not among them. A requested resume (``resume_from``) is not considered."""
+    """Return the job's own committed checkpoints of its lineage, newest first. A requested resume (``resume_from``) is not
+    considered."""
     return filter_lineage(lineage_of(session, job), committed_of(session, job.id))
 
 
 def lineage_of(session: Session, job: Job) -> list[Segment]:
-    """Return the lineage of the job's current state, as its attempts recorded it: segments of the job's own checkpoints, newest
-    first, without those of a fork's parent. A requested resume (``resume_from``) does not shorten it."""
+    """Return the segments of the job's own checkpoints that its current state descends from, newest first."""
     return lineage(bases_of(session, job.id), fork=fork_of(job))

@@ -1,4 +1,4 @@
-"""The service's own operations on copies in an object store: fetch one to this disk, and delete those of a job."""
+"""The service's operations on copies in an object store: fetch one to this disk, and delete those of a job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ _PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
 
 
 def ensure_local(homes: HomePaths, job: Job, row: Checkpoint) -> None:
-    """Fetch the checkpoint from the object store if it is committed and only the object store has it; then it can be verified,
-    exported and forked from. In any other case, and if the object store lacks it, too, nothing is done. Blocks until the download
-    has ended; must not be called within a transaction. Raises ``CheckpointError`` (``checkpoint-remote``, ``-remote-denied``,
-    ``-damaged``, ``-not-written``)."""
+    """Fetch the checkpoint from the object store if only its copy there exists. Blocks; must not be called within a transaction.
+    Raises ``CheckpointError``."""
     uri, paths = job.spec["checkpoint"].get("uri"), homes.job(job.id)
     directory = paths.checkpoint(row.step, row.attempt)
     if uri is None or row.state != "committed" or row.uploaded_at is None or (directory / MANIFEST_NAME).exists():
@@ -37,9 +35,7 @@ def ensure_local(homes: HomePaths, job: Job, row: Checkpoint) -> None:
 
 
 class _ByService(ObjectStore):
-    """Makes each request to the object store with the service's rights, even if the thread's file accesses are made as the job's
-    user. The store's client reads its credentials repeatedly, perhaps from files that the job's user may not read, also in
-    threads that it starts."""
+    """Makes requests to the object store with the service's rights, even if the thread accesses files as the job's user."""
 
     def __init__(self, inner: ObjectStore) -> None:
         self._inner = inner
@@ -62,8 +58,7 @@ class _ByService(ObjectStore):
 
 
 def remove(uri: str, job_id: str) -> str | None:
-    """Delete all copies of the job's checkpoints in the object store. Return None if all were deleted, else a sentence that says
-    why not. Errors are not raised."""
+    """Delete all copies of the job's checkpoints in the object store. Return None, or a sentence that says why not."""
     try:
         remote = open_job_checkpoints(uri, job_id, BRIEF)
         remote.remove_all()

@@ -1,9 +1,5 @@
-"""Deletion of checkpoints: the row is marked first, in a transaction; the files are deleted after it, in no transaction.
-
-Once a checkpoint is marked, its state is ``deleted``, and the service refuses to pin it, to start a job from it or to export it.
-So it does not matter which process deletes the files, nor how many do. What a crash leaves is deleted at the next end of an
-attempt, by the next ``prune``, and at start and periodically (``delete_all_marked``).
-"""
+"""Deletion of checkpoints: a row is marked first, in a transaction; the files are deleted after it. A marked checkpoint is not
+used any more, so what a crash leaves can be deleted later."""
 
 from __future__ import annotations
 
@@ -28,21 +24,15 @@ log = logging.getLogger(__name__)
 
 
 def mark_deleted(session: Session, rows: Iterable[Checkpoint]) -> None:
-    """Mark these checkpoints as deleted, in this transaction; ``delete_marked`` deletes their files after it. The caller has
-    locked their job's row."""
+    """Mark these checkpoints as deleted; ``delete_marked`` deletes their files later. The caller has locked their job's row."""
     now = now_in(session)
     for row in rows:
         row.state, row.removing_since = "deleted", now
 
 
 def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
-    """Delete the files of the job's checkpoints that ``mark_deleted`` has marked, oldest first, and return the names of the
-    deleted checkpoints. Called in no transaction, and with the job's row not locked.
-
-    A checkpoint becomes committed again if it is still complete: the system refused to delete it, which adds an event, or it has
-    a marker file ``PINNED`` although its row is not pinned. One that is deleted only in part keeps the state ``deleted``, adds an
-    event, and is not in the result. Neither stays marked; ``sweep`` deletes the rest of the latter at the end of an attempt.
-    """
+    """Delete the files of the job's marked checkpoints, and return the deleted names. Not in a transaction. A checkpoint that is
+    still complete becomes committed again."""
     marked = sa.select(Checkpoint.step, Checkpoint.attempt).where(
         Checkpoint.job_id == job_id, Checkpoint.removing_since.is_not(None)
     )
@@ -60,8 +50,7 @@ def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
 
 
 def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
-    """Delete the checkpoint's directory, unless it is pinned. Return two values: True if the checkpoint is still complete; and
-    the error text if the system refused the deletion, else None."""
+    """Delete the checkpoint's directory, unless it is pinned. Return whether it is still complete, and the text of a refusal."""
     refusal = None
     with as_owner(paths.root):
         try:
@@ -72,8 +61,8 @@ def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
 
 
 def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str | None]]) -> None:
-    """Store the results of ``delete_marked`` in the rows. ``done``: (step, attempt) -> result of ``_delete``. Raises ``NotFound``
-    if the job was deleted meanwhile."""
+    """Store the results of ``_delete``, by step and attempt, in the rows. Raises ``NotFound`` if the job was deleted
+    meanwhile."""
     with database.write() as session:
         lock_job(session, job_id)
         for (step, attempt), (stays, said) in done.items():
@@ -88,8 +77,7 @@ def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str |
 
 
 def delete_all_marked(database: Database, homes: HomePaths) -> None:
-    """Delete the files of the marked checkpoints of all jobs: those that an attempt's end has just marked, and those that a
-    process left when it ended. An error with one job is logged; its checkpoints stay marked for the next call."""
+    """Delete the files of the marked checkpoints of all jobs. An error with one job is only logged."""
     with database.read() as session:
         jobs = session.scalars(
             sa.select(Checkpoint.job_id).where(Checkpoint.removing_since.is_not(None)).distinct()

@@ -1,10 +1,6 @@
-"""Finds what the run directory has and the database lacks: what happened after the backup from which the database was restored.
-
-An attempt's number is the fencing token of everything that the attempt writes, and it is part of the names of its checkpoints. So
-a number that the disk has seen is never assigned again. The reconciler records an attempt whose directory exists under its own
-number, as one that ended: it ends its processes, reads its spools, adopts its checkpoints and counts its end, as if only the
-service had been down. If only checkpoints are left of an attempt, its number is skipped. This module changes nothing.
-"""
+"""Finds attempts that the run directory has and the database lacks: those after the backup from which the database was restored.
+An attempt's number is the fencing token of all that it writes, so a number that the disk has seen is never assigned again. This
+module changes nothing."""
 
 from __future__ import annotations
 
@@ -39,9 +35,8 @@ _MAX_AHEAD: Final = 10_000
 
 @dataclass(frozen=True)
 class Next:
-    """The number of a job's next attempt. ``on_disk`` True: the directory of an attempt with this number exists, so that attempt
-    is recorded in the database (``adopt_attempt``) and not launched. ``skipped``: the numbers before it that are not assigned,
-    since the disk has a checkpoint of the last of them; none of them has a directory."""
+    """The number of a job's next attempt. ``on_disk`` True: its directory exists already. ``skipped``: numbers before it that are
+    not assigned."""
 
     number: int
     on_disk: bool = False
@@ -49,9 +44,8 @@ class Next:
 
 
 def next_attempt(paths: JobPaths, attempt: int) -> Next:
-    """Return the number of the attempt after ``attempt``, which is the newest in the job's row. If the disk has directories of
-    later attempts, it is the lowest of these; otherwise the lowest number above all that the disk has seen. Numbers more than
-    ``_MAX_AHEAD`` above ``attempt`` are ignored. Raises ``OSError`` if a directory cannot be read."""
+    """Return the number of the attempt after ``attempt``, with regard to what the disk has. Raises ``OSError`` if a directory
+    cannot be read."""
     later = range(attempt + 1, attempt + _MAX_AHEAD + 1)
     attempts = sorted(number for number in _attempt_numbers(paths) if number in later)
     if attempts:
@@ -71,10 +65,9 @@ def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a run directory and a database, as job ids. ``without_row``: jobs with attempts on the disk and no row.
-    ``with_unknown_attempts``: jobs with traces of later attempts on the disk than their row has. ``without_directory``: jobs that
-    have begun, by their row, and have no directory, or only the rest that a deletion left. ``unreadable``: jobs whose directory
-    cannot be read."""
+    """Differences between a run directory and a database, as job ids. ``without_row``: jobs only on the disk.
+    ``with_unknown_attempts``: jobs with later attempts on the disk. ``without_directory``: begun jobs only in the database.
+    ``unreadable``: their directory cannot be read."""
 
     without_row: tuple[str, ...] = ()
     with_unknown_attempts: tuple[str, ...] = ()
@@ -100,8 +93,7 @@ class Difference:
 
 
 def compare(home: HomePaths, database: Database) -> Difference:
-    """Compare all job directories of ``home`` with the rows of all jobs, and return the differences. Changes nothing. Raises
-    SQLAlchemy's errors, and ``OSError`` if the directory of all jobs cannot be read."""
+    """Compare the job directories of ``home`` with the rows of all jobs. Raises SQLAlchemy's errors and ``OSError``."""
 
     def newest_attempts(ids: Collection[str]) -> dict[str, int]:
         """Return id -> number of the newest attempt, for those of ``ids`` that have a row."""
@@ -122,8 +114,8 @@ def difference(
     newest_attempts: Callable[[Collection[str]], dict[str, int]],
     begun_jobs: Callable[[], Iterator[str]],
 ) -> Difference:
-    """Like ``compare``, for rows from any source. ``newest_attempts``: returns id -> number of the newest attempt, for those of
-    the ids that have a row; ``begun_jobs``: yields the ids of all jobs with an attempt."""
+    """Like ``compare``. ``newest_attempts``: returns id -> newest attempt, for ids that have a row; ``begun_jobs``: yields the
+    ids of jobs with an attempt."""
     on_disk = sorted(name for name in _names_in(home.jobs) if is_job_id(name))
     lost, ahead, unread = list[str](), list[str](), list[str]()
     deleted = set[str]()
@@ -161,9 +153,9 @@ def _attempt_numbers(paths: JobPaths) -> Iterator[int]:
 
 
 def _writer_attempts(folder: Path) -> Iterator[int]:
-    """Yield the attempts that wrote the checkpoints in ``folder``, complete or not, one for each checkpoint. Names in a
-    quarantine may end with ``.1`` etc."""
+    """Yield the attempts that wrote the checkpoints in ``folder``, complete or not, one for each checkpoint."""
     for name in _names_in(folder):
+        # names in a quarantine may end with ``.1`` etc.
         parsed = parse_checkpoint_dir_name(".".join(name.split(".")[:2]))
         if parsed is not None:
             yield parsed[1]

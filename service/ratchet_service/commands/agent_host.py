@@ -1,9 +1,5 @@
-"""``ratchet agent-host``: starts the agents of local jobs for a reconciler elsewhere, and does nothing else.
-
-It has no database, so jobs, which run in the same container as the same user, find no data of the service there. A reconciler can
-be stopped or replaced independently of it. On SIGTERM it requests its agents to stop: each saves a checkpoint, and its attempt
-ends as preempted. It exits once they have ended. In a container, all remaining processes end with it.
-"""
+"""``ratchet agent-host``: starts the agents of local jobs for a reconciler elsewhere. It has no database, so that jobs in its
+container find no data of the service. On SIGTERM it stops its agents, and exits once they have ended."""
 
 from __future__ import annotations
 
@@ -85,9 +81,8 @@ class AgentHost:
         return Answer()
 
     def _start(self, ref: AttemptRef) -> Answer:
-        """Start the attempt's agents from its ``launch.json``, unless they were started before. Nothing is started, and ``away``
-        of the answer says why, while the host is shutting down, or if the file cannot be read or has another protocol version.
-        Raises ``LaunchError``."""
+        """Start the attempt's agents, unless they were started before. If that is impossible now, ``away`` says why. Raises
+        ``LaunchError``."""
         if self._stopping:
             return Answer(away="the agent host is shutting down: agents are started again after its restart")
         if self._launcher.has_started(ref):
@@ -109,8 +104,7 @@ class AgentHost:
             time.sleep(_POLL_SECONDS)
 
     def _stop_running(self, stop_requested: set[str]) -> bool:
-        """Send SIGTERM to the agents of each attempt that has started and is not in ``stop_requested``, and add the attempt
-        there. Return True if any agent is alive."""
+        """Send SIGTERM to the agents of each attempt not in ``stop_requested`` yet. Return True if any agent is alive."""
         alive = False
         with self._lock:
             for ref, _ in self._launcher.running_attempts():
@@ -141,8 +135,7 @@ class _Handler(socketserver.BaseRequestHandler):
     server: _Server
 
     def handle(self) -> None:
-        """Read one request, and send the answer. Errors of the connection are ignored; a request that cannot be parsed gets an
-        answer that says so."""
+        """Read one request, and send the answer. Errors of the connection are ignored."""
         self.request.settimeout(_CONNECTION_SECONDS)
         with suppress(OSError):
             try:
@@ -154,8 +147,7 @@ class _Handler(socketserver.BaseRequestHandler):
 
 @contextmanager
 def _serve_requests(home: Path, host: AgentHost) -> Iterator[None]:
-    """Answer requests on the socket in the run directory during the block, on threads. Only this process's user, and root, can
-    connect to the socket."""
+    """Answer requests on the socket in the run directory during the block. Only this process's user, and root, can connect."""
     folder = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     path = Path(socket_address(folder))
     try:
@@ -171,8 +163,8 @@ def _serve_requests(home: Path, host: AgentHost) -> Iterator[None]:
 
 
 def run(home: HomePaths, cpu_slots: int | None) -> None:
-    """Run the agent host until SIGTERM or SIGINT; then stop its agents, and return once they have ended. ``cpu_slots``: None: one
-    for each core. Raises ``StartError``, also if another agent host runs in this run directory."""
+    """Run the agent host until SIGTERM or SIGINT; then stop its agents, and return once they have ended. Raises
+    ``StartError``."""
     home.home.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (home.home / _LOCK).open("a") as handle:
         try:

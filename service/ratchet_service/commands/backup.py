@@ -1,7 +1,5 @@
 """``python -m ratchet_service backup FILE`` and ``restore FILE``: copy a SQLite database while the service runs, and restore it
-while none runs. For PostgreSQL, use ``pg_dump`` and ``pg_restore``, and then ``restore --check`` to compare it with the run
-directory.
-"""
+while none runs. ``restore --check`` only compares database and run directory."""
 
 from __future__ import annotations
 
@@ -55,8 +53,7 @@ def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> Non
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run ``backup`` or ``restore``, print the results and return 0. Raises ``StartError`` if the command cannot be carried out.
-    The database keeps its content then, with one exception: if only the comparison after a restore fails, it stays restored."""
+    """Run ``backup`` or ``restore``, print the results and return 0. Raises ``StartError`` if the command fails."""
     if options.command == "backup":
         backup(settings, options.file.expanduser().absolute(), replace=options.replace)
         print(f"written: {options.file}")
@@ -72,9 +69,7 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
-    """Copy the SQLite database to ``file``, as it is at one moment. The copy is checked, synced to the disk, and readable only by
-    its owner. Writers of the database are not blocked. Raises ``StartError``, also if ``file`` exists and ``replace`` is
-    False, if it is the database itself, or if it lies in the run directory."""
+    """Copy the SQLite database to ``file``, as it is at one moment; writers are not blocked. Raises ``StartError``."""
     source = database_file(settings)
     if not source.is_file():
         raise StartError(f"there is no database {source}")
@@ -105,11 +100,8 @@ def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
 
 
 def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | None:
-    """Check the backup ``file`` and put a copy of it in the place of the database. Return the path to which an existing database
-    was moved; None: there was none. Raises ``StartError`` if a service runs or a process has the database open, if a database
-    exists without ``replace``, if the file is missing, damaged, in WAL mode or next to a write-ahead log (``backup`` writes
-    neither), no database of Ratchet, or of a schema that this version cannot use. Also raises it if the settings name a database
-    server, or if the disk fails."""
+    """Put a copy of the backup ``file`` in the place of the database. Return where an existing database was moved, or None.
+    Raises ``StartError``."""
     target = database_file(settings)
     if not file.is_file():
         raise StartError(f"there is no file {file}")
@@ -152,9 +144,8 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
 
 
 def describe_differences(settings: Settings) -> Iterator[str]:
-    """Yield sentences about the differences between database and run directory, and one about tokens that are not revoked; none
-    if there is nothing to say. Raises ``StartError``, while iterating, if the database does not exist, if it or the directory of
-    all jobs cannot be read, and for an invalid database URL."""
+    """Yield sentences about differences between database and run directory, and about valid tokens. Raises ``StartError`` while
+    iterating."""
     if database_url(settings).drivername.startswith("sqlite") and not database_file(settings).is_file():
         raise StartError(f"there is no database {database_file(settings)}")
     database = Database(settings.url)
@@ -189,8 +180,7 @@ def database_url(settings: Settings) -> sa.URL:
 
 
 def database_file(settings: Settings) -> Path:
-    """Return the path of the SQLite database, which need not exist. Raises ``StartError`` for another database and for an invalid
-    URL."""
+    """Return the path of the SQLite database, which need not exist. Raises ``StartError`` for another kind of database."""
     url = database_url(settings)
     if not url.drivername.startswith("sqlite"):
         raise StartError(
@@ -202,8 +192,7 @@ def database_file(settings: Settings) -> Path:
 
 @contextmanager
 def _open_existing(path: Path, uri_query: str) -> Iterator[sqlite3.Connection]:
-    """Open an existing SQLite file, and close it at the block's end. ``uri_query``: options of the SQLite URI. A database in use
-    must be opened for writing (``mode=rw``), since SQLite writes its ``-shm`` file; no data is written."""
+    """Open an existing SQLite file, and close it at the block's end. ``uri_query``: options of the SQLite URI."""
     uri = f"file:{quote(str(path))}?{uri_query}"
     with closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_SECONDS, isolation_level=None)) as connection:
         yield connection
@@ -230,8 +219,8 @@ def _check(path: Path) -> None:
 
 
 def _is_in_wal_mode(path: Path) -> bool:
-    """True if the SQLite file's header says that a write-ahead log belongs to it (byte 19, the read version, is 2;
-    https://www.sqlite.org/fileformat.html). ``backup`` writes files without one."""
+    """True if the SQLite file's header says that a write-ahead log belongs to it (byte 19;
+    https://www.sqlite.org/fileformat.html)."""
     with path.open("rb") as file:
         return file.read(20)[19:] == b"\x02"
 
@@ -262,10 +251,7 @@ def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
 
 
 def _set_aside(target: Path) -> Path | None:
-    """Give the existing database a second name and return that; None if there is no database. The database also keeps its old
-    name until the new one replaces it: a service never finds no database, for which it would create an empty one. Side files
-    (``-wal``, ``-shm``) that are left are renamed to match the second name. Raises ``StartError`` while a process has the
-    database open."""
+    """Give the existing database a second name, and return it, or None. Raises ``StartError`` while a process has it open."""
     aside = base = target.with_name(f"{target.name}.before-{utc_now():%Y%m%dT%H%M%SZ}")
     for number in itertools.count(1):
         if not aside.exists():
@@ -273,6 +259,7 @@ def _set_aside(target: Path) -> Path | None:
         aside = base.with_name(f"{base.name}.{number}")
     if target.exists():
         _merge_wal(target)
+        # it keeps its old name until the new one replaces it: a service that found none would create an empty one
         os.link(target, aside)
     for end in _SIDE_FILE_SUFFIXES:  # left by a damaged or missing database: SQLite would apply them to the new one
         side = target.with_name(target.name + end)
@@ -282,8 +269,7 @@ def _set_aside(target: Path) -> Path | None:
 
 
 def _merge_wal(target: Path) -> None:
-    """Merge the write-ahead log into the database file, so that it is complete without other files. A damaged database stays as
-    it is. Raises ``StartError`` while another process has the database open."""
+    """Merge the write-ahead log into the database file. Raises ``StartError`` while another process has the database open."""
     try:
         with closing(sqlite3.connect(target, timeout=1.0, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")

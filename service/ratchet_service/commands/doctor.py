@@ -41,8 +41,7 @@ _RESTORE: Final = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the arguments, check the database and the user that jobs run as, print the findings as JSON, and return 0, also if
-    checks have failed."""
+    """Check the database and the jobs' user, print the findings as JSON, and return 0, also if checks have failed."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_service.doctor", description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -76,8 +75,7 @@ def probe(settings: Settings) -> list[Finding]:
 
 
 def _check_sqlite(path: Path, home: HomePaths) -> list[Finding]:
-    """Return the findings on a SQLite file: whether it can be read, its schema, its write-ahead log, and its jobs. After a failed
-    check the later ones are left out. A file that does not exist is no fault."""
+    """Return the findings on a SQLite file. After a failed check the later ones are left out."""
     if not path.exists():
         return [ok("database", "none yet", f"`ratchet serve` makes {path}")]
     try:
@@ -108,8 +106,7 @@ def _check_sqlite(path: Path, home: HomePaths) -> list[Finding]:
 
 
 def _read_sqlite(path: Path) -> tuple[str, str | None, set[str]]:
-    """Return three values: the result of quick_check (``ok`` if the file is sound, else the problem), the schema revision (None:
-    there is none), and the table names. If no process has the database open, no files appear in its directory. Raises
+    """Return the result of quick_check (``ok``: sound), the schema revision, and the table names. Raises
     ``sqlite3.DatabaseError``."""
     with _open_read_only(path) as connection:
         (problem,) = connection.execute("PRAGMA quick_check(1)").fetchone()
@@ -140,8 +137,7 @@ def _damaged(path: Path, why: str) -> Finding:
 
 
 def _check_postgres(url: URL, home: HomePaths) -> list[Finding]:
-    """Return the findings on a PostgreSQL database: connection, clock, rights, schema and jobs. Without a connection, on a
-    standby server, or with an unusable schema, the later ones are left out."""
+    """Return the findings on a PostgreSQL database. Without a connection there is only one."""
     displayed_url = redacted_url(url)
     try:
         database = Database(url.render_as_string(hide_password=False))
@@ -238,8 +234,7 @@ def _scalar(connection: Connection, query: str) -> str | None:
 
 
 def _check_jobs(home: HomePaths, run_query: Callable[[str], Sequence[Any]]) -> list[Finding]:
-    """Return the findings of comparing the run directory, and the running processes, with the rows. ``run_query``: runs a query
-    without parameters and returns its rows."""
+    """Return the findings of comparing the run directory, and the running processes, with the rows of ``run_query``."""
 
     def attempts() -> dict[str, int]:
         """Return id -> number of the newest attempt of all jobs."""
@@ -262,8 +257,8 @@ def _check_jobs(home: HomePaths, run_query: Callable[[str], Sequence[Any]]) -> l
 
 
 def _check_schema(revision: str | None, tables: set[str]) -> Finding:
-    """Return the finding about the schema. ``revision``: that of the database, None if there is none; it is compared with those
-    that this Ratchet has migrations for. ``tables``: names of the existing tables."""
+    """Return the finding about the schema. ``revision``: that of the database, if any; ``tables``: names of the existing
+    tables."""
     head, known = migrate.head_revision(), migrate.known_revisions()
     if revision == head:
         return ok("schema", revision, "this Ratchet's own")

@@ -1,6 +1,4 @@
-"""Checks of ``ratchet doctor`` on jobs: on their directories, their processes and their user, and on the clock and the
-write-ahead log of the database. Nothing is changed.
-"""
+"""Checks of ``ratchet doctor`` on jobs' directories, processes and user, and on the database's clock and log."""
 
 from __future__ import annotations
 
@@ -36,8 +34,8 @@ def check_run_directory(
     newest_attempts: Callable[[Collection[str]], dict[str, int]],
     begun_jobs: Callable[[], Iterator[str]],
 ) -> Finding:
-    """Return the finding of comparing run directory and database: a warning if they differ, ``not-checked`` if the directory of
-    all jobs cannot be read. The parameters are as in ``run_directory_scan.difference``."""
+    """Return the finding of comparing run directory and database: a warning if they differ. The parameters are as in
+    ``run_directory_scan.difference``."""
     try:
         found = difference(home, newest_attempts, begun_jobs)
     except OSError as error:
@@ -51,8 +49,7 @@ def check_run_directory(
 
 
 def check_job_user(home: HomePaths) -> Finding:
-    """Return the finding that says as which user the code of local jobs runs; a warning if that is root. It is the user of
-    ``--run-as`` that the run directory records, else the running service's, else the user of this process."""
+    """Return the finding that says as which user the code of local jobs runs; a warning if that is root."""
     name, user = "jobs' user", recorded_user(home)
     if user is not None:
         return ok(name, user, "local agents, ranks and checks of users' code")
@@ -70,8 +67,7 @@ def check_job_user(home: HomePaths) -> Finding:
 
 
 def _service_uid(home: HomePaths) -> int | None:
-    """Return the user id of the process with the pid in ``service.json``; None if the file cannot be read or no process has that
-    pid."""
+    """Return the user id of the process that ``service.json`` names; None if it is unknown."""
     try:
         pid = ServiceFile.model_validate_json(home.service_file.read_bytes()).pid
         return Path(f"/proc/{pid}").stat().st_uid
@@ -80,9 +76,7 @@ def _service_uid(home: HomePaths) -> int | None:
 
 
 def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Finding:
-    """Return the finding about attempts that have processes on this machine although, according to the database, they have ended
-    or do not exist; a warning if there are any. ``live_attempts``: returns ``JOB/NNNN`` of all attempts that have not ended. If
-    such attempts are found, block for 1 s and count only those that a second check finds as well: they may be ending."""
+    """Return the finding about attempts with processes here that are not among ``live_attempts()``. May block for 1 s."""
     orphaned = _running_attempts(home) - live_attempts()
     if orphaned:
         time.sleep(_RECHECK_SECONDS)
@@ -99,8 +93,7 @@ def check_orphans(home: HomePaths, live_attempts: Callable[[], set[str]]) -> Fin
 
 
 def check_clock(server_time: datetime) -> Finding:
-    """Return the finding of comparing this machine's clock with ``server_time``, the current time of the database server; a
-    warning if they differ by more than ``MAX_SKEW_SECONDS``."""
+    """Return the finding of comparing this machine's clock with ``server_time``, the current time of the database server."""
     seconds = (server_time.astimezone(UTC) - datetime.now(UTC)).total_seconds()
     if abs(seconds) > MAX_SKEW_SECONDS:
         return warning(
@@ -113,8 +106,8 @@ def check_clock(server_time: datetime) -> Finding:
 
 
 def check_wal(path: Path, mode: str) -> list[Finding]:
-    """Return, in a list, the finding about the size of the SQLite database's write-ahead log; a warning above 256 MiB. ``path``:
-    the database file; ``mode``: its journal mode. In another mode than ``wal`` the finding is ok and names the mode."""
+    """Return the finding about the size of the SQLite database's write-ahead log. ``path``: the database file; ``mode``: its
+    journal mode."""
     if mode != "wal":
         return [ok("database log", mode, "the next `ratchet serve` puts it into WAL mode")]
     try:
@@ -134,8 +127,8 @@ def check_wal(path: Path, mode: str) -> list[Finding]:
 
 
 def _running_attempts(home: HomePaths) -> set[str]:
-    """Return ``JOB/NNNN`` of the attempts of this run directory that have processes on this machine. Processes whose environment
-    this process may not read are not found."""
+    """Return ``JOB/NNNN`` of the run directory's attempts with processes on this machine whose environment this process may
+    read."""
     found = set()
     for _, folder in proc.processes_with_variable(env_vars.ATTEMPT_DIR):
         try:

@@ -1,6 +1,4 @@
-"""``serve`` runs the API, by default with a reconciler in the same process; ``reconcile`` runs a reconciler alone. The other
-public functions are steps of their start.
-"""
+"""``serve`` runs the API, by default with a reconciler in the same process; ``reconcile`` runs a reconciler alone."""
 
 from __future__ import annotations
 
@@ -54,9 +52,8 @@ _ROUND_SECONDS: Final = 10.0
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """Options of ``serve``. ``cpu_slots``: as in ``machine_of_jobs``. ``reconcile``: also run a reconciler.
-    ``launchers``: replaces those of the launchers file, for tests. Whether tokens are required follows from ``listen`` and the
-    database, and replaces the value in ``settings`` (``with_access_defaults``)."""
+    """Options of ``serve``. ``reconcile``: also run a reconciler. ``launchers``: replaces those of the launchers file, for
+    tests."""
 
     settings: Settings
     listen: Listening = field(default_factory=Listening)
@@ -69,8 +66,8 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions) -> None:
-    """Run the API, and with ``options.reconcile`` a reconciler, until SIGTERM or SIGINT. Raises ``StartError`` if the service
-    cannot start. Running agents continue after the shutdown: training goes on."""
+    """Run the API, and with ``options.reconcile`` a reconciler, until SIGTERM or SIGINT. Running agents continue after the
+    shutdown. Raises ``StartError``."""
     settings, listen = options.settings, options.listen
     listen.check()
     _require_tokens_with_run_as(settings, listen)
@@ -133,9 +130,8 @@ def reconcile(
     preemption: Preemption | None = None,
     metrics: Listening | None = None,
 ) -> None:
-    """Run only a reconciler until SIGTERM or SIGINT; running agents continue after that. Several reconcilers may run
-    concurrently, but those whose launchers have slots only on one host (``acquire_slots``). ``metrics``: the address at which it
-    serves its metrics and health; None: nowhere. Raises ``StartError`` if the reconciler cannot start."""
+    """Run only a reconciler until SIGTERM or SIGINT. ``metrics``: the address of its metrics; None: nowhere. Raises
+    ``StartError``."""
     make_home(settings.home)
     prepare_job_user(settings)
     database = open_database(settings)
@@ -165,19 +161,16 @@ def reconcile(
 
 
 def _stop(sig: int, reconciler: Reconciler, health: Health) -> None:
-    """Handle a signal: begin to stop the reconciler. A second signal ends the process at once, with status 128 + ``sig``. This
-    runs in a signal handler on the reconciler's thread, which may hold the very lock that ``reconciler.stop`` takes; so another
-    thread calls it."""
+    """Handle a signal: begin to stop the reconciler. A second signal ends the process at once."""
     if health.stopping:
         os._exit(128 + sig)
     health.stopping = True
+    # another thread: this one, interrupted by the signal, may hold the lock that ``reconciler.stop`` takes
     threading.Thread(target=reconciler.stop, name="stop").start()
 
 
 def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | None) -> Machine:
-    """Return the machine that local jobs run on: this one, or the one that an agent host has recorded. ``cpu_slots``: replaces
-    the machine's number of CPU slots; None: as many as this machine's cores, or as recorded. Raises ``StartError`` if no agent
-    host has run yet although one is needed, and if it is unknown which GPUs may be assigned."""
+    """Return the machine of local jobs: this one, or the one that an agent host has recorded. Raises ``StartError``."""
     if uses_agent_host(launchers):
         found = read_machine(settings.home)
         if found is None:
@@ -216,8 +209,7 @@ def prepare_job_user(settings: Settings) -> None:
 
 
 def _log_job_user(settings: Settings, launchers: Launchers) -> None:
-    """Log the user of ``--run-as``, if it is set. Without it, warn if the service runs as root and jobs run on its machine;
-    otherwise log nothing."""
+    """Log the user of ``--run-as``, if it is set; otherwise warn if jobs of this machine run as root."""
     if settings.user is not None:
         log.info(
             "agents, ranks and checks of users' code run as %s for all owners: one owner's code can read and change "
@@ -233,8 +225,7 @@ def _log_job_user(settings: Settings, launchers: Launchers) -> None:
 
 
 def acquire_slots(database: Database, launchers: Launchers) -> None:
-    """Take the lease of the slots for this host. Does nothing with SQLite, or if no launcher has slots. Blocks while it is
-    unknown whether the host that holds the lease is alive. Raises ``StartError`` if another host holds it and renews it."""
+    """Take the lease of the slots for this host, if needed. May block. Raises ``StartError`` if another host holds it."""
     kinds = [kind for kind, launcher in launchers.items() if launcher.slots]
     other = slot_host_lease.acquire_or_other_host(database, LEASE_SECONDS) if kinds else None
     if other is not None:
@@ -247,8 +238,7 @@ def acquire_slots(database: Database, launchers: Launchers) -> None:
 
 
 def open_database(settings: Settings) -> Database:
-    """Open the database, migrate it to this version's schema, and with SQLite reserve disk space for deletions. Blocks while
-    another process migrates. Raises ``StartError``."""
+    """Open the database and migrate it to this version's schema. Blocks while another process migrates. Raises ``StartError``."""
     try:
         database = Database(settings.url)
     except ValueError as error:
@@ -268,8 +258,7 @@ def open_database(settings: Settings) -> Database:
 
 @contextmanager
 def _run_reconciler(reconciler: Reconciler | None) -> Iterator[None]:
-    """Run the reconciler in a separate thread during the block; None: run nothing. At the block's end the reconciler is stopped.
-    Its current round gets ``_ROUND_SECONDS`` to end; after that, its leases are left to expire."""
+    """Run the reconciler, if there is one, in a thread during the block, and stop it at the end."""
     if reconciler is None:
         yield
         return
@@ -286,8 +275,7 @@ def _run_reconciler(reconciler: Reconciler | None) -> Iterator[None]:
 
 @contextmanager
 def _hold_service_lock(settings: Settings) -> Iterator[None]:
-    """Hold the run directory's lock during the block, so that with SQLite only one service runs in it. With PostgreSQL any number
-    may run, and nothing is locked. Raises ``StartError`` if a service holds the lock."""
+    """Hold the run directory's lock during the block, with SQLite only. Raises ``StartError`` if a service holds it already."""
     paths = settings.paths
     if not settings.url.startswith("sqlite"):
         yield
@@ -307,12 +295,7 @@ def _hold_service_lock(settings: Settings) -> Iterator[None]:
 
 
 def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settings:
-    """Return ``settings`` with ``tokens_required``, and with None in ``code_roots`` and ``uri_roots`` replaced where needed.
-
-    ``code_roots`` None becomes empty (a spec may name no directory) if tokens are required or jobs run as a separate user.
-    ``uri_roots`` None becomes empty (a spec may name no object store) if tokens are required. Otherwise None stays: any is
-    allowed. Roots that are set do not change.
-    """
+    """Return ``settings`` with ``tokens_required``. Roots that are None (all allowed) may become empty (none allowed)."""
     is_restricted = tokens_required or settings.user is not None
     roots = settings.code_roots if settings.code_roots is not None or not is_restricted else ()
     uris = settings.uri_roots if settings.uri_roots is not None or not tokens_required else ()
@@ -320,8 +303,7 @@ def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settin
 
 
 def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
-    """Write the file with the certificate authorities by which agents and the reconciler verify the service. If ``listen`` has
-    no ``ca_file``, delete that file. Raises ``StartError`` if ``ca_file`` cannot be used."""
+    """Write the file of certificate authorities by which agents verify the service, or delete it. Raises ``StartError``."""
     if listen.ca_file is None:
         paths.service_authorities.unlink(missing_ok=True)
     else:
@@ -329,8 +311,7 @@ def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
 
 
 def _require_tokens_with_run_as(settings: Settings, listen: Listening) -> None:
-    """Raise ``StartError`` if jobs run as a separate user but no token is required. That user's code is not trusted, can connect
-    to every port of this machine, and would have the role admin."""
+    """Raise ``StartError`` if jobs run as a separate user without tokens: their code would have the role admin."""
     if settings.user is not None and not listen.requires_tokens(settings.url.startswith("sqlite")):
         raise StartError(
             f"--run-as {settings.user.name}: without tokens the code of jobs, which can connect to {listen.host} like any "
@@ -340,8 +321,7 @@ def _require_tokens_with_run_as(settings: Settings, listen: Listening) -> None:
 
 
 def _log_auth_mode(settings: Settings, listen: Listening, url: str, database: Database) -> None:
-    """Log whether tokens are needed at ``url``. If they are, warn if other machines reach the service and ``insecure_http`` is
-    set, and warn if no token exists yet."""
+    """Log whether tokens are needed at ``url``, and warn of exposed plain HTTP and of a database without tokens."""
     if not settings.tokens_required:
         log.info(
             "no token needed: any process on this machine that connects to %s has the role admin; set --auth token to "
@@ -360,6 +340,5 @@ def _log_auth_mode(settings: Settings, listen: Listening, url: str, database: Da
 
 
 def _torch_has_cuda(machine: Machine, settings: Settings) -> bool:
-    """True if torch of the machine's interpreter is built with CUDA. Starts that interpreter and waits for its report; False also
-    if that fails."""
+    """True if torch of the machine's interpreter is known to have CUDA. Starts that interpreter, and blocks."""
     return Interpreters(settings.sandbox).query(machine.python).torch_cuda

@@ -42,9 +42,7 @@ def add_parser(commands: Any, database_options: argparse.ArgumentParser) -> None
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run ``create``, ``list`` or ``revoke``, print the result and return 0. The text of a new token goes to standard output, and
-    is shown only once. ``revoke`` also revokes the tokens that were made with the named one. Raises ``StartError`` for a database
-    that this command cannot use, for an unknown token, and for a scope that the role lacks."""
+    """Run ``create``, ``list`` or ``revoke``, print the result and return 0. Raises ``StartError``."""
     database = _open(settings)
     try:
         if options.action == "list":
@@ -80,9 +78,8 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _open(settings: Settings) -> Database:
-    """Open the database without migrating it: only the service migrates, and this command may be of another version than the
-    running service. Raises ``StartError`` for an invalid URL, and for a database that does not exist, does not answer, has no
-    tables of Ratchet, or has another revision than this version's."""
+    """Open the database without migrating it: only the service migrates. Raises ``StartError`` for a database that this version
+    cannot use."""
     try:
         database = Database(settings.url)
     except ValueError as error:

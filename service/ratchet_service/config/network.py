@@ -1,9 +1,5 @@
-"""Where the service listens, who needs a token there, and TLS.
-
-The embedded default is SQLite and a loopback address. Only there, and without ``--auth token``, callers need no token. An address
-that other machines can reach needs TLS, or the statement that a proxy in front of it terminates TLS (``--insecure-http``):
-anybody on the network can read a token sent in clear.
-"""
+"""Where the service listens, who needs a token there, and TLS. An address that other machines can reach needs TLS or
+``--insecure-http``, since anybody on the network can read a token sent in clear."""
 
 from __future__ import annotations
 
@@ -24,10 +20,8 @@ FIRST_TOKEN: Final = "python -m ratchet_service token create --owner NAME --role
 
 @dataclass(frozen=True)
 class Listening:
-    """Where and how the service listens. ``port`` 0: a free port. ``url``: the address in ``service.json``, if agents do not
-    reach the service by the bound address. ``auth`` ``token``: tokens are required even with SQLite and a loopback address.
-    ``ca_file``: PEM with which agents verify the service's certificate, if the system's authorities cannot. ``insecure_http``: a
-    proxy terminates TLS."""
+    """Where and how the service listens. ``port`` 0: a free port. ``url``: the address for agents, if not the bound one. ``auth``
+    ``token``: always require tokens. ``insecure_http``: a proxy terminates TLS."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -39,9 +33,8 @@ class Listening:
     insecure_http: bool = False
 
     def check(self) -> None:
-        """Raise ``StartError`` for options that contradict each other, for TLS without a ``url``, for a ``url`` or ``ca_file``
-        that cannot be used, and if other machines can reach ``host`` and neither TLS nor ``insecure_http`` is set. An http
-        ``url`` of another machine is accepted with a loopback ``host``. ``tls_cert`` and ``tls_key`` are not read."""
+        """Raise ``StartError`` for options that contradict each other or cannot be used, such as an exposed ``host`` without
+        TLS."""
         if self.auth not in ("auto", "token"):
             raise StartError(f"RATCHET_AUTH is auto or token, not {self.auth!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
@@ -68,8 +61,7 @@ class Listening:
             read_ca_certificates(self.ca_file)
 
     def _check_url(self, url: str) -> None:
-        """Raise ``StartError`` unless ``url`` is http or https and has a host and no user name. With ``tls_cert`` it must be
-        https. Nothing is contacted."""
+        """Raise ``StartError`` unless ``url`` is http or https, with ``tls_cert`` https, and has a host and no user name."""
         text = f"--url {url!r} must be like https://ratchet.example.com or http://host:8000"
         try:
             parts = urlsplit(url)
@@ -81,20 +73,19 @@ class Listening:
             raise StartError(f"with --tls-cert agents connect by https, not to --url {url}")
 
     def requires_tokens(self, is_sqlite: bool) -> bool:
-        """Return True if every caller needs a token: if ``auth`` is ``token``, the database is not SQLite, or ``is_exposed``.
-        ``is_sqlite``: the database is SQLite."""
+        """True if every caller needs a token: ``auth`` is ``token``, the database is not SQLite, or the service
+        ``is_exposed``."""
         return self.auth == "token" or not is_sqlite or self.is_exposed
 
     @property
     def is_exposed(self) -> bool:
-        """True if other machines can reach the service: ``host``, or the host in ``url`` (such as that of a proxy), is not a
-        loopback address."""
+        """True if other machines can reach the service: ``host``, or the host in ``url``, is not a loopback address."""
         named = None if self.url is None else urlsplit(self.url).hostname
         return not is_loopback(self.host) or (named is not None and not _is_loopback_name(named))
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Return the TLS context of the server; None if no certificate is configured. Raises ``StartError`` for files that cannot
-        be used."""
+        """Return the TLS context of the server; None if no certificate is configured. Raises ``StartError`` for unusable
+        files."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -109,8 +100,7 @@ class Listening:
         return context
 
     def service_url(self, bound: socket.socket) -> str:
-        """Return the URL at which agents and clients reach the service: ``url`` if it is set, else http with the address of the
-        socket ``bound``. If that is bound to all addresses, the loopback address is used."""
+        """Return the URL at which agents and clients reach the service: ``url``, or the address of the socket ``bound``."""
         if self.url is not None:
             return self.url
         host, port = bound.getsockname()[:2]
@@ -120,8 +110,7 @@ class Listening:
 
     @contextmanager
     def bind(self) -> Iterator[socket.socket]:
-        """Yield the listening socket, and close it at the end of the block. The port is taken when the block is entered, before
-        the slow steps of the start, so that no other process takes it meanwhile. Raises ``StartError``."""
+        """Context manager that yields the listening socket, and closes it at the end. Raises ``StartError``."""
         try:
             family, kind, protocol, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
         except OSError as error:
@@ -140,8 +129,7 @@ class Listening:
 
 
 def read_ca_certificates(file: Path) -> str:
-    """Return the PEM text of the file, that of ``--ca-file``. Raises ``StartError`` if it cannot be read or contains no
-    certificate."""
+    """Return the PEM text of ``file``. Raises ``StartError`` if it cannot be read or contains no certificate."""
     try:
         text = file.read_text(encoding="ascii")
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=text)
@@ -151,8 +139,7 @@ def read_ca_certificates(file: Path) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if only this machine can reach ``host``, an address to listen on. Also True for a name that does not resolve,
-    since ``bind`` reports that error."""
+    """True if only this machine can reach ``host``, an address to listen on, or the name does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -161,8 +148,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_loopback_name(name: str) -> bool:
-    """Return True if the host name of a URL denotes loopback. The name is not resolved: only other machines may be able to
-    resolve it."""
+    """True if the host name of a URL denotes loopback; it is not resolved, since perhaps only other machines can."""
     return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdigit())
 
 

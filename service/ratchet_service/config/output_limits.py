@@ -1,4 +1,4 @@
-"""Limits on how much of a job's output is kept. The rest is left out or thinned, and reported; nothing is averaged."""
+"""Limits on how much of a job's output is kept; the rest is left out or thinned."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from ratchet_contract.protocol.messages import LOG_BYTES
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on how much of a job's output is kept. Sizes are bytes on the disk. Creating a ``Bounds`` with a limit that is too
-    small raises ``ValueError``."""
+    """Limits on how much of a job's output is kept. Sizes are bytes on the disk. Raises ``ValueError``."""
 
     log_bytes: int = LOG_BYTES  # of one rank in one attempt; its beginning and its end are kept
     job_log_bytes: int = 4 << 30  # of all ended attempts; beyond it, logs of attempts in the middle are shortened

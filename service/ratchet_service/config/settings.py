@@ -13,8 +13,7 @@ from ratchet_service.isolation.sandbox import NO_LIMITS, Limits, Sandbox, User
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that a service gets at its start. Sizes are bytes, times seconds. ``home``: the run directory; ``database_url``
-    None: SQLite in ``home``. ``paths`` is derived from ``home``, with its links resolved."""
+    """Settings of a service. Sizes are bytes, times seconds. ``home``: the run directory; ``database_url`` None: SQLite there."""
 
     home: Path
     database_url: str | None = None

@@ -1,8 +1,5 @@
-"""API tokens: their text, their rows, and authentication.
-
-A token is ``rt_<id>_<secret>``: the id finds the row, the secret has 190 bits from the system's generator, and the row has the
-SHA-256 of the whole text. A slow hash would add nothing: a secret of that size cannot be guessed.
-"""
+"""API tokens: their text, their rows, and authentication. A token is ``rt_<id>_<secret>``; its row has the SHA-256 of the whole
+text. A slow hash would add nothing, since a secret of 190 random bits cannot be guessed."""
 
 from __future__ import annotations
 
@@ -40,8 +37,7 @@ _LAST_USED_INTERVAL: Final = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class Principal:
-    """The authenticated caller of a request: owner of its jobs, role and scopes. ``token``: the id of its token, None if the
-    service needs no token. ``expires_at``: when that token expires, None for never."""
+    """The authenticated caller of a request. ``token``: the id of its token, None without one. ``expires_at`` None: never."""
 
     owner: str
     role: Role
@@ -65,10 +61,8 @@ def create(
     created_by: str,
     made_with: str | None = None,
 ) -> tuple[ApiToken, str]:
-    """Add a token in the caller's transaction. Return its row and its text; the text is not stored and cannot be read again.
-    ``scopes``: those that the token is restricted to; empty: all of its role. That the role has them is not checked.
-    ``made_with``: id of the token that the caller authenticated with, None for none; revoking that token revokes the new one,
-    too."""
+    """Add a token; return its row, and its text, which is not stored. ``scopes`` empty: all of its role. ``made_with``: the token
+    whose revocation revokes this one, too."""
     token_id = _new_id()
     while session.get(ApiToken, token_id) is not None:
         token_id = _new_id()
@@ -83,10 +77,9 @@ def create(
 
 
 def revoke(session: Session, row: ApiToken, now: datetime) -> int:
-    """Revoke the token and, recursively, all tokens made with it, in the caller's transaction. Return how many of these others
-    were not revoked before. Each row is locked before the tokens made with it are read. ``lock_token`` locks the maker's row
-    before a token is made, so none is missed."""
+    """Revoke the token and, recursively, all tokens made with it. Return how many others were not revoked before."""
     others, makers = 0, [row.id]
+    # locked before the tokens made with it are read; ``lock_token`` locks it before one is made: none is missed
     session.refresh(row, with_for_update=True)
     row.revoked_at = row.revoked_at or now
     while makers:
@@ -101,8 +94,7 @@ def revoke(session: Session, row: ApiToken, now: datetime) -> int:
 
 
 def lock_token(session: Session, token_id: str) -> None:
-    """Lock the token's row until the transaction ends; called before a token is made with it. Raises ``Refused``
-    (``token-revoked``) if the token is revoked or does not exist."""
+    """Lock the token's row until the transaction ends, before a token is made with it. Raises ``Refused`` (``token-revoked``)."""
     row = session.get(ApiToken, token_id, with_for_update=True, populate_existing=True)
     if row is None or row.revoked_at is not None:
         raise _token_revoked(token_id)
@@ -119,8 +111,7 @@ def _new_id() -> str:
 
 
 def authenticate(database: Database, text: str) -> Principal:
-    """Return the caller with this token text. Raises ``Refused`` (``token-unknown``, ``token-expired``, ``token-revoked``). The
-    time of use is stored in the token's row, at most once a minute; a failure to store it is only logged."""
+    """Return the caller with this token text; may store the time of use. Raises ``Refused`` for an invalid token."""
     match = _TEXT.fullmatch(text)
     if match is None:
         raise _token_unknown()
@@ -151,8 +142,7 @@ def _token_unknown() -> Refused:
 
 
 def principal_of(row: ApiToken) -> Principal:
-    """Return the caller that this token stands for. If the row has no scopes, the caller has all scopes of its role. Scopes that
-    the role does not have, or that this version does not know, are ignored."""
+    """Return the caller that this token stands for. A row without scopes gives all scopes of its role."""
     allowed = SCOPES[row.role]
     if row.scopes:
         allowed = frozenset(scope for scope in allowed if scope.value in row.scopes)
@@ -160,15 +150,14 @@ def principal_of(row: ApiToken) -> Principal:
 
 
 def _mark_used(database: Database, token_id: str, now: datetime) -> None:
-    """Store ``now`` as the token's time of last use, unless a time within the last minute is stored: of several concurrent
-    requests, one writes."""
+    """Store ``now`` as the token's time of last use, unless a time within the last minute is stored."""
     with database.write() as session:
         old = sa.or_(ApiToken.last_used_at.is_(None), ApiToken.last_used_at < now - _LAST_USED_INTERVAL)
         session.execute(sa.update(ApiToken).where(ApiToken.id == token_id, old).values(last_used_at=now))
 
 
 def token_view(row: ApiToken) -> TokenView:
-    """Return the token as the API shows it, without its hash. Scopes that this version does not know are left out."""
+    """Return the token as the API shows it, without its hash."""
     known = {scope.value for scope in Scope}
     return TokenView(
         id=row.id,

@@ -1,8 +1,5 @@
-"""The source of the control plane's times: one object, passed to the ``Database``. A simulation passes a clock of its own.
-
-Code with a session uses ``now_in(session)``, code with the database ``database.clock``. Leases expire by the database server's
-clock (``server_now``), which all machines share; this process's monotonic clock measures how long the process was suspended.
-"""
+"""The source of the control plane's times: one object, which a simulation replaces. Leases expire by the database server's clock,
+which all machines share."""
 
 from __future__ import annotations
 
@@ -27,18 +24,15 @@ class Clock:
         return datetime.now(UTC)
 
     def monotonic(self) -> float:
-        """Return the seconds of a clock that nobody can set. It also advances while this process is stopped by a signal, but not
-        while the machine is suspended."""
+        """Return the seconds of a clock that nobody can set. It stands still while the machine is suspended."""
         return time.monotonic()
 
     def boot_id(self) -> str:
-        """Return an id of this boot of the machine. All processes with the same id share the clock of ``monotonic``, which counts
-        from the boot."""
+        """Return an id of this boot of the machine. All processes with the same id share the clock of ``monotonic``."""
         return _boot_id()
 
     def server_now(self, session: Session) -> datetime:
-        """Return the UTC time of the database server, which is queried. With SQLite, return this machine's: all its writers share
-        that clock."""
+        """Return the UTC time of the database server, which is queried; with SQLite, this machine's."""
         if session.get_bind().dialect.name == "sqlite":
             return self.now()
         now = session.scalar(sa.select(sa.func.clock_timestamp()))
@@ -48,8 +42,7 @@ class Clock:
 
 @cache
 def _boot_id() -> str:
-    """Return the system's boot id. If it cannot be read, return a random id that is constant for this process: its monotonic
-    clock then counts as shared with no other process."""
+    """Return an id that processes with the same monotonic clock share; a random one if it cannot be read."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + _time_namespace_offset()
     except OSError:
@@ -57,8 +50,7 @@ def _boot_id() -> str:
 
 
 def _time_namespace_offset() -> str:
-    """Return, as text, the offset of the monotonic clock in this process's time namespace (of a container) from that of the
-    machine. Empty if there is none."""
+    """Return, as text, the offset of the monotonic clock in this process's time namespace; empty if there is none."""
     try:
         lines = Path("/proc/self/timens_offsets").read_text().splitlines()
     except OSError:
@@ -79,6 +71,5 @@ def clock_of(session: Session) -> Clock:
 
 
 def now_in(session: Session) -> datetime:
-    """Return the UTC time by the wall clock of the session's ``Database``: that of this machine, or of a simulation. The server
-    is not queried."""
+    """Return the UTC time by the wall clock of the session's ``Database``; the server is not queried."""
     return clock_of(session).now()

@@ -1,8 +1,5 @@
-"""Sessions on SQLite or PostgreSQL: short transactions, committed before the answer to a request is sent.
-
-SQLite runs in WAL mode with foreign keys. Every write transaction starts with BEGIN IMMEDIATE, so that a second writer waits at
-its start and does not fail half way (a read that turns into a write could not wait). Read transactions start deferred.
-"""
+"""Sessions on SQLite or PostgreSQL. On SQLite, a write transaction starts with BEGIN IMMEDIATE: a second writer waits at its
+start and does not fail half way, as a read that turns into a write would."""
 
 from __future__ import annotations
 
@@ -59,9 +56,8 @@ def sqlite_url(path: Path) -> str:
 
 
 def normalise_url(url: str) -> URL:
-    """Parse a database URL and return it; ``postgres://`` and ``postgresql://`` select the driver psycopg 3. Raises
-    ``ValueError`` for other databases, an in-memory SQLite database and invalid URLs. The message never quotes an invalid URL,
-    since any part of it may belong to the password."""
+    """Return the parsed database URL. Raises ``ValueError``, whose message shows no password, for an unsupported or invalid
+    one."""
     try:
         parsed = make_url(url)
     except (sa.exc.ArgumentError, ValueError):
@@ -85,8 +81,7 @@ def redacted_url(url: URL) -> str:
 
 
 def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
-    """Return the passwords that must not be logged: those in ``url``, and libpq's PGPASSWORD in ``environ``. Empty if there are
-    none."""
+    """Return the passwords that must not be logged: those in ``url``, and libpq's PGPASSWORD in ``environ``."""
     found = [environ.get("PGPASSWORD")]
     with suppress(sa.exc.ArgumentError, ValueError):
         parsed = make_url(url or "")
@@ -95,21 +90,20 @@ def passwords(url: str | None, environ: Mapping[str, str]) -> list[str]:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of the error's message, or the name of its class if the message is empty. The further lines of
-    SQLAlchemy's messages, which are left out, have the statement and its values."""
+    """Return the first line of the error's message. Further lines of SQLAlchemy's messages have statement and values."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _postgres_options(url: URL) -> dict[str, Any]:
-    """Return the engine options for PostgreSQL. The pool has at most 20 connections, so that a few processes can share a
-    server's usual 100; waiting for one longer than 30 seconds is an error. Statements are not prepared on the server: behind
-    pgbouncer in transaction mode, the next statement may use another connection."""
+    """Return the engine options for PostgreSQL."""
+    # not prepared: behind pgbouncer in transaction mode, the next statement may use another connection
     connect: dict[str, Any] = {"connect_timeout": 10, "prepare_threshold": None}
     if "application_name" not in url.query:
         connect["application_name"] = f"ratchet/{os.getpid()}"
     if "options" not in url.query:
         connect["options"] = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SESSION.items())
     return {
+        # at most 20, so that a few processes can share a server's usual 100
         "pool_size": 5, "max_overflow": 15, "pool_timeout": 30, "pool_pre_ping": True, "pool_recycle": 1800,
         "connect_args": connect,
     }  # fmt: skip
@@ -153,9 +147,8 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Yield a session in a write transaction. It is committed when the block ends, and rolled back when the block raises. On
-        SQLite, the call blocks while another writer is active; if that lasts too long, SQLite's error is raised. Raises
-        ``RuntimeError`` within ``as_owner``."""
+        """Context manager for a write transaction, committed at the block's end. May block on SQLite. Raises ``RuntimeError``
+        within ``as_owner``."""
         raise_if_impersonating()
         make = self.session_class(self.engine, expire_on_commit=False, info=self._session_info)
         with self._serialise_writer(), make as session, session.begin():
@@ -163,9 +156,8 @@ class Database:
 
     @contextmanager
     def _serialise_writer(self) -> Iterator[None]:
-        """Let only one writer of this process run at a time on SQLite; on PostgreSQL do nothing. SQLite's own waiters poll its
-        lock with ever longer pauses, so that later writers may overtake them. After ``BUSY_TIMEOUT_MS`` the block runs without
-        this lock; it then waits for SQLite's, up to SQLite's own error."""
+        """Let one writer of this process run at a time on SQLite, as far as possible; on PostgreSQL do nothing."""
+        # SQLite's own waiters poll its lock with ever longer pauses, so that later writers may overtake them
         acquired = self.is_sqlite and self._write_lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000)
         try:
             yield
@@ -175,16 +167,15 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Yield a session for reading; changes made in it are discarded. On SQLite it sees one snapshot of the database, on
-        PostgreSQL the rows that are committed at each statement. Raises ``RuntimeError`` within ``as_owner``."""
+        """Context manager for a session for reading; on SQLite it sees one snapshot. Changes are discarded. Raises
+        ``RuntimeError`` within ``as_owner``."""
         raise_if_impersonating()
         with Session(self._read_engine, expire_on_commit=False, autoflush=False, info=self._session_info) as session:
             yield session
 
     def ping(self) -> None:
-        """Check that the database answers. Raises SQLAlchemy's errors if it does not. For PostgreSQL, this uses a new connection,
-        with a limit of ``PING_SECONDS`` for connecting and for data that the server's machine does not acknowledge. A pooled
-        connection to a machine that is gone would wait much longer."""
+        """Check that the database answers. Raises SQLAlchemy's errors if it does not."""
+        # a new connection with short limits: a pooled one to a machine that is gone would wait much longer
         with self._ping_engine.connect() as connection:
             connection.execute(sa.select(1))
 
@@ -194,8 +185,7 @@ class Database:
 
 
 def _strict_json(value: Any) -> str:
-    """Serialise to JSON for a column. Raises ``ValueError`` for NaN and infinities: PostgreSQL would refuse the row, SQLite would
-    store invalid JSON."""
+    """Serialise to JSON for a column. Raises ``ValueError`` for NaN and infinities, which PostgreSQL would refuse."""
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
 
 

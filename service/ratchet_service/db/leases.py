@@ -1,10 +1,5 @@
-"""Leases: which reconciler manages which active job. They are taken, renewed and released by guarded UPDATEs.
-
-Each lease has a token, new each time it is taken. A reconciler writes about an attempt only in a transaction that has locked
-the job's row and found the reconciler's token there (``lock_leased_job``, or a guarded UPDATE). A reconciler that was suspended
-past the end of its lease finds another token if the job was taken meanwhile, and drops the job. Leases expire by the database's
-clock.
-"""
+"""Leases: which reconciler manages which active job. A reconciler writes about an attempt only in a transaction that has found
+its lease's token in the job's row. Leases expire by the database's clock."""
 
 from __future__ import annotations
 
@@ -31,8 +26,7 @@ ACTIVE = tuple(p for p in JobPhase if p.active)
 
 
 class LeaseLost(RatchetError):
-    """This process's lease on the job is lost: another reconciler has taken the job, has ended it, or it was deleted. The caller
-    drops the job."""
+    """This process's lease on the job is lost; the caller drops the job."""
 
     code = "lease-lost"
 
@@ -53,8 +47,7 @@ class Lease(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A job that no reconciler manages, with the attempt, lease token and expiry time that its row had when it was read.
-    ``acquire`` takes it only if these have not changed and the job is still active."""
+    """A job that no reconciler manages, as its row was. ``acquire`` takes it only if its attempt and lease are unchanged."""
 
     job_id: str
     attempt: int
@@ -68,8 +61,7 @@ def new_owner() -> str:
 
 
 def owner_is_dead(owner: str | None) -> bool:
-    """True if the owner is known to be dead: it was a process of this host and no longer runs. False for None, and for processes
-    of other hosts, since nothing is known of them."""
+    """True if the owner was a process of this host that no longer runs. False for other hosts."""
     parts = (owner or "").rsplit("/", 2)
     if len(parts) != 3 or parts[0] != socket.gethostname()[:80] or not (parts[1].isdigit() and parts[2].isdigit()):
         return False
@@ -77,20 +69,18 @@ def owner_is_dead(owner: str | None) -> bool:
 
 
 def is_expired(token: str | None, expires: datetime | None, now: datetime) -> bool:
-    """True if no reconciler holds the lease any more, or if there is none. ``now``: by the database's clock. A lease that ends
-    later than ``MAX_LEASE`` from now was written before that clock was set back, and counts as expired. A live owner renews it,
-    and nobody need wait for the end of a dead owner's lease."""
+    """True if there is no lease, or it counts as expired at ``now``, by the database's clock."""
+    # one that ends later than MAX_LEASE was written before the clock was set back; a live owner renews it
     return token is None or expires is None or expires < now or expires > now + MAX_LEASE
 
 
 def is_surely_held(held_at: float, now: float, seconds: float) -> bool:
-    """True if a lease of ``seconds``, taken or renewed at ``held_at`` or later, is certainly still held (see ``SAFE_FRACTION``).
-    False: it may have been lost. ``held_at`` and ``now`` are seconds of this process's monotonic clock."""
+    """True if a lease of ``seconds``, taken or renewed at ``held_at`` (monotonic), is certainly still held."""
     return now - held_at < SAFE_FRACTION * seconds
 
 
 def has_lease(job: Job, lease: Lease) -> bool:
-    """True if the job's row has this lease and the job is active; a reconciler writes about an attempt only then."""
+    """True if the job's row has this lease and the job is active."""
     return job.lease_token == lease.token and job.attempt == lease.attempt and job.phase.active
 
 
@@ -109,8 +99,7 @@ NO_LEASE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_exp
 
 
 def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnElement[bool]) -> list[Free]:
-    """Return the active jobs that no reconciler manages: their lease is missing or expired, or its owner is dead. ``skip``: ids
-    of jobs to leave out; ``condition``: a further SQL condition. Nothing is locked."""
+    """Return the active jobs that no reconciler manages; nothing is locked. ``skip``: ids; ``condition``: in SQL."""
     now = database_now(session)
     query = sa.select(Job.id, Job.attempt, Job.lease_token, Job.lease_owner, Job.lease_expires_at)
     out = []
@@ -121,8 +110,7 @@ def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnEleme
 
 
 def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease | None:
-    """Take a new lease on a job that ``free_jobs`` returned, and return the lease. None if the job's lease or attempt has changed
-    since, or the job is no longer active: for example, another reconciler has taken it, or its owner has renewed its lease."""
+    """Take a new lease on a job of ``free_jobs``, and return it. None if the job is not free any more."""
     values = lease_values(session, owner, seconds)
     unchanged = Job.lease_token.is_not_distinct_from(free.token) & Job.lease_expires_at.is_not_distinct_from(
         free.expires_at
@@ -134,30 +122,27 @@ def acquire(session: Session, free: Free, owner: str, seconds: float) -> Lease |
 
 
 def renew(session: Session, leases: Iterable[Lease], seconds: float) -> set[str]:
-    """Extend those of ``leases`` whose token the job's row still has, expired ones included, to ``seconds`` from now. Return the
-    ids of their jobs. A job that is missing in the result has been lost."""
+    """Extend those of ``leases`` that this process still has to ``seconds`` from now. Return their jobs' ids."""
     expires = database_now(session) + timedelta(seconds=seconds)
     statement = sa.update(Job).where(_own_leases_filter(leases)).values(lease_expires_at=expires).returning(Job.id)
     return set(session.scalars(statement.execution_options(synchronize_session=False)))
 
 
 def release(session: Session, leases: Iterable[Lease]) -> None:
-    """Remove those of ``leases`` that this process still holds. Called at a clean shutdown, so that the next reconciler need not
-    wait for their expiry."""
+    """Remove those of ``leases`` that this process still holds, so that the next reconciler need not wait for their expiry."""
     statement = sa.update(Job).where(_own_leases_filter(leases)).values(**NO_LEASE)
     session.execute(statement.execution_options(synchronize_session=False))
 
 
 def _own_leases_filter(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
-    """Return the SQL condition for rows that have one of these leases. The tokens decide; the ids are included so that the
-    primary key is used."""
+    """Return the SQL condition for rows that have one of these leases."""
     held = list(leases)
+    # the tokens decide; the ids make the database use the primary key
     return Job.id.in_([lease.job_id for lease in held]) & Job.lease_token.in_([lease.token for lease in held])
 
 
 def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
-    """Return those of ``leases`` that this process still holds on active jobs, and lock the rows of these jobs until the
-    transaction ends."""
+    """Return those of ``leases`` that this process still holds on active jobs, and lock these jobs' rows."""
     requested = list(leases)
     mine = _own_leases_filter(requested) & Job.phase.in_(ACTIVE)
     query = sa.select(Job.id, Job.attempt, Job.lease_token).where(mine).order_by(Job.id).with_for_update()
@@ -165,8 +150,7 @@ def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
 
 
 def lock_leased_job(session: Session, lease: Lease) -> Job:
-    """Lock the job's row until the transaction ends, and return the job. Raises ``LeaseLost`` if the row does not have this
-    lease, or the job is no longer active or no longer exists."""
+    """Lock the job's row, and return the job. Raises ``LeaseLost`` if it does not have this lease or is not active."""
     try:
         job = lock_job(session, lease.job_id)
     except NotFound:

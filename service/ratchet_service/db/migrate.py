@@ -1,9 +1,5 @@
-"""Migrates the schema at start, one process at a time.
-
-On PostgreSQL, a change to a table waits for all transactions that use the table, and all later transactions wait for the change.
-So a migration waits for a lock only a few seconds, then releases its locks so that other transactions proceed, and retries. It
-logs the processes that block it.
-"""
+"""Migrates the schema at start, one process at a time. On PostgreSQL, a change to a table that waits for its lock makes all later
+transactions wait. So a migration waits only a few seconds, then releases its locks and tries again."""
 
 from __future__ import annotations
 
@@ -51,8 +47,7 @@ class MigrationBlocked(Refused):
 
 
 class Blocking:
-    """The database processes that block a connection: their server pids, and a description for messages. They are read over
-    another connection, while the first one waits."""
+    """The database processes that block a connection: their server pids, and a description for messages."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -61,8 +56,8 @@ class Blocking:
 
     @contextmanager
     def watch(self, connection: Connection) -> Iterator[None]:
-        """During the block, read every ``_POLL_SECONDS`` in a thread which processes block ``connection``. Also limit each of the
-        connection's waits for a lock to ``LOCK_SECONDS``, until its transaction ends."""
+        """Context manager: in its block, a thread reads which processes block ``connection``, and the connection's waits for
+        locks are limited."""
         connection.execute(sa.text(f"SET LOCAL lock_timeout = {int(LOCK_SECONDS * 1000)}"))
         pid, over = connection.scalar(sa.text("SELECT pg_backend_pid()")), threading.Event()
 
@@ -84,8 +79,7 @@ class Blocking:
             thread.join()
 
     def _poll(self, pid: int) -> None:
-        """Read which processes block the connection with this server pid, and keep them in ``pids`` and ``description``. If none
-        does, the earlier ones are kept."""
+        """Store the processes that block the connection with this server pid. If none does, the earlier ones are kept."""
         with self._database.read() as session:
             rows = session.execute(_BLOCKING_QUERY, {"pid": pid}).all()
         if rows:
@@ -99,9 +93,8 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``. If PostgreSQL ends it because it does not get a lock, run it again after a pause, ``MAX_TRIES`` times in
-    all; each failure but the last is logged. Raises ``MigrationBlocked`` after the last. Every other error of ``migrate`` is
-    raised at once. ``migrate`` must use one transaction, so that a failed try changes nothing."""
+    """Run ``migrate``, again if PostgreSQL ends it for lack of a lock, at most ``MAX_TRIES`` times. Raises
+    ``MigrationBlocked``."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:
@@ -177,8 +170,7 @@ def known_revisions() -> frozenset[str]:
 
 
 def refusal(revision: str) -> NewerSchema | UnsupportedSchema | None:
-    """Return the error with which this version refuses a database of this revision; None if it can use or migrate it. A revision
-    that is unknown here counts as that of a newer version."""
+    """Return the error with which this version refuses a database of this revision; None if it can use it."""
     if revision in known_revisions():
         return None
     if revision in _DEVELOPMENT:
@@ -204,8 +196,8 @@ def revision_of(connection: Connection) -> str | None:
 
 
 def check_revision(database: Database) -> None:
-    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use or migrate the database, and SQLAlchemy's errors
-    if it does not answer. Migrates nothing. With SQLite this creates a missing file, and waits for other writers."""
+    """Raise ``NewerSchema`` or ``UnsupportedSchema`` if this version cannot use or migrate the database. With SQLite this creates
+    a missing file."""
     with database.engine.connect() as connection:
         _raise_if_unusable(connection)
 
@@ -220,8 +212,8 @@ def _raise_if_unusable(connection: Connection) -> None:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Run all migrations up to ``revision``, in one transaction. Blocks while another process migrates, so services that start at
-    the same time migrate one after the other. Raises ``NewerSchema``, ``UnsupportedSchema``, and ``MigrationBlocked``."""
+    """Run all migrations up to ``revision``. Blocks while another process migrates. Raises ``NewerSchema``, ``UnsupportedSchema``
+    and ``MigrationBlocked``."""
 
     def migrate(blocking: Blocking) -> None:
         with _migration_lock(database, blocking) as connection:
@@ -243,9 +235,7 @@ def downgrade(database: Database, revision: str) -> None:
 
 @contextmanager
 def _migration_lock(database: Database, blocking: Blocking) -> Iterator[Connection]:
-    """Yield a connection in the migration's one transaction, during which no other process migrates. It is committed when the
-    block ends, and rolled back when the block raises. Blocks without a limit while another process migrates. With SQLite the
-    lock is a file next to the database, and ``blocking`` is not used."""
+    """Yield a connection in the migration's transaction. Blocks without a limit while another process migrates."""
     if not database.is_sqlite:
         # The lock belongs to the transaction, so it works behind a pooler too and is released if the process dies.
         with database.engine.begin() as connection:

@@ -1,7 +1,4 @@
-"""The database's tables. Only ``transitions`` changes a job's phase; every row that an attempt writes has its attempt number.
-
-Steps, attempts and sizes are 64-bit. JSON columns hold plain JSON data, never NaN.
-"""
+"""The database's tables. Only ``transitions`` changes a job's phase. JSON columns hold plain JSON data, never NaN."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ JOB_ID_LENGTH = 16  # "job-" and 12 base32 characters
 
 
 class Base(DeclarativeBase):
-    """Base class of all tables. It names every constraint, so that migrations can name them too, and maps Python types to column
-    types."""
+    """Base class of all tables. It names every constraint, so that migrations can, and maps Python types to column types."""
 
     metadata = sa.MetaData(
         naming_convention={
@@ -52,9 +48,8 @@ def _job_id() -> Mapped[str]:
 
 
 class Job(Base):
-    """One job: its spec, its phase and desired state, its progress, and its lease. ``version``, from which the ETag is made,
-    grows by one with each event that ``transitions.apply`` applies (a change of phase, desired state or spec, a request for a
-    checkpoint) and with a change of labels or priority; progress and the reason to wait do not change it."""
+    """One job: its spec, phase, desired state, progress and lease. ``version``, for the ETag, grows with changes such as of the
+    phase, not of progress."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -153,9 +148,7 @@ class JobLabel(Base):
 
 
 class Attempt(Base):
-    """One launch of a job's group of agents; ``number`` is the attempt number. ``base_step``: step of the checkpoint from which
-    the ranks continue (0: they start without one). It is None until the ranks report it, or the reconciler reads it from disk
-    when the attempt ends."""
+    """One launch of a job's group of agents. ``base_step``: step at which the ranks continue; None: not known yet."""
 
     __tablename__ = "attempts"
     __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
@@ -194,7 +187,7 @@ class Attempt(Base):
 
 
 class AttemptNode(Base):
-    """One node of an attempt. ``acked``: by rank, as text, the highest sequence number of the rank's messages that are stored."""
+    """One node of an attempt. ``acked``: by rank, as text, the highest sequence number of its stored messages."""
 
     __tablename__ = "attempt_nodes"
     __table_args__ = (
@@ -216,7 +209,7 @@ class AttemptNode(Base):
 
 
 class Checkpoint(Base):
-    """One checkpoint of a job, by step and by the attempt that committed it. The row stays when the files are deleted."""
+    """One checkpoint of a job, by step and attempt. The row stays when the files are deleted."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (
@@ -258,8 +251,7 @@ class Checkpoint(Base):
 
 
 class Event(Base):
-    """One entry of a job's history. Triggers ensure that rows are only added, and deleted only with their job. Every writer has
-    locked the job's row, so the ids of one job grow in commit order."""
+    """One entry of a job's history. Rows are never changed. Their ids grow in commit order within a job."""
 
     __tablename__ = "events"
     __table_args__ = (sa.Index("ix_events_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
@@ -274,8 +266,7 @@ class Event(Base):
 
 
 class IdempotencyKey(Base):
-    """An idempotency key that a request has used, and the answer to that request. ``status`` is None until the answer is stored,
-    and stays None if the server ends before that."""
+    """An idempotency key that a request has used. ``status`` is None until the answer to that request is stored."""
 
     __tablename__ = "idempotency_keys"
     __table_args__ = (sa.Index("ix_idempotency_keys_created_at", "created_at"),)
@@ -291,9 +282,7 @@ class IdempotencyKey(Base):
 
 
 class MetricSeries(Base):
-    """Which points of one metric of a job are stored: those at steps with ``step % stride == phase``, and the newest one; of the
-    metric that ``keep_best`` compares also others (``metric_series``). The stride is a power of two and only grows, so that a
-    step that is redone replaces its own earlier point."""
+    """Which points of one metric of a job are stored: among others those at steps with ``step % stride == phase``."""
 
     __tablename__ = "metric_series"
 
@@ -308,8 +297,7 @@ class MetricSeries(Base):
 
 
 class Metric(Base):
-    """One value of a metric, by name and step. A later value of the same attempt or of a later attempt replaces it.
-    ``MetricSeries`` describes which steps are kept."""
+    """One value of a metric, by name and step. A later value replaces it, unless it is of an earlier attempt."""
 
     __tablename__ = "metrics"
 
@@ -322,8 +310,7 @@ class Metric(Base):
 
 
 class SupersededMetric(Base):
-    """A value that an earlier attempt logged at a step for which a later attempt logged a different one. Only values that were
-    stored as ``Metric`` are kept here, and only a limited number of each series."""
+    """A stored metric value of an earlier attempt that a later attempt's different value has replaced."""
 
     __tablename__ = "superseded_metrics"
 
@@ -336,8 +323,7 @@ class SupersededMetric(Base):
 
 
 class HookSample(Base):
-    """A rank's hook summary at one step. A later summary of that step, by the same or a later attempt, replaces it. If a rank has
-    too many rows, every second one is deleted."""
+    """A rank's hook summary at one step. A later one replaces it, unless it is of an earlier attempt."""
 
     __tablename__ = "hook_samples"
 
@@ -350,8 +336,7 @@ class HookSample(Base):
 
 
 class ApiToken(Base):
-    """An API token. Its text is shown once, when it is created; the row has only its hash. Revoked tokens are kept for the
-    record."""
+    """An API token. Its text is shown once, when it is created; the row has only its hash."""
 
     __tablename__ = "api_tokens"
     __table_args__ = (sa.UniqueConstraint("token_hash"), sa.Index("ix_api_tokens_made_with", "made_with"))
@@ -371,8 +356,7 @@ class ApiToken(Base):
 
 
 class Quota(Base):
-    """What an owner may use at the same time; the row of the owner ``*`` applies to owners without a row. In a column, None means
-    no limit."""
+    """What an owner may use at the same time; None: no limit. The owner ``*`` stands for owners without a row."""
 
     __tablename__ = "quotas"
 
@@ -385,8 +369,7 @@ class Quota(Base):
 
 
 class ClockLevel(Base):
-    """What all processes of one machine know about a clock that can be set (see ``clock_jumps``): one row for each clock and boot
-    of the machine."""
+    """What a machine's processes know about a clock that can be set: one row for each clock and boot."""
 
     __tablename__ = "clock_levels"
 
@@ -398,7 +381,7 @@ class ClockLevel(Base):
 
 
 class SlotHost(Base):
-    """The host whose GPUs and cores are the slots of this database, as long as it renews the row. There is at most one row."""
+    """The host whose GPUs and cores are the slots of this database. There is at most one row."""
 
     __tablename__ = "slot_host"
 

@@ -1,4 +1,4 @@
-"""Queries for jobs, attempts and checkpoints by the ids that a request names, for forks of a job, and the ETags of jobs."""
+"""Queries for jobs, attempts and checkpoints by the ids that a request names, for forks of a job, and for ETags."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def find_job_for_update(session: Session, job_id: str) -> Job:
 
 
 def find_attempt(session: Session, job_id: str, number: str) -> Attempt:
-    """Return the attempt with this number, which is the text in the request's path. Raises ``NotFound`` for an unknown job or
-    attempt, and for a text that is no number."""
+    """Return the attempt whose number is ``number``, a text from the request's path. Raises ``NotFound``."""
     find_job(session, job_id)
     whole = int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0
     attempt = session.get(Attempt, (job_id, whole))
@@ -39,8 +38,7 @@ def find_attempt(session: Session, job_id: str, number: str) -> Attempt:
 
 
 def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkpoint:
-    """Return the checkpoint with this id (the name of its directory). Raises ``NotFound`` for an unknown job or checkpoint, and
-    for a text that is no id."""
+    """Return the checkpoint with this id, the name of its directory. Raises ``NotFound``."""
     find_job(session, job_id)
     parsed = parse_checkpoint_dir_name(checkpoint_id)
     row = None
@@ -52,9 +50,7 @@ def find_checkpoint(session: Session, job_id: str, checkpoint_id: str) -> Checkp
 
 
 def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = None) -> list[str]:
-    """Return the ids of the jobs that were forked from this job and may still have to read their source checkpoint: they have not
-    succeeded and have no committed checkpoint of their own. Failed and cancelled forks are included. ``checkpoints``: ids of the
-    source checkpoints to consider; None: all."""
+    """Return the ids of the job's forks that may still have to read one of its ``checkpoints`` (None: any of them)."""
     query = sa.select(Job.id, Job.forked_from).where(
         Job.forked_from.startswith(f"{job_id}/", autoescape=True),
         Job.phase != JobPhase.SUCCEEDED,
@@ -65,14 +61,13 @@ def waiting_forks(session: Session, job_id: str, checkpoints: set[str] | None = 
 
 
 def etag(job: Job) -> str:
-    """Return the job's ETag, with its quotes. It is made of ``Job.version``, so it changes with phase, desired state, spec,
-    labels, priority and each request for a checkpoint, but not with progress or the reason to wait."""
+    """Return the job's ETag, with its quotes. It does not change with the job's progress."""
     return f'"{job.version}"'
 
 
 def require_match(job: Job, if_match: str | None) -> None:
-    """Raise ``Refused`` (``precondition-failed``) if the job's ETag does not match the header If-Match (RFC 9110, 13.1.1).
-    ``if_match``: the header, which is ``*`` or a list of strong tags; None: the request has none, and nothing is checked."""
+    """Raise ``Refused`` (``precondition-failed``) if the job's ETag does not match the header If-Match (RFC 9110); None: no
+    header."""
     if if_match is None:
         return
     tags = [tag.strip() for tag in if_match.split(",")]

@@ -20,16 +20,14 @@ _CUT: Final = " ... (cut)"
 
 
 def sanitize_text(text: str) -> str:
-    """Return the text with NUL characters (which PostgreSQL refuses) and lone surrogates (which UTF-8 refuses) replaced. A text
-    longer than ``MAX_TEXT`` characters is cut to that length, and then ends with a mark of the cut."""
+    """Return the text in a form that both databases can store. A text longer than ``MAX_TEXT`` characters is cut."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - len(_CUT)] + _CUT
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def sanitize_json(value: Any, depth: int = 0) -> Any:
-    """Return JSON data with ``sanitize_text`` applied to every text and key. NaN and infinities become text. Data nested more
-    than ``_MAX_DEPTH`` levels deep are replaced by "...". ``depth``: the level of ``value``, for the recursion."""
+    """Return JSON data in a form that both databases can store. ``depth``: the level of ``value``, for the recursion."""
     if depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, str):
@@ -44,25 +42,23 @@ def sanitize_json(value: Any, depth: int = 0) -> Any:
 
 
 def sanitize_bounded_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Like ``sanitize_json``, for the data of one note. Data of more than ``MAX_DATA`` characters as JSON is replaced with
-    ``{"left_out": number of its characters}``."""
+    """Like ``sanitize_json``, but data of more than ``MAX_DATA`` characters as JSON is replaced with its size: ``{"left_out":
+    characters}``."""
     found: dict[str, Any] = sanitize_json(value)
     size = len(json.dumps(found, ensure_ascii=False))
     return found if size <= MAX_DATA else {"left_out": size}
 
 
 def parse_time(text: str, fallback: _T) -> datetime | _T:
-    """Return the ISO 8601 time that a worker reports in ``text``. Return ``fallback`` if ``text`` is not a time with a time zone,
-    or is of the year 1 or 9999: in another time zone, such a time may have no date. Whether the time is plausible is not checked
-    otherwise."""
+    """Return the ISO 8601 time in ``text``, or ``fallback`` if ``text`` is not a usable time with a time zone."""
     try:
         at = datetime.fromisoformat(text)
     except ValueError:
         return fallback
+    # in another time zone, a time of the first or last year may have no date
     return at if at.tzinfo is not None and MINYEAR < at.year < MAXYEAR else fallback
 
 
 def printable(text: str) -> str:
-    """Return the text in a form that can be encoded as UTF-8 and stored, with lone surrogates and NUL characters escaped: an
-    error message may quote an invalid body."""
+    """Return the text with lone surrogates and NUL characters escaped, so that it can be stored."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\0")

@@ -34,8 +34,8 @@ _CAUSES = {
 
 
 def lock_job(session: Session, job_id: str, options: Sequence[ORMOption] = ()) -> Job:
-    """Return the job, freshly read, with its row locked until the transaction ends. Blocks while another transaction holds it.
-    ``options``: columns not to load. Raises ``NotFound``."""
+    """Return the job, freshly read, with its row locked until the transaction ends. ``options``: columns not to load. Raises
+    ``NotFound``."""
     query = sa.select(Job).where(Job.id == job_id).options(*options).with_for_update()
     query = query.execution_options(populate_existing=True)
     job = session.scalar(query)
@@ -50,8 +50,8 @@ def no_such_job(job_id: str) -> NotFound:
 
 
 def check_transition(job: Job, event: Event) -> Step:
-    """Return the cell of the transition table for the job's phase and ``event``: the phase and desired state that follow. Nothing
-    is written. Raises ``Conflict`` if the event is refused in this phase."""
+    """Return what follows from ``event`` by the transition table. Raises ``Conflict`` if the event is refused in the
+    job's phase."""
     step = next_step(job.phase, event, job.desired)
     if step.phase is None:
         text = _DETAILS[step.code].format(phase=job.phase.value, event=event.value)
@@ -73,14 +73,12 @@ def apply(
     data: dict[str, Any] | None = None,
     values: dict[str, Any] | None = None,
 ) -> Job:
-    """Apply ``event`` to the job and return the job. Its phase, desired state and ``values`` (other columns) are written in one
-    guarded UPDATE, ``version`` grows by one, and an event row is added. ``data``: further entries of the event row's data. The
-    job's row is locked until the transaction ends.
+    """Apply ``event`` to the job: write its new phase, desired state and ``values`` (other columns), and add an event row. Return
+    the job, whose row stays locked until the transaction ends.
 
-    ``cause`` is the cause that a stop will have; None: that of a request through the API. It is used only if ``event`` changes
-    the desired state to another than ``RUN``. ``reason`` and ``message`` replace the job's (None clears them), except for
-    ``CHECKPOINT``. Raises ``NotFound``. Raises ``Conflict`` if the table refuses the event, if ``expected_attempt`` is not the
-    job's attempt (code ``stale-attempt``), or if another transaction changed the job in between (code ``changed-meanwhile``).
+    ``cause``: the cause of a stop that the event requests; None: a request through the API. ``reason`` and ``message`` replace
+    the job's, except for ``CHECKPOINT``. ``data``: more entries for the event row. Raises ``NotFound``; raises ``Conflict`` if
+    the event is refused or ``expected_attempt`` is not the job's attempt.
     """
     job = lock_job(session, job_id)
     before = job.phase
@@ -109,9 +107,8 @@ def apply(
 def transition_values(
     job: Job, event: Event, now: datetime, *, expected_attempt: int | None = None, cause: Cause | None = None
 ) -> dict[str, Any]:
-    """Return the columns that follow from ``event``: phase, desired state and what depends on them. ``apply`` also writes the
-    version, reason, message and its caller's ``values``. Pure. Raises ``Conflict`` if the table refuses the event or
-    ``expected_attempt`` is not the job's attempt."""
+    """Return the columns that ``event`` changes. Raises ``Conflict`` if it is refused or ``expected_attempt`` is not the job's
+    attempt."""
     if expected_attempt is not None and job.attempt != expected_attempt:
         raise Conflict(f"attempt {expected_attempt} is not the newest one ({job.attempt})", code="stale-attempt")
     step = check_transition(job, event)
@@ -120,9 +117,7 @@ def transition_values(
 
 
 def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
-    """Return the columns to write when the job moves to ``phase`` by ``step``, a cell of the transition table: the phase, and
-    others such as the desired state, the times of pause and end, and the counters of the budgets if the cell resets them.
-    ``cause`` is as in ``apply``."""
+    """Return the columns to write when the job moves to ``phase`` by ``step``. ``cause``: see ``apply``."""
     out: dict[str, Any] = {"phase": phase, "updated_at": now}
     if step.desired is not None and step.desired is not job.desired:
         out["desired"] = step.desired
@@ -154,7 +149,7 @@ def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: da
 
 
 def _is_paused_phase(phase: JobPhase) -> bool:
-    """True for phases in which the job is not meant to run: suspended or ended. Time in these phases does not count as lost."""
+    """True for phases in which the job is not meant to run: suspended or ended."""
     return phase.terminal or phase is JobPhase.SUSPENDED
 
 
@@ -167,7 +162,6 @@ def add_event(
     attempt: int | None = None,
     data: dict[str, Any] | None = None,
 ) -> None:
-    """Add an entry to the job's history, in this transaction. The caller has locked the job's row. ``type_``: the event's type;
-    ``attempt``: the attempt that the event is about, None for none."""
+    """Add an entry to the job's history. The caller has locked the job's row. ``attempt``: None if the event concerns none."""
     row = models.Event(job_id=job_id, at=now_in(session), type=type_, attempt=attempt, message=message, data=data or {})
     session.add(row)

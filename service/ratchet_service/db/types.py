@@ -12,8 +12,7 @@ from sqlalchemy.types import TypeDecorator
 
 
 class UtcDateTime(TypeDecorator[datetime]):
-    """Column type of an instant. Accepts only datetimes with a time zone and returns them in UTC, with microseconds, on both
-    databases. A statement with a datetime without a time zone fails with SQLAlchemy's ``StatementError``."""
+    """Column type of an instant. It accepts only datetimes with a time zone, and returns them in UTC."""
 
     impl = sa.DateTime
     cache_ok = True
@@ -23,8 +22,7 @@ class UtcDateTime(TypeDecorator[datetime]):
         return dialect.type_descriptor(sa.DateTime(timezone=dialect.name != "sqlite"))
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        """Convert a value to what is stored: UTC, on SQLite without a time zone. Raises ``ValueError`` for one without a time
-        zone."""
+        """Convert a datetime to the stored form. Raises ``ValueError`` if it has no time zone."""
         if value is None:
             return None
         if value.tzinfo is None:

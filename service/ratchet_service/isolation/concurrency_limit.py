@@ -1,4 +1,4 @@
-"""A limit on concurrent operations that each hold a thread and a process; a caller that gets no slot is refused at once."""
+"""A limit on concurrent operations; a caller that gets no slot is refused at once."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ratchet_contract.errors import Refused
 
 
 class ConcurrencyLimit:
-    """A limit on concurrent operations. ``number``: how many may run at the same time. ``activity``: what the service is doing
-    while all slots are taken, such as "making other exports", for the error message. Thread-safe."""
+    """A limit of ``number`` concurrent operations. ``activity``: what the service is doing while all slots are taken, such as
+    "making other exports", for the error message. Thread-safe."""
 
     def __init__(self, number: int, activity: str) -> None:
         self._slots = threading.BoundedSemaphore(number)
@@ -19,8 +19,7 @@ class ConcurrencyLimit:
 
     @contextmanager
     def acquire(self) -> Iterator[None]:
-        """Hold one slot during the block. Does not wait: raises ``Refused`` (``busy``) if no slot is free, since waiting would
-        hold a thread."""
+        """Hold one slot during the block. Raises ``Refused`` (``busy``) at once if no slot is free."""
         if not self._slots.acquire(blocking=False):
             raise Refused(f"the service is {self._activity}: try again in a moment", code="busy")
         try:

@@ -1,15 +1,8 @@
-"""File accesses in a job's directory, made as the user that the job's code runs as.
+"""File accesses in a job's directory, made with the rights of its owner, so that a link made by user code cannot lead the service
+to root's files.
 
-If they were made as root, user code could replace a log, a marker file or a directory with a link, and the service would read or
-write what only root may. The kernel checks a thread's file accesses against its file system user (setfsuid(2)). Inside
-``as_owner`` that is the owner of the job's directory. The directory's parent belongs to the service, so only the service can
-change that owner. Where the service is not root, or the directory is root's, nothing changes.
-
-The rights belong to the thread, so a block that stays open would lend them to whatever the thread runs next. Entering a block
-therefore raises where an event loop runs, whose other tasks would have the rights, if the block changes the rights. No database
-is used within a block, since SQLite opens its files at any time; ``raise_if_impersonating`` checks this, and so also detects a
-thread that was started within a block, or in which a generator is suspended within one. A block must end in the thread that
-began it, inner blocks first.
+A block such as ``as_owner`` changes the thread's file system user (setfsuid(2)). It ends in the thread that began it, inner
+blocks first. The database must not be used within it.
 """
 
 from __future__ import annotations
@@ -39,12 +32,12 @@ OF_THE_SYSTEM: Final = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errn
 
 @contextmanager
 def as_owner(path: Path) -> Iterator[None]:
-    """During the block, make this thread's file accesses as the owner of a job's directory. ``path``: the job's directory, or a
-    path in it. Nothing changes, and nothing is raised, if the service is not root, if the directory is root's, or if ``owner_of``
-    returns None. The block must not contain a ``yield``; a thread that is started within it keeps these rights.
+    """During the block, make this thread's file accesses as the owner of the job's directory that ``path`` is or lies in. Nothing
+    changes unless the service is root and that owner is not.
 
-    Raises ``PermissionError`` if the kernel does not change the user; ``RuntimeError`` in an event loop, whose other tasks would
-    get the rights, and if another thread ends the block, or an outer block ends first."""
+    The block must not contain a ``yield``. Raises ``PermissionError`` if the user cannot be changed, and ``RuntimeError`` within
+    an event loop.
+    """
     owner = owner_of(path) if os.geteuid() == 0 else None
     if owner is None or owner[0] == 0:
         yield
@@ -55,8 +48,8 @@ def as_owner(path: Path) -> Iterator[None]:
 
 @contextmanager
 def as_user(user: User | None) -> Iterator[None]:
-    """As ``as_owner``, with the rights of ``user``; None: nothing changes. Raises ``PermissionError`` also if the service is not
-    root and ``user`` is not its own."""
+    """Like ``as_owner``, with the rights of ``user``; None: nothing changes. Raises ``PermissionError`` if those rights cannot be
+    had."""
     if user is None:
         yield
         return
@@ -66,8 +59,8 @@ def as_user(user: User | None) -> Iterator[None]:
 
 @contextmanager
 def as_service() -> Iterator[None]:
-    """During the block, make file accesses with the service's own rights again. For use within ``as_owner``, and in a thread that
-    was started there and inherited its rights. If the service is root, raises ``RuntimeError`` as ``as_owner`` does."""
+    """During the block, make file accesses with the service's own rights again, such as within ``as_owner``. May raise
+    ``RuntimeError``."""
     if os.geteuid() != 0:
         yield
         return
@@ -116,8 +109,7 @@ def _current_fs_user() -> tuple[int, int]:
 
 
 def raise_if_impersonating() -> None:
-    """Raise ``RuntimeError`` if the service is root and this thread makes its file accesses as another user (such as within
-    ``as_owner``)."""
+    """Raise ``RuntimeError`` if the service is root and this thread makes its file accesses as another user."""
     if os.geteuid() == 0 and (uid := _current_fs_user()[0]) != 0:
         raise RuntimeError(
             f"this thread opens files as user {uid}: run the service's own operations outside ``as_owner``"
@@ -125,16 +117,14 @@ def raise_if_impersonating() -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """True if a job's files belong to another user than the service's. ``path``: the job's directory, or a path in it. That user
-    may have removed the service's access to them; the caller must be able to end the attempt all the same."""
+    """True if the job's directory that ``path`` is or lies in belongs to another user than the service's."""
     owner = owner_of(path)
     return owner is not None and owner[0] != os.geteuid()
 
 
 def owner_of(path: Path) -> tuple[int, int] | None:
-    """Return user id and group id of the owner of a job's directory. ``path``: the job's directory, or a path in it. None if
-    ``path`` is not in a job's directory, if that directory does not exist, or if the run directory was never prepared for another
-    user (``run_as.prepare_run_directory``)."""
+    """Return user id and group id of the owner of the job's directory that ``path`` is or lies in; None if there is none, or if
+    jobs never had another user."""
     for folder in (path, *path.parents):
         if is_job_id(folder.name):
             if not HomePaths(folder.parent.parent).run_as_file.exists():
@@ -148,10 +138,9 @@ def owner_of(path: Path) -> tuple[int, int] | None:
 
 
 def open_read(path: Path) -> BinaryIO:
-    """Open a job's file for reading, with the rights of the job's owner. Raises ``OSError``. Raises ``PermissionError`` for
-    anything but a regular file: reading a FIFO might never begin, reading ``/dev/zero`` never end. It is also raised if
-    ``is_foreign(path)`` and ``path`` itself is a link: a link in ``/proc/self/fd`` leads to files that the service itself has
-    open. Links in directories above are followed."""
+    """Open a job's file for reading, with the rights of the job's owner. Raises ``OSError``, also for anything but a regular
+    file."""
+    # a link into /proc/self/fd would lead to files that the service itself has open
     link = os.O_NOFOLLOW if is_foreign(path) else 0
     try:
         with as_owner(path):
@@ -167,9 +156,8 @@ def open_read(path: Path) -> BinaryIO:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a job's file by rename, so that a link or a FIFO that user code has put at ``path`` is replaced and not followed. The
-    file is readable by its owner alone. Called within ``as_owner``. The content is synced; the name is durable only after an
-    ``fsync_dir`` of the directory."""
+    """Write the file at ``path`` by rename: a link there is replaced and not followed. The name is durable only after
+    ``fsync_dir``."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
     with os.fdopen(fd, "w") as handle:
         handle.write(text)
@@ -179,9 +167,8 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
-    """Return at most ``limit`` names in the directory, in no order; empty if it does not exist, is no directory or cannot be
-    read. Called within ``as_owner``. User code may have made millions of files where a handful is expected: names beyond
-    ``limit`` are ignored. Raises ``OSError`` for the errors ``OF_THE_SYSTEM``."""
+    """Return at most ``limit`` names in the directory, in no order; empty if it cannot be read. Raises ``OSError`` for
+    ``OF_THE_SYSTEM``."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in islice(found, max(0, limit))]
@@ -198,9 +185,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def give_to_user(root: Path, uid: int, gid: int) -> None:
-    """Create the job's directory ``root`` for this user. If it exists and belongs to another user, hand it over with everything
-    in it; if it belongs to this user already, do nothing more. Raises ``OSError``, also if a file in it belongs to a third user:
-    user code may have made a link to that file."""
+    """Create the job's directory ``root`` for this user, or hand it over with its content. Raises ``OSError``, such as for files
+    of third users."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     former = root.lstat().st_uid
     if former == uid:

@@ -18,8 +18,7 @@ _PF_KTHREAD: Final = 0x00200000  # include/linux/sched.h
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """True if the process with this pid exists, started at ``started`` (clock ticks since boot, as in /proc) and is not a zombie.
-    The start time distinguishes it from a later process with the same pid."""
+    """True if the process with this pid exists, is not a zombie and started at ``started``, in clock ticks since boot."""
     return start_time(pid) == started
 
 
@@ -34,17 +33,13 @@ def runs_as(pid: int, uid: int) -> bool:
 
 
 def pids_with_variable(name: str, value: str) -> list[int]:
-    """Return the sorted pids of live processes, other than this one, that were started with ``name=value`` in their environment.
-
-    Children inherit the environment, so grandchildren that left their process group and session are found too, unless they were
-    started without the variable. Processes of other users, whose environment cannot be read, are not found.
-    """
+    """Return the sorted pids of other live processes that were started with ``name=value`` in their environment, if readable."""
     return sorted(pid for pid, found in processes_with_variable(name) if found == value)
 
 
 def processes_with_variable(name: str) -> list[tuple[int, str]]:
-    """Return (pid, value) for each live process, other than this one, that was started with the variable ``name`` in its
-    environment. Processes whose environment this process may not read are not found."""
+    """Return (pid, value) for each other live process that was started with the variable ``name``, if its environment is
+    readable."""
     needle = f"\0{name}=".encode()
     out = []
     for entry in Path("/proc").iterdir():
@@ -57,18 +52,13 @@ def processes_with_variable(name: str) -> list[tuple[int, str]]:
 
 
 def wait_until_visible(pid: int) -> None:
-    """Block while a process just spawned is still in ``execve``, so that its environment can be read afterwards; at most
-    ``_EXEC_TIMEOUT_SECONDS``. Return at once if it has ended or belongs to another user."""
+    """Block for some seconds at most, while a process just spawned is in ``execve``, so that its environment can be read."""
     _read_environ(pid)
 
 
 def _read_environ(pid: int) -> bytes:
-    """Return the environment that the process was started with; empty if the process has ended or belongs to another user.
-
-    During ``execve``, until the kernel has laid out the new program, ``/proc/<pid>/environ`` is empty, and a search for a
-    variable would miss the process. So this waits for the end of ``execve``, at most ``_EXEC_TIMEOUT_SECONDS``. (``posix_spawn``
-    returns before that.)
-    """
+    """Return the environment that the process was started with; empty if it cannot be read. Blocks while the process is in
+    ``execve``."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_SECONDS
     settled = False
     while True:
@@ -84,8 +74,7 @@ def _read_environ(pid: int) -> bytes:
 
 
 def _is_in_exec(pid: int) -> bool:
-    """True if the process is in ``execve``: the kernel has not set the end address of its environment yet. Even an empty
-    environment has such an address; a kernel thread never has one, and gives False."""
+    """True if the process is in ``execve``: the kernel has not set the end address of its environment yet."""
     fields = _stat(pid)
     return fields is not None and fields[0] not in "ZX" and not int(fields[6]) & _PF_KTHREAD and fields[48] == "0"
 
@@ -97,21 +86,16 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Send SIGKILL to the processes that ``find_pids`` finds, and to those that repeated calls of it find meanwhile, such as
-    their children. Return the sorted pids of all processes found, empty if there are none; does not wait for their end.
-
-    A process that forks faster than processes are listed could escape every list, above all where the parent ends and the child
-    continues. So processes that the second and later passes find are first stopped, with their whole process group, which the
-    kernel does in one step. A stopped process forks no more, and still counts towards its user's limit. Once a pass finds no
-    further process, or after ``_FREEZE_SECONDS``, the processes found are killed. Stopped members of their groups that
-    ``find_pids`` does not find are not killed.
-    """
+    """Kill the processes that ``find_pids`` finds, calling it again until it finds no more or time is up. Return all
+    their pids."""
     found = find_pids()
     for pid in found:
         kill(pid)
     known = set(found)
     stopped = list[int]()
     deadline = time.monotonic() + _FREEZE_SECONDS
+    # A process that forks faster than processes are listed escapes every list. So later passes stop whole groups, each in one
+    # step of the kernel: a stopped process forks no more, and still counts towards its user's limit.
     while found and (more := [pid for pid in find_pids() if pid not in known]):
         for pid in more:
             _stop_group(pid)
@@ -125,8 +109,7 @@ def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
 
 
 def _stop_group(pid: int) -> None:
-    """Send SIGSTOP to the process and its whole process group. If the process is in this process's own session, only the process
-    itself is stopped: the groups of that session belong to no attempt."""
+    """Send SIGSTOP to the process and its process group, or to the process alone if it is in this process's session."""
     with suppress(ProcessLookupError):
         if os.getsid(pid) == os.getsid(0):
             os.kill(pid, signal.SIGSTOP)
@@ -135,8 +118,7 @@ def _stop_group(pid: int) -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/<pid>/stat`` after the command name, so that index 0 is the state; None if the process does
-    not exist."""
+    """Return the fields of ``/proc/<pid>/stat`` after the command name; index 0 is the state. None if they cannot be read."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

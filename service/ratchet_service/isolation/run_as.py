@@ -1,13 +1,5 @@
-"""Parses ``--run-as USER[:GROUP]``, the user that users' code runs as (agents, their ranks, and the processes that the API
-queries), and prepares the run directory for that user.
-
-``--run-as-limits processes=NUMBER,file_size=SIZE`` limits what the jobs of that user may take of the machine.
-
-The service sets these limits, not a spec: the kernel counts processes (RLIMIT_NPROC) per user, over all jobs that run as it, and
-a limit that protects against other users' jobs cannot be left to those jobs. With ``--run-as`` the number of processes is limited
-even without the second option: a job that forks without end must leave enough processes for the service and for the machine's
-administrator.
-"""
+"""Parses ``--run-as USER[:GROUP]``, the user that users' code runs as, and prepares the run directory for that user. Parses
+``--run-as-limits``, too: what the jobs of that user may take of the machine."""
 
 from __future__ import annotations
 
@@ -51,10 +43,8 @@ sys.stdin.read()
 
 
 def parse_user(text: str | None) -> User | None:
-    """Return the user that ``USER[:GROUP]`` names, each by name or number. None if ``text`` is None, or if it names the
-    service's own user, root included, with no GROUP or the service's own. Otherwise raises ``StartError`` if the service is not
-    root and so cannot start processes as that user, and if the user or group is root's. Also raises ``StartError`` for an unknown
-    name, and for the number of an unknown user without GROUP."""
+    """Return the user that ``USER[:GROUP]`` names, by names or numbers; None if ``text`` is None or names the service's own user.
+    Raises ``StartError`` if jobs cannot run as that user."""
     if text is None:
         return None
     user, _, group = text.partition(":")
@@ -107,9 +97,8 @@ def _is_number(text: str) -> bool:
 
 
 def restrict_process() -> None:
-    """Set this process's umask so that no other user can read the files that it creates, and drop its supplementary groups: with
-    them, file accesses as another user (``file_access``) could read what only root may. It changes the whole process, so only a
-    program's entry point calls it. Raises ``PermissionError`` if the process is not root."""
+    """Set the umask, so that other users cannot read new files, and drop supplementary groups. Raises ``PermissionError`` if not
+    root."""
     os.umask(_UMASK)
     os.setgroups([])
 
@@ -122,11 +111,11 @@ def _is_process_restricted() -> bool:
 
 
 def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | None) -> None:
-    """Prepare the run directory so that ``user`` can reach the directories of jobs and code, but not the other files in the run
-    directory; record ``user`` in a file; and check, by a process as ``user``, that ``user`` can run the agent. Changes modes of
-    files (``_restrict_permissions``). Called before anything is started. ``user`` None: only an existing record is emptied.
-    ``database``: the database's file, None if it is not a file. Raises ``StartError``, also if this process has supplementary
-    groups or an open umask: the process itself is not changed here. Raises ``OSError`` if the directory cannot be prepared."""
+    """Let ``user`` reach, of the run directory, only the directories of jobs and code; record ``user`` in a file, and check that
+    ``user`` can run the agent. None: the record is emptied. ``database``: the database's file, if it is one.
+
+    Raises ``StartError``, also if ``restrict_process`` was not called. Raises ``OSError``.
+    """
     if user is None:
         if paths.run_as_file.exists():  # directories of jobs still belong to the previous user
             paths.run_as_file.write_text("", encoding="utf-8")
@@ -144,8 +133,7 @@ def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | 
 
 
 def recorded_user(paths: HomePaths) -> str | None:
-    """Return the user that jobs run as, as text, as the service that last started in this run directory recorded it. None: users'
-    code runs as the service's own user, or the record cannot be read."""
+    """Return the user that jobs run as, as text, from the run directory's record. None if the record names none."""
     try:
         name, uid, gid = paths.run_as_file.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -154,10 +142,8 @@ def recorded_user(paths: HomePaths) -> str | None:
 
 
 def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
-    """Create the run directory and its directories of jobs and code where they are missing, and let other users pass through
-    them. Close to other users the run directory's other files and the database's, if they belong to the service's user. Other
-    directories in the run directory (copies of the database, perhaps) are also closed if until now only the run directory's mode
-    kept other users out."""
+    """Create the run directory and its directories of jobs and code where missing, open for other users to pass. Close other
+    files there, and the database's, to other users."""
     opened = (paths.home, paths.jobs, paths.code)
     closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
     for folder in opened:
@@ -177,8 +163,7 @@ def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
 
 
 def first_closed_directory(user: User, path: Path) -> Path | None:
-    """Return the first directory on the way to ``path`` whose mode does not let ``user`` pass; links on the way are followed.
-    None if there is none."""
+    """Return the first directory on the way to ``path`` whose mode does not let ``user`` pass; None if there is none."""
     ways, seen = [path], set[Path]()
     while ways:
         way = ways.pop(0)
@@ -200,11 +185,10 @@ def first_closed_directory(user: User, path: Path) -> Path | None:
 
 
 def _check_user(paths: HomePaths, user: User) -> None:
-    """Start a process as the user, and raise ``StartError`` if one of three checks fails: the user can run the agent and reach
-    the jobs; the kernel counts the user's processes; its processes can be seen in /proc, by which an attempt is proved dead. Also
-    raises it if the process does not answer within ``_CHECK_SECONDS``. The user's limits do not apply to this process: an earlier
-    job that has used them up must not keep the service from starting."""
+    """Raise ``StartError`` unless the user can run the agent and reach the jobs, and its processes are counted and visible.
+    Starts a process."""
     with (
+        # without the user's limits: an earlier job that has used them up must not keep the service from starting
         Sandbox(user).command(
             [sys.executable, "-P", "-c", _CHECK_SCRIPT, str(paths.jobs)], minimal_environ(os.environ)
         ) as command,
@@ -271,8 +255,7 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def parse_limits(text: str) -> Limits:
-    """Return the limits in the value of ``--run-as-limits``; limits that it does not name are None. Raises ``ValueError`` with a
-    message for users."""
+    """Return the limits in the value of ``--run-as-limits``. Raises ``ValueError`` with a message for users."""
     limits = Limits()
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, _, value = part.partition("=")
@@ -290,9 +273,7 @@ def parse_limits(text: str) -> Limits:
 
 
 def with_defaults(limits: Limits, user: User | None) -> Limits:
-    """Return ``limits``. If there is a user and ``limits.processes`` is None, it is set to half of what the machine allows, at
-    least 16. Raises ``StartError`` for limits without a user, for limits above the service's own, and if it is unknown what the
-    machine allows."""
+    """Return ``limits``, with a default number of processes for a user. Raises ``StartError`` for limits that cannot apply."""
     if user is None:
         if limits != Limits():
             raise StartError(
@@ -310,9 +291,7 @@ def with_defaults(limits: Limits, user: User | None) -> Limits:
 
 
 def max_processes(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """Return how many processes there can be at the same time in this machine or container. It is the smallest of the kernel's
-    limits, the limits of this process's control group and the groups above it, and this process's RLIMIT_NPROC. Raises
-    ``StartError`` if none of these is known."""
+    """Return how many processes this machine or container can have at the same time. Raises ``StartError`` if that is unknown."""
     found = list(_machine_limits())
     found += _cgroup_limits(cgroup, cgroups)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)

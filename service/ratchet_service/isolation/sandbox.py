@@ -1,9 +1,5 @@
-"""Makes the commands of all processes that run users' code or their interpreter: agents, probes of hooks and interpreters, and
-exports. Such a process runs as the jobs' user if there is one, within limits, and cannot gain rights by setuid programs. With
-neither a user nor limits, as for agents without ``--run-as``, the command is started as it is.
-
-It also defines which variables of the service's own environment no job gets, neither inherited nor as a secret by another name.
-"""
+"""Makes the commands of processes that run users' code or their interpreter. Such a process may run as the jobs' user and within
+limits. The module also defines which variables of the service's environment no job gets."""
 
 from __future__ import annotations
 
@@ -50,10 +46,8 @@ class User:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of processes; None: the limit is inherited from the service. They are hard limits, never above the service's own.
-    For each process: ``memory`` in bytes (RLIMIT_DATA), ``open_files``, ``cpu`` in seconds of processor time, ``core`` (size of a
-    core dump) and ``file_size`` (of each file that it writes) in bytes. For all processes of its user together: ``processes``,
-    including threads (RLIMIT_NPROC)."""
+    """Hard limits of processes; None: inherited from the service. ``memory``, ``core`` and ``file_size`` are in bytes, ``cpu`` in
+    seconds of processor time. ``processes`` counts all processes and threads of the user together."""
 
     memory: int | None = None
     open_files: int | None = None
@@ -73,9 +67,7 @@ NO_LIMITS: Final = Limits()
 
 
 def probe_limits(spec: JobSpec | None, seconds: float) -> Limits:
-    """Return the limits of a probe: a short process that runs the code or interpreter of ``spec`` and takes at most ``seconds``.
-    Memory and open files are limited as in the spec. Without such a limit there, or if ``spec`` is None, the limit is more than
-    any probe needs. Processor time is limited to about ``seconds``, and no core is dumped."""
+    """Return the limits of a probe, a short process that runs the code or interpreter of ``spec`` for at most ``seconds``."""
     share = None if spec is None else spec.memory_per_rank
     files = None if spec is None else spec.resources.open_files
     return Limits(share or _DEFAULT_MEMORY_BYTES, files or _DEFAULT_OPEN_FILES, int(seconds) + 1, core=0)
@@ -91,8 +83,8 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How processes with users' code run. ``user``: the user that they run as; None: the service's own user. ``max_limits``:
-    upper bounds of each process's limits."""
+    """How processes with users' code run. ``user``: None: the service's own. ``max_limits``: upper bounds of each process's
+    limits."""
 
     user: User | None = None
     max_limits: Limits = NO_LIMITS
@@ -102,13 +94,10 @@ class Sandbox:
         self, argv: Sequence[str], environ: Mapping[str, str], limits: Limits | None = None, cwd: str | None = None
     ) -> Iterator[Command]:
         """Yield the command that starts ``argv`` in this sandbox; the caller starts it within the block. ``argv[0]`` is a path.
-        ``environ``: the environment of ``argv``; ``limits``: its own limits, which cannot exceed ``max_limits``; ``cwd``: its
-        directory, None for that of its parent. The process keeps its pid and its descriptors. From its start it can be found by
-        those of the marker variables (``RATCHET_ATTEMPT_DIR``, ``RATCHET_ASKED``) that ``environ`` has. Raises ``OSError`` for a
-        program that not even the service can run.
+        May raise ``OSError`` if that cannot be executed.
 
-        If the sandbox has no user and ``limits`` is None, the command is ``argv`` itself: ``cwd`` and ``max_limits`` have no
-        effect, and nothing is checked."""
+        Without a user and ``limits`` the command is ``argv`` itself: ``cwd`` and ``max_limits`` have no effect.
+        """
         within = (limits or NO_LIMITS).min_with(self.max_limits)
         if self.user is None and limits is None:
             yield Command(list(argv), dict(environ))
@@ -135,8 +124,8 @@ class Sandbox:
             yield Command([sys.executable, "-I", "-S", _PROGRAM, str(fd), *argv], env, (fd,))
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return ``environ`` with HOME, USER and LOGNAME of the sandbox's user, and without the variables that belong to the
-        login session of the service's user. If the sandbox has no user, return an unchanged copy."""
+        """Return ``environ`` for the sandbox's user: with this user's HOME, and without the service's login session. Without a
+        user: a copy."""
         if self.user is None:
             return dict(environ)
         kept = {key: value for key, value in environ.items() if not key.startswith(_SESSION_PREFIXES)}
@@ -153,8 +142,7 @@ _BARE_PREFIXES: Final = ("LC_", "LD_", "PYTHON", "OMP_", "MKL_")
 
 
 def withheld_names(environ: Mapping[str, str]) -> set[str]:
-    """Return the names of variables in ``environ`` that no job gets: Ratchet's own, and those that give access to the database,
-    including a copy of its URL under any name."""
+    """Return the names of variables in ``environ`` that no job gets: Ratchet's own, and those with access to the database."""
     url = environ.get(names.DATABASE_URL)
     return {
         name
@@ -164,8 +152,7 @@ def withheld_names(environ: Mapping[str, str]) -> set[str]:
 
 
 def inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environ`` that a process running a user's code or interpreter inherits: all but
-    ``withheld_names``."""
+    """Return the variables of ``environ`` that a process with a user's code or interpreter inherits."""
     kept = withheld_names(environ)
     return {name: value for name, value in environ.items() if name not in kept}
 

@@ -1,8 +1,7 @@
 """``python -I -S sandbox_exec.py FD COMMAND...``: execute COMMAND as another user and within limits (see ``sandbox``).
 
-FD holds JSON: ``user`` (``[uid, gid, groups]``, or null to keep the user), ``limits`` (by name; null: that limit is not changed),
-``cwd`` (null: unchanged) and ``environ``, COMMAND's environment. It uses the standard library alone, since it runs before every
-agent. It is a program of its own rather than code between fork and exec, since the service has many threads.
+FD holds JSON: ``user`` (``[uid, gid, groups]``), ``limits`` by name, ``cwd``, and ``environ``, COMMAND's environment. A user,
+limit or directory that is null stays as it is. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ _LAST_CAPABILITY = 63
 
 
 def main(argv: list[str]) -> int:
-    """Apply the options in the descriptor ``argv[1]`` to this process, and replace it with the command ``argv[2:]``. Returns only
-    if that fails: 126."""
+    """Apply the options in the descriptor ``argv[1]`` to this process, and replace it with ``argv[2:]``. Returns 126 if that
+    fails."""
     with os.fdopen(int(argv[1])) as file:
         options: dict[str, Any] = json.load(file)
     command = argv[2:]
@@ -37,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def _set_limits(limits: dict[str, int | None]) -> None:
-    """Set the limits of this process as hard limits, none above the limit that it has. None: the limit is not changed."""
+    """Set this process's hard limits, none above the limit that it has. None: unchanged."""
     kinds = {
         "memory": resource.RLIMIT_DATA,
         "open_files": resource.RLIMIT_NOFILE,
@@ -56,16 +55,15 @@ def _set_limits(limits: dict[str, int | None]) -> None:
 
 
 def _change_user(user: tuple[int, int, list[int]] | None) -> None:
-    """Disable setuid programs for this process, and change its user and groups to ``user`` (None: keep them). The capability
-    bounding set is dropped before the user changes, while that is still allowed; the kernel clears the other capability sets when
-    the last of the user ids stops being 0. With ``user`` None no capability is dropped. Raises ``OSError`` if setuid programs
-    cannot be disabled or the user cannot be changed."""
+    """Disable setuid programs for this process, and change it to ``user``, without capabilities. None: the user stays. Raises
+    ``OSError``."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "setuid programs cannot be disabled (PR_SET_NO_NEW_PRIVS)")
     if user is None:
         return
     uid, gid, groups = user
+    # While it is allowed: the kernel clears the other capability sets when the last of the user ids stops being 0.
     for capability in range(_LAST_CAPABILITY + 1):  # fails for numbers that this kernel does not know
         libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     os.setgroups(groups)

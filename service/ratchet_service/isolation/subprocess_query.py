@@ -1,9 +1,4 @@
-"""Queries a process of the job's interpreter within a time limit, and then kills what that process has started.
-
-The process receives the pid of the service's process, so that it can end when that process is killed. Once it has ended, or its
-time is up, everything that it has started is killed: its process group, and processes that left the group but have the marker
-variable. Question and answer are files without a name, so a service that is killed leaves none.
-"""
+"""Queries a process of the job's interpreter within a time limit, and then kills what that process has started."""
 
 from __future__ import annotations
 
@@ -50,17 +45,16 @@ def query_process(
     sandbox: Sandbox = NO_SANDBOX,
     limits: Limits | None = None,
 ) -> dict[str, Any]:
-    """Start ``command``, wait until its process has ended, kill everything that it has started, and return its answer to
-    ``question``. If an error is raised, the process is killed, too. The process reads the question as JSON from standard input,
-    with the added keys ``asker`` (the pid of this process) and ``answer`` (a descriptor to which it writes the answer as JSON).
-    It runs as ``sandbox`` specifies, within ``limits``, in ``cwd`` and with the environment ``env``.
+    """Start ``command`` in the sandbox, wait until its process ends, and return its answer to ``question``. In any case, what the
+    process has started is killed.
 
-    ``timeout_seconds``: the time limit from the start, or, with ``start_timeout_seconds``, from the first byte of the answer. The
-    process may write a blank as that byte. ``start_timeout_seconds``: the time limit from the start to that byte.
-    ``is_abandoned`` is called about every 10 ms; if it returns True, the query ends. ``stderr``: a file for the process's error
-    output, None to discard it. Raises ``TimeoutError``, which is ``StartTimeout`` for the limit to the first byte,
-    ``Abandoned``, ``OSError`` if the process cannot be started, and ``ValueError`` if it ends without a valid answer, which is a
-    JSON object of at most 1 MiB.
+    The process reads the question as JSON from standard input, with two added keys: ``asker``, this process's pid, and
+    ``answer``, a descriptor for its answer, a JSON object of at most 1 MiB. ``start_timeout_seconds`` limits the time to the
+    first byte of the answer; ``timeout_seconds`` then counts from there, otherwise from the start. ``is_abandoned``: if it
+    returns True, the query ends.
+
+    Raises ``TimeoutError`` (``StartTimeout`` for the first byte), ``Abandoned``, ``OSError`` if the process cannot be started,
+    and ``ValueError`` without a valid answer.
     """
     marker = uuid.uuid4().hex
     with (
@@ -97,8 +91,7 @@ def query_process(
 
 
 def last_line(stderr: IO[bytes]) -> str:
-    """Return the last line of the file ``stderr``, which has the error output of a process; empty if it has none. Only the last
-    ``_MAX_LINE_BYTES`` bytes are read."""
+    """Return the last line of a process's error output, the file ``stderr``; empty if there is none. A long line is shortened."""
     stderr.seek(max(0, stderr.seek(0, os.SEEK_END) - _MAX_LINE_BYTES))
     return (stderr.read(_MAX_LINE_BYTES).decode(errors="replace").strip().splitlines() or [""])[-1]
 
@@ -110,8 +103,7 @@ def _wait(
     start_timeout_seconds: float | None,
     is_abandoned: Callable[[], bool],
 ) -> None:
-    """Block until the process has ended. Raises ``TimeoutError`` or ``StartTimeout``, and ``Abandoned`` once
-    ``is_abandoned()`` is true. The time limits are as in ``query_process``."""
+    """Block until the process has ended. Raises ``TimeoutError``, ``StartTimeout`` or ``Abandoned`` (see ``query_process``)."""
     begun = start_timeout_seconds is None
     end = time.monotonic() + (timeout_seconds if start_timeout_seconds is None else start_timeout_seconds)
     while os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -125,11 +117,10 @@ def _wait(
 
 
 def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
-    """Kill the process and everything that it has started, and reap it. Its process group is killed first; the leader is not
-    reaped yet, so its pid is still the group's. Then processes that have left the group are killed, until none is found. After
-    ``_KILL_SECONDS``, those that multiply faster than they can be killed, or hang in the kernel, are logged and left. For the end
-    of the process itself the call waits without a limit."""
+    """Kill the process and what it has started, and reap the process. Others that still appear after
+    ``_KILL_SECONDS`` are left."""
     with suppress(ProcessLookupError):
+        # the leader is not reaped yet, so its pid is still the group's
         os.killpg(child.pid, signal.SIGKILL)
     end = time.monotonic() + _KILL_SECONDS
     while others := proc.kill_all(

@@ -1,8 +1,5 @@
-"""Deletes a job that has ended: its rows at once, its files right after. If a crash comes between the two, a reconciler deletes
-the files after its next start (``sweep_deleted``).
-
-Files that the job made in its working directory stay unless their removal is requested (``kept_outputs``).
-"""
+"""Deletes a job that has ended: its rows at once, its files right after. A marker file on the disk says what to delete; if a
+crash comes between the two, a reconciler deletes the files later (``sweep_deleted``)."""
 
 from __future__ import annotations
 
@@ -41,10 +38,8 @@ _MAX_MARKER_BYTES: Final = 64 << 10  # bytes of a marker file
 
 
 class _Mark(BaseModel):
-    """Content of the marker file of a deletion: what is to be deleted, for the process that finishes the deletion.
-    ``keep_checkpoints``: the checkpoints stay, on the disk and in the object store. ``outputs``: the working directory is
-    deleted, too. ``uri``: prefix in the object store below which the copies of the job's checkpoints are. ``code``: digest of the
-    code's snapshot. ``owner``: the job's owner."""
+    """Content of the marker file of a deletion: what to delete. ``outputs``: the working directory is deleted, too. ``uri``:
+    prefix of the checkpoints' copies in the object store. ``code``: digest of the code's snapshot."""
 
     keep_checkpoints: bool = False
     outputs: bool = False
@@ -63,18 +58,12 @@ def delete(
     homes: HomePaths,
     caller: Principal | None = None,
 ) -> DeleteResult:
-    """Delete the job's row, history, logs and checkpoints, and return what stays. ``keep_checkpoints``: the checkpoints stay, on
-    the disk and in the object store. ``outputs``: True: also delete the files that the job made in its working directory; None:
-    only if the job's ``ttl_outputs`` says so. Unchanged files of the code are deleted there in any case. For a job that was
-    deleted before without its outputs, ``outputs`` True deletes these now; that needs a ``caller``, who must be its owner or an
-    admin. For a job that has a row, ``caller`` is not checked here. ``if_match``: the request's If-Match header.
+    """Delete the job's row, history, logs and checkpoints, and return what stays. ``outputs``: also delete files that the job
+    made in its working directory; None: as the job's ``ttl_outputs`` says.
 
-    Raises ``NotFound``; ``Conflict`` while the job has not ended, or, without ``keep_checkpoints``, while a fork that has no
-    checkpoint of its own yet needs the job's (``checkpoint-in-use``); ``Refused`` (``not-allowed``, ``precondition-failed``).
-    Raises ``OSError`` if files cannot be deleted: if the row is gone by then, a reconciler deletes the rest after its next start.
-
-    A deletion frees space on a full disk, but needs some itself: then the space that is reserved for it is released, and reserved
-    again later.
+    If the job was deleted before without its outputs, True deletes these now, on behalf of ``caller``, its owner or an admin.
+    ``if_match``: the header If-Match. Raises ``NotFound``, ``Refused``, ``Conflict`` (such as while the job has not ended), and
+    ``OSError``.
     """
     try:
         _with_reserve(
@@ -97,8 +86,7 @@ def delete(
 
 
 def _with_reserve(database: Database, homes: HomePaths, step: Callable[[], T]) -> T:
-    """Return the result of ``step``. If it fails since the disk is full, release the reserved space and call it again; raise its
-    error if there is no reserved space."""
+    """Return the result of ``step``. If the disk is full, release the reserved space and call it again."""
     try:
         return step()
     except (DBAPIError, OSError) as error:
@@ -115,8 +103,7 @@ def _delete_row(
     if_match: str | None,
     homes: HomePaths,
 ) -> None:
-    """Delete the job's row, and write the marker file by which ``_remove_files`` deletes its files. The parameters and the errors
-    are those of ``delete``; ``NotFound`` if the job has no row."""
+    """Delete the job's row, and write the marker file for ``_remove_files``. Parameters and errors are those of ``delete``."""
     paths = homes.job(job_id)
     with database.write() as session:
         job = find_job_for_update(session, job_id)
@@ -143,9 +130,7 @@ def _delete_row(
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
-    """Finish deletions that a crash interrupted, and return the ids of the jobs for which that was done, also of those whose
-    copies in the object store could not be deleted. A marker file whose job still has its row has no effect: its deletion was
-    never committed. A job whose files cannot be deleted is logged and left."""
+    """Finish interrupted deletions, and return the ids of the jobs concerned. A job whose files cannot be deleted is logged."""
     done = []
     for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
         job_id = mark.parent.name
@@ -166,8 +151,7 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
 
 
 def _write_marker(paths: JobPaths, mark: _Mark) -> None:
-    """Write the marker file durably. Nothing is written if the job has no directory, unless copies in an object store are to be
-    deleted: then the directory is created."""
+    """Write the marker file durably; without a directory of the job, only if copies in an object store are to be deleted."""
     if mark.uri is not None and not mark.keep_checkpoints:
         paths.root.mkdir(parents=True, exist_ok=True)
     if not paths.root.is_dir():
@@ -178,9 +162,8 @@ def _write_marker(paths: JobPaths, mark: _Mark) -> None:
 
 
 def _remove_files(homes: HomePaths, job_id: str) -> str | None:
-    """Delete the job's files, and its copies in an object store, as far as its marker file says. Return None if all were deleted
-    or there is no marker file. If copies in the object store could not be deleted, return a sentence that says so; the marker
-    file then stays, so that ``sweep_deleted`` retries."""
+    """Delete the job's files, and its copies in an object store, as its marker file says. Return a sentence if copies could not
+    be deleted, otherwise None."""
     paths = homes.job(job_id)
     with as_owner(paths.root):
         left, empty = _remove_unkept_files(paths, homes)
@@ -190,8 +173,8 @@ def _remove_files(homes: HomePaths, job_id: str) -> str | None:
 
 
 def _remove_unkept_files(paths: JobPaths, homes: HomePaths) -> tuple[str | None, bool]:
-    """Like ``_remove_files``, called within ``as_owner``. Return its result, and True if the job's directory is empty then, so
-    that the caller must remove it."""
+    """Like ``_remove_files``, within ``as_owner``. Return its result, and True if the caller must remove the job's empty
+    directory."""
     place = paths.root / MARKER_NAME
     try:
         handle = open_read(place)

@@ -1,5 +1,4 @@
-"""Keeps and removes the outputs of a deleted job. If its working directory has anything that the job made, it stays in the job's
-directory until its removal is requested."""
+"""Keeps and removes the outputs of a deleted job, which stay in its working directory until their removal is requested."""
 
 from __future__ import annotations
 
@@ -22,12 +21,8 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 
 
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
-    """Delete from the working directory the files that are unchanged files of the job's code. If anything else is left, such as
-    an empty directory that the job made, the working directory stays, a marker file with the job's owner is written, and True is
-    returned. Otherwise the working directory is deleted, and False is returned. False is also returned if there is none, or a
-    link in its place, which this does not delete. ``code``: directory of the code snapshot; None: no file counts as unchanged.
-    The caller holds ``as_owner``, and calls it before the rest of the job's directory is deleted, and again if a crash
-    interrupted that."""
+    """Delete unchanged files of the job's code from the working directory. Return True if anything is left: the directory then
+    stays, with a marker file. ``code``: directory of the code snapshot, if there is one."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)
@@ -40,8 +35,7 @@ def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
 
 
 def _remove_code(paths: JobPaths, code: Path | None) -> None:
-    """Delete the files of the working directory that are the same in the snapshot ``code``, and those of the snapshot's
-    directories that are empty there then. Errors are ignored."""
+    """Delete files of the working directory that are the same in the snapshot ``code``. Errors are ignored."""
     copy = CodeCopy(code, 2**63)
     for path in copy.entries:
         *folders, name = path.split("/")
@@ -55,8 +49,7 @@ def _remove_code(paths: JobPaths, code: Path | None) -> None:
 
 
 def read_owner(paths: JobPaths) -> str | None:
-    """Return the owner of a job that was deleted without its outputs, from its marker file; None if there is no such file or it
-    cannot be read."""
+    """Return the owner of a job that was deleted without its outputs; None if there is no readable marker file."""
     try:
         with open_read(paths.kept_marker) as handle:
             content = json.loads(handle.read(_MAX_OWNER_BYTES))
@@ -66,9 +59,8 @@ def read_owner(paths: JobPaths) -> str | None:
 
 
 def remove(homes: HomePaths, job_id: str, caller: Principal) -> DeleteResult | None:
-    """Delete the working directory of a job that was deleted before without it, and return what stays of the job. None if no
-    outputs were kept; then nothing is deleted. Raises ``Refused`` (``not-allowed``) if the job belonged to another owner and
-    ``caller`` is no admin."""
+    """Delete the kept working directory of a deleted job, and return what stays of the job; None if none was kept. Raises
+    ``Refused`` if ``caller`` may not do this."""
     paths = homes.job(job_id)
     whose = read_owner(paths) if is_job_id(job_id) else None
     if whose is None:

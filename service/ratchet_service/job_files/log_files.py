@@ -25,10 +25,8 @@ _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
 
 @dataclass(frozen=True)
 class LogFilter:
-    """What a reader of logs requests; None in a field: no restriction. ``first`` to ``last``: the attempts, both included.
-    ``rank``: one rank. ``grep``: only lines that contain this text, which is no pattern. ``tail``: the last N lines of each
-    rank's log. ``since``: lines written since then, and up to six seconds before (``ratchet_contract.protocol.log_index``); lines
-    without a time count by the time of the last write to their file."""
+    """What a reader of logs requests; None: no restriction. ``first`` to ``last``: attempts, both included. ``grep``: a text in
+    the lines. ``since``: lines written since then, or seconds earlier. ``tail``: the last N lines of each rank."""
 
     first: int = 1
     last: int | None = None
@@ -39,18 +37,13 @@ class LogFilter:
 
 
 def log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
-    """Return ``(attempt, rank, file)`` of the logs that the filter selects, by attempt and rank. Only ``first``, ``last``,
-    ``rank`` and ``since`` are applied; with ``since``, files whose last write is older are left out. At most the newest
-    ``_MAX_ATTEMPTS`` of the requested attempts are searched, and without ``rank`` at most the ``MAX_RANKS`` lowest ranks of each.
-    At most ``MAX_NAMES`` names are read from the disk in all: the oldest attempts beyond that are left out."""
+    """Return, within limits, ``(attempt, rank, file)`` of the logs that the filter selects by attempt, rank and ``since``."""
     with as_owner(job.root):
         return _log_files(job, log_filter)
 
 
 def _log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Path]]:
-    """Like ``log_files``, called within ``as_owner``. The result is limited, since user code may have put anything there: of each
-    of the newest ``_MAX_ATTEMPTS`` requested attempts the ``MAX_RANKS`` lowest ranks (a follower's mark has no more), with at
-    most ``MAX_NAMES`` names read from the disk in all."""
+    """Like ``log_files``, called within ``as_owner``. The result is limited, since user code may have put anything there."""
     out = []
     names = names_in(job.root / "attempts")
     left = MAX_NAMES - len(names)
@@ -73,7 +66,7 @@ def _log_files(job: JobPaths, log_filter: LogFilter) -> list[tuple[int, int, Pat
 
 
 def _written_since(path: Path, since: datetime | None) -> bool:
-    """True if the file exists and was last written at or after ``since`` (None: at any time). False if it cannot be accessed."""
+    """True if the file exists and was last written at or after ``since`` (None: at any time)."""
     try:
         written = path.stat().st_mtime
     except OSError:

@@ -1,5 +1,4 @@
-"""Reads one rank's log as lines with ids and with times from the log's index. A gap, where the middle of the log was deleted,
-becomes one line."""
+"""Reads one rank's log as lines with ids and times. A gap, where a part was deleted, becomes one line."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _SEARCH_BLOCK: Final = 1 << 20  # bytes that are searched for a text at a time
 
 
 class Piece(NamedTuple):
-    """A part of a log, from byte ``begin`` to before byte ``end``. ``raw``: its bytes, which are one line or a part of a long
-    one; None: a gap, or lines that a search has skipped."""
+    """Bytes ``begin`` to ``end`` (excluded) of a log. ``raw``: a line, or a part of one; None: a gap, or skipped lines."""
 
     begin: int
     end: int
@@ -30,10 +28,8 @@ class Piece(NamedTuple):
 
 
 def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
-    """Yield the lines of the log ``path`` from byte ``start``, each with its id and time; a gap is one line, and a line longer
-    than ``MAX_LINE`` bytes is several. Yields nothing if the file does not exist or may not be read. ``partial``: also yield a
-    last line without a line end. With ``grep``, only lines that contain this text, and those that stand for a gap, are
-    yielded."""
+    """Yield the lines of the log ``path`` from byte ``start``; a gap is one line. ``grep``: only lines with this text, and gaps.
+    ``partial``: also a last line without a line end."""
     try:
         with open_read(path) as handle:
             times: LogTimes | None = None
@@ -56,9 +52,7 @@ def _line(piece: Piece, attempt: int, rank: int, times: LogTimes) -> LogLine:
 
 
 def tail_offset(path: Path, lines: int | None) -> int:
-    """Return the byte offset at which the last ``lines`` lines of the log begin; for 0 lines, the log's end. If the log has a gap
-    and fewer lines after it, return the offset at which the gap begins. Return 0 if ``lines`` is None, if the log has no more
-    lines than that, or if the file cannot be read."""
+    """Return the byte offset at which the last ``lines`` lines of the log begin, or a gap among them; 0 for None."""
     if lines is None:
         return 0
     try:
@@ -69,8 +63,7 @@ def tail_offset(path: Path, lines: int | None) -> int:
 
 
 def since_offset(path: Path, since: datetime) -> int:
-    """Return the byte offset of the first line of the log that may have been written at ``since`` or later, according to the
-    log's index. Return 0 if there is no index or the log cannot be read."""
+    """Return the byte offset of the first line that may have been written at ``since`` or later; 0 if that is unknown."""
     try:
         with open_read(path) as handle:
             size = os.fstat(handle.fileno()).st_size
@@ -90,8 +83,8 @@ class _Log:
         self._path = path
 
     def pieces(self, at: int, partial: bool, grep: str | None) -> Iterator[Piece]:
-        """Yield the lines from byte ``at``, and a piece without bytes for each gap. ``partial``: also a last line without a line
-        end. ``grep``: only lines with this text."""
+        """Yield the lines from byte ``at`` (``grep``: with this text), and pieces without bytes. ``partial``: also an unfinished
+        last line."""
         # Searching for holes moves a descriptor's position, so a separate descriptor is used.
         probe = self._reopen()
         try:
@@ -131,15 +124,14 @@ class _Log:
             return os.dup(file.fileno())
 
     def _first_line_offset(self, data: int) -> int:
-        """Return the offset of the first whole line after a gap. ``data``: the offset at which the gap ends; the rest of the line
-        there belongs to the gap."""
+        """Return the offset of the first whole line after a gap that ends at offset ``data``."""
         self._handle.seek(data)
         end = self._handle.read(MAX_LINE).find(b"\n")
         return data if end < 0 else data + end + 1
 
     def _pieces_before_hole(self, at: int, hole: int, grep: str | None) -> Iterator[Piece]:
-        """Yield the lines from byte ``at`` up to ``hole``, the beginning of the next gap. With ``grep``, yield a piece without
-        bytes for each block that does not contain the text, and the lines of the other blocks."""
+        """Yield the lines from byte ``at`` up to the offset ``hole``; blocks without the text ``grep`` as pieces
+        without bytes."""
         needle = None if grep is None or "\ufffd" in grep else grep.encode()
         while at < hole:
             stop = hole
@@ -161,8 +153,7 @@ class _Log:
                 at += len(raw)
 
     def tail_offset(self, lines: int) -> int:
-        """Return the byte offset at which the last ``lines`` lines begin; the log's end for 0 lines. If fewer lines follow the
-        last gap, return the offset at which that gap begins; without a gap, return 0 if there are not more lines."""
+        """Return the byte offset at which the last ``lines`` lines begin, or that of a gap among them, or 0."""
         end = self._handle.seek(0, 2)
         if lines == 0 or end == 0:
             return end
@@ -196,8 +187,7 @@ class _Log:
 
 
 def _read_times(path: Path, size: int) -> LogTimes:
-    """Return the times of the log's index, the file with the suffix ``.times``; without times if it cannot be read. ``size``:
-    that of the log."""
+    """Return the times of the log's index; without times if it cannot be read. ``size``: that of the log."""
     try:
         with open_read(path.with_suffix(".times")) as file:
             return LogTimes(file.read(_MAX_TIMES_BYTES), size)

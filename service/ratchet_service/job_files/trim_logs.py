@@ -25,9 +25,8 @@ KEPT_BYTES: Final = GRANULE
 
 
 class Shortened(NamedTuple):
-    """Result of ``shorten``. ``attempts``: numbers of the attempts whose logs lost their middle, or were deleted; ``removed``:
-    logs were deleted as a whole, since the file system cannot free the middle of a file; ``nbytes``: bytes freed; ``kept``: logs
-    lost only their middle."""
+    """Result of ``shorten``. ``attempts``: attempts whose logs were shortened or deleted; ``removed``: logs were deleted as a
+    whole; ``nbytes``: bytes freed; ``kept``: logs lost only their middle."""
 
     attempts: list[int]
     removed: bool
@@ -36,14 +35,8 @@ class Shortened(NamedTuple):
 
 
 def shorten(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
-    """If the job's logs up to attempt ``attempt`` take more than ``bounds.job_log_bytes`` on the disk, delete the middle of logs
-    until they take no more, oldest attempt first; return what was done. Of the attempts that have logs, the first and the last
-    ``bounds.log_attempts`` keep theirs whole, even if the limit is then exceeded. On a file system that cannot free the middle of
-    a file, whole logs are deleted.
-
-    Return None if nothing was freed. A log that the system refuses to shorten or to delete stays as it is, and is tried again at
-    the next attempt's end; one that cannot be accessed does not count. Precondition: no process of these attempts is alive.
-    """
+    """If the job's logs up to attempt ``attempt`` take too much disk, shorten or delete some, oldest first, and return what was
+    done; None if nothing was freed. No process of these attempts may be alive."""
     with as_owner(paths.root):
         return _shorten_all(paths, attempt, bounds)
 
@@ -75,9 +68,7 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
 
 
 def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
-    """Delete files of old attempts up to ``attempt`` that nothing reads any more. These are the spools of all but the last
-    ``bounds.log_attempts`` attempts, whose messages were all stored when the attempt ended; and the step fingerprints of all but
-    the last ``RING_ATTEMPTS`` attempts. What cannot be deleted stays, without an error."""
+    """Delete spools and step fingerprints of old attempts, which nothing reads any more. Errors are ignored."""
     with as_owner(paths.root), suppress(OSError):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):
@@ -99,8 +90,7 @@ def _drop(folder: Path, suffix: str) -> None:
 
 
 def record_event(session: Session, job: Job, attempt: int, shortened: Shortened | None) -> None:
-    """Add an event to the job's history that says which logs were shortened; nothing for None. The caller has locked the job's
-    row."""
+    """Add an event to the job's history that says which logs were shortened, if any. The caller has locked the job's row."""
     if shortened is None:
         return
     attempts = ", ".join(map(str, shortened.attempts))
@@ -120,8 +110,7 @@ def _allocated_bytes(path: Path) -> int:
 
 
 def _shorten(path: Path) -> int:
-    """Delete the middle of the log, except for ``KEPT_BYTES`` at both ends, and return the number of bytes freed. The time of the
-    last write is kept. Raises ``OSError``, also if the file system cannot do this."""
+    """Delete the middle of the log, keeping its times, and return the number of bytes freed. Raises ``OSError``."""
     found = path.stat()
     freed = punch_hole(path, KEPT_BYTES, found.st_size - KEPT_BYTES)
     if freed:  # keep the time of the attempt's last write

@@ -1,9 +1,5 @@
-"""Reads a job's working directory name by name, relative to a directory descriptor, so that no symbolic link is ever followed.
-
-User code decides what is there: links, FIFOs, devices, endless trees, names that are not text. Nothing here blocks on one of
-them, and whatever is not read is reported with the code of the refusal. These functions are called within
-``file_access.as_owner``.
-"""
+"""Reads a job's working directory name by name, relative to a directory descriptor, so that no symbolic link is followed. User
+code decides what is there, such as FIFOs, devices or endless trees. For use within ``file_access.as_owner``."""
 
 from __future__ import annotations
 
@@ -33,10 +29,8 @@ _VANISHED_ERRNOS: Final = frozenset(
 
 @dataclass(frozen=True)
 class DirEntry:
-    """One directory entry. ``path``: relative to the working directory, undecodable bytes as surrogates; ``folder_fd``:
-    descriptor of the directory that contains it, open while the walk is there; ``stat``: without following a link. ``refused``:
-    why its content is not read (the code of a problem). None: no reason was found; only ``walk`` with ``recursive`` has tried to
-    open directories."""
+    """One directory entry. ``path``: relative to the working directory; ``folder_fd``: descriptor of its directory. ``refused``:
+    code that says why the content is not read, if known."""
 
     path: str
     folder_fd: int
@@ -61,9 +55,8 @@ class DirEntry:
 
 
 def split_path(path: str) -> tuple[str, ...]:
-    """Split a path relative to the working directory into names; an empty tuple for the directory itself (an empty text). Slashes
-    at the end are ignored. Raises ``Refused``: ``unsafe-path`` for an absolute path or one with an empty name, ``.`` or ``..``;
-    ``too-deep`` for more than ``MAX_LEVELS`` names or a path of more than ``_MAX_PATH_BYTES`` bytes."""
+    """Split a path relative to the working directory into names; empty for the directory itself. Raises ``Refused``
+    (``unsafe-path`` or ``too-deep``)."""
     parts = tuple(path.rstrip("/").split("/")) if path.rstrip("/") else ()
     if path.startswith("/") or any(part in ("", ".", "..") for part in parts):
         raise Refused(
@@ -77,10 +70,8 @@ def split_path(path: str) -> tuple[str, ...]:
 
 @contextmanager
 def open_folder(job: JobPaths, parts: tuple[str, ...] = ()) -> Iterator[int]:
-    """Yield a descriptor of the working directory, or of the directory ``parts`` below it. It is closed at the end of the block.
-
-    Raises ``NotFound`` (``file-not-found``), ``Refused`` (``symbolic-link``, ``file-unreadable``), and other ``OSError``.
-    """
+    """Yield a descriptor of the working directory, or of the directory ``parts`` below it, for the block. Raises ``NotFound``,
+    ``Refused`` and other ``OSError``."""
     here = _open_folder(str(job.root), None, job.root.name)
     try:
         for i, name in enumerate((job.work_dir.name, *parts)):
@@ -102,12 +93,8 @@ def _open_folder(name: str, folder_fd: int | None, path: str) -> int:
 
 
 def open_file(name: str, folder_fd: int, path: str) -> int:
-    """Return a descriptor to read a regular file; the caller closes it. The file's type is checked before it is opened, since
-    opening a device may have effects. ``path``: for messages.
-
-    Raises ``NotFound`` (``file-not-found``), ``Refused`` (``symbolic-link``, ``special-file``, ``is-directory``,
-    ``file-unreadable``), and other ``OSError``.
-    """
+    """Return a descriptor to read a regular file; the caller closes it. ``path``: for messages. Raises ``NotFound``, ``Refused``
+    and other ``OSError``."""
     try:
         handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
     except OSError as error:
@@ -137,17 +124,14 @@ _REFUSAL_TEXTS: Final = {
 
 
 def refusal(mode: int) -> str | None:
-    """Return the code that says why a file with this ``st_mode`` is not read (``symbolic-link`` or ``special-file``); None for a
-    regular file or a directory."""
+    """Return the code that says why such a file (``st_mode``) is not read; None for a regular file or a directory."""
     if stat.S_ISLNK(mode):
         return "symbolic-link"
     return None if stat.S_ISREG(mode) or stat.S_ISDIR(mode) else "special-file"
 
 
 def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> Exception:
-    """Return (not raise) the error for a name that cannot be opened, from the ``error`` of the try: ``Refused`` for a link or
-    missing permission, ``NotFound`` for a name that is missing, too long or not the directory that was expected, each with a
-    message for users; ``error`` itself for any other cause."""
+    """Return (not raise) the error for a name that could not be opened: ``Refused``, ``NotFound``, or else ``error`` itself."""
     if error.errno in (errno.EACCES, errno.EPERM):
         return Refused(_REFUSAL_TEXTS["file-unreadable"].format(path=path), code="file-unreadable")
     if error.errno not in _VANISHED_ERRNOS and error.errno != errno.ENAMETOOLONG:
@@ -162,10 +146,8 @@ def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> 
 
 
 def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
-    """Return the entry ``name`` of the directory ``folder_fd`` as it is now. A link, a special file or an unreadable file is
-    returned, too, with the code of the refusal. A file that is not readable by everybody is opened briefly to find out whether it
-    can be read. ``path``: the entry's path, for the result. Raises ``NotFound`` (``file-not-found``), and ``Refused``
-    (``file-unreadable``) if the directory may not be searched."""
+    """Return the entry ``name`` of the directory ``folder_fd``; its content may be unreadable. Raises ``NotFound`` and
+    ``Refused``."""
     try:
         seen = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except OSError as error:
@@ -182,11 +164,8 @@ def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
 def walk(
     folder_fd: int, prefix: tuple[str, ...] = (), after: tuple[str, ...] = (), *, recursive: bool = True
 ) -> Iterator[DirEntry]:
-    """Yield the entries below the directory ``folder_fd``: each directory before its content, names in byte order. ``prefix``:
-    that directory's path, for the entries' paths. ``after``: only entries after this path (relative to ``folder_fd``) are
-    yielded. ``recursive``: descend into subdirectories. Entries that vanish meanwhile are skipped. Raises ``Refused``:
-    ``too-many-files`` for a directory with more than ``MAX_NAMES`` names, ``file-unreadable`` if ``folder_fd`` may be listed but
-    not searched."""
+    """Yield the entries below the directory ``folder_fd`` in byte order, each directory before its content. ``prefix``: that
+    directory's path. ``after``: only entries after this path. Raises ``Refused``."""
     for name in _names(folder_fd, prefix):
         passed = after[:1] == (name,)
         if after and not passed and os.fsencode(name) < os.fsencode(after[0]):
@@ -210,8 +189,7 @@ def walk(
 
 
 def _enter_folder(entry: DirEntry, parts: tuple[str, ...]) -> tuple[int | None, DirEntry]:
-    """Open the subdirectory ``entry``. Return its descriptor and the entry; if it is too deep, cannot be opened or may be listed
-    but not searched, return None and the entry with the code of the refusal."""
+    """Open the subdirectory ``entry``, and return its descriptor (None if it is refused) and the entry."""
     if len(parts) >= MAX_LEVELS:
         return None, DirEntry(entry.path, entry.folder_fd, entry.stat, "too-deep")
     try:
@@ -244,9 +222,8 @@ def _names(folder_fd: int, prefix: tuple[str, ...]) -> list[str]:
 
 
 class CodeCopy:
-    """Compares the files of a working directory with the snapshot of the job's code; the working directory was made as a copy of
-    that snapshot (``ratchet_worker.agent.working_directory``). ``folder``: the snapshot's directory; if it is None or missing,
-    all files count as changed. ``max_bytes``: most bytes that are compared over all calls; files beyond that count as changed."""
+    """Compares the files of a working directory with ``folder``, the snapshot of the job's code. ``max_bytes``: most bytes to
+    compare; files beyond that count as changed."""
 
     def __init__(self, folder: Path | None, max_bytes: int) -> None:
         there = folder is not None and folder.is_dir()
@@ -256,8 +233,7 @@ class CodeCopy:
         self._bytes_left = max_bytes
 
     def is_unchanged(self, found: DirEntry) -> bool:
-        """True if the entry is the same in the snapshot: kind, bytes, and whether it is executable; for a directory, if the
-        snapshot has it. False if it cannot be read."""
+        """True if the entry is the same in the snapshot; for a directory, if the snapshot has it."""
         if found.is_folder:
             return found.path in self.folders
         entry = self.entries.get(found.path)

@@ -1,10 +1,5 @@
-"""The files of an attempt, for all launchers: writes ``launch.json``, and reads the files that the agents write.
-
-The agents' files are read with size limits: the user that an attempt runs as may write anything there, of any size.
-
-A ``result.json`` that is larger than a real one can be is not parsed. It counts as an end of unknown cause, which the attempt's
-message explains. In other results, each text of more than ``MOST_TEXT`` characters is cut, and a note at the text's end says so.
-"""
+"""The files of an attempt, for all launchers: writes ``launch.json``, and reads the agents' files with size limits, since user
+code may have written them."""
 
 from __future__ import annotations
 
@@ -38,8 +33,7 @@ _REPLACED: Final = frozenset({errno.ELOOP, errno.ENAMETOOLONG, errno.ENOTDIR, er
 
 
 def read_bounded(path: Path) -> bytes | None:
-    """Return at most the first ``MOST_BYTES + 1`` bytes of the file, so that the caller can detect a file that is too large. None
-    if it is not a regular file: reading such a file might never end. Raises ``OSError``."""
+    """Return the first bytes of the file, at most ``MOST_BYTES + 1``; None if it is not a regular file. Raises ``OSError``."""
     with as_owner(path):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(fd, "rb") as file:
@@ -47,10 +41,8 @@ def read_bounded(path: Path) -> bytes | None:
 
 
 def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """Return the result that a node's agent has written. None if the file does not exist or cannot be read, or if it is not a
-    result of this job, attempt and node. Of a result in another protocol version only the common fields are returned. For a file
-    that is too large, or a result in another protocol version in which these fields are missing or invalid, return a result of
-    unknown cause. Long texts are cut."""
+    """Return the result that a node's agent has written, with long texts cut; None if there is no such result. One that is too
+    large, for instance, has an unknown cause."""
     try:
         data = read_bounded(path)
     except OSError:
@@ -67,9 +59,8 @@ def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResu
 
 
 def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """Return a result with the common fields of the one that an agent with another protocol version has written. If its ranks or
-    fields cannot be read, return a result of unknown cause. None: ``data`` is not a result in another protocol version for this
-    job, attempt and node."""
+    """Return the common fields of a result in another protocol version, or a result of unknown cause; None if ``data`` is no such
+    result."""
     try:
         data_fields = json.loads(data)
         protocol = data_fields["protocol"]
@@ -95,8 +86,7 @@ def _parse_other_protocol_result(data: bytes, path: Path, job_id: str, attempt: 
 
 
 def cut(result: AttemptResult) -> AttemptResult:
-    """Return ``result`` with each text cut to ``MOST_TEXT`` characters, followed by a note that says how many are left out; the
-    same object if no text is longer."""
+    """Return ``result`` with each text cut to ``MOST_TEXT`` characters, and a note of what is left out."""
     plain = result.model_dump(mode="json")
     short = _truncate(plain)
     return result if short == plain else AttemptResult.model_validate(short)
@@ -130,22 +120,15 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
-    """Write ``launch.json`` by rename, readable by its owner alone, since it holds the report token. Creates the attempt's
-    directory. Raises ``OSError``."""
+    """Write ``launch.json`` by rename, readable by its owner alone, and create the attempt's directory. Raises ``OSError``."""
     with as_owner(paths.root):
         paths.root.mkdir(parents=True, exist_ok=True)
         replace_file(paths.launch_file, launch.model_dump_json(indent=1))
 
 
 def fence(paths: AttemptPaths) -> None:
-    """Create the marker file that declares the attempt over. No agent of it starts after that, even if another process submits
-    the attempt later; its ranks begin no further commit of a checkpoint; agents that run end once they see the file. The caller
-    kills those agents after this call.
-
-    User code may have made it impossible to create the file. Then the directories of job and attempt are made accessible to their
-    owner, and the file is created again. A second failure is ignored if the directory belongs to the user that users' code runs
-    as, or if the directory was replaced: no agent can start from such a directory, and running agents must still be ended. Raises
-    ``OSError`` for other failures."""
+    """Create the marker file that declares the attempt over: no agent of it starts after that, and running agents end once they
+    see it. Raises ``OSError``, except where user code has closed or replaced the directory."""
     with as_owner(paths.root):
         try:
             _fence(paths)
@@ -157,6 +140,7 @@ def fence(paths: AttemptPaths) -> None:
                 paths.fence_file.unlink(missing_ok=True)
                 _fence(paths)
             except OSError as error:
+                # no agent can start from a directory that user code closed or replaced, and running agents must still be ended
                 if not is_foreign(paths.root) and error.errno not in _REPLACED:
                     raise
 
@@ -170,9 +154,8 @@ def _fence(paths: AttemptPaths) -> None:
 def node_states(
     ref: AttemptRef, *, gone: Callable[[int], bool] = lambda _node: False, notes: Mapping[int, str] | None = None
 ) -> tuple[NodeState, ...]:
-    """Return the state of each node, in node order, from its agent's files. ``gone(node)``: returns True if the node's agent,
-    which has started, is known not to run any more; it is called only for such nodes. ``notes``: node -> message of the engine,
-    for some nodes."""
+    """Return the state of each node, in node order, from its agent's files. ``gone(node)``: a started agent no longer runs.
+    ``notes``: the engine's messages."""
     return tuple(_node_state(ref, i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
 
 
@@ -187,8 +170,7 @@ def _node_state(ref: AttemptRef, node: int, gone: Callable[[int], bool], note: s
 
 
 def agent_logs(ref: AttemptRef, limit: int) -> str:
-    """Return the ends of the agents' logs as one text of at most ``limit`` characters. With several nodes, each node's part
-    begins with its number. Empty if no agent has printed anything."""
+    """Return the ends of the agents' logs as one text of at most ``limit`` characters; empty if there is none."""
     parts = []
     for node in range(ref.nodes):
         text = tail(ref.paths.node(node).agent_log, limit // ref.nodes)
@@ -198,8 +180,7 @@ def agent_logs(ref: AttemptRef, limit: int) -> str:
 
 
 def tail(path: Path, limit: int) -> str:
-    """Return the last ``limit`` characters of a text file, stripped of white space at both ends. Empty if the file cannot be
-    read."""
+    """Return the last ``limit`` characters of a text file, stripped of white space; empty if the file cannot be read."""
     try:
         with open_read(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4 * limit))
@@ -209,8 +190,7 @@ def tail(path: Path, limit: int) -> str:
 
 
 def read_message(path: Path, model: type[M]) -> M | None:
-    """Return the message in ``path``; None if the file does not exist, cannot be read, is too large or is not a valid message.
-    Agents write such files by rename, so none is half written."""
+    """Return the message in ``path``; None if there is no readable, valid message."""
     try:
         data = read_bounded(path)
         return None if data is None or len(data) > MOST_BYTES else model.model_validate_json(data)
@@ -219,11 +199,8 @@ def read_message(path: Path, model: type[M]) -> M | None:
 
 
 def lock_is_held(path: Path) -> bool:
-    """True if a live process of this machine holds the lock on the file. The kernel releases the lock when the last process that
-    has it open ends. False if the file does not exist. Also False if it cannot be opened since another user owns it, or user code
-    has put something else in its place: processes can be found by their environment instead. A file that user code has closed is
-    made accessible to its owner. Other errors raise ``OSError``. The call itself holds a shared
-    lock for a moment: call it only for an agent that has started, since a starting one could not take its lock then."""
+    """True if a live process of this machine holds the lock on the file; False also if user code has closed or replaced it. A
+    starting agent could not take its lock during the call."""
     try:
         with as_owner(path):
             try:

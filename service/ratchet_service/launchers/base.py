@@ -1,11 +1,6 @@
 """The interface of a launcher: it turns a ``LaunchFile`` into running agents on an engine, one per node, and reports their state.
 
-Plan, then submit: ``plan`` changes nothing, and its result is printable. ``submit`` may be called again for the same plan after a
-crash and must not start a second group (the key is the name, made of job id and attempt). Later calls address an attempt by its
-``AttemptRef``, so a restarted service can supervise attempts that another process launched.
-
-Where an engine has a queue of its own, an attempt waits there (``AttemptState.waiting``). For launchers without a queue
-(``slots``), Ratchet manages slots.
+``submit`` may be called again for the same plan after a crash, and must not start a second group.
 """
 
 from __future__ import annotations
@@ -34,21 +29,20 @@ class LaunchError(RatchetError):
 
 
 class EngineUnreachable(RatchetError):
-    """The engine does not answer now. The state of its attempts is unknown; the caller must conclude nothing and try again
-    later."""
+    """The engine does not answer now, so the state of its attempts is unknown. The caller tries again later."""
 
     code = "engine-unreachable"
 
 
 class EngineFull(RatchetError):
-    """The engine has no capacity for another attempt now; ``detail`` says why. The caller submits the attempt again later."""
+    """The engine has no capacity for another attempt now; ``detail`` says why. The caller submits again later."""
 
     code = "engine-queue"
 
 
 class EngineBusy(EngineUnreachable):
-    """The engine was called a moment ago and has not answered yet, or the call was dropped before it began (``engine_thread``).
-    This is not reported to users: the caller repeats the call."""
+    """The engine has not answered an earlier call yet, or the call was dropped. Not shown to users: the caller
+    repeats the call."""
 
 
 def attempt_name(job_id: str, attempt: int) -> str:
@@ -59,8 +53,7 @@ def attempt_name(job_id: str, attempt: int) -> str:
 
 @dataclass(frozen=True)
 class AttemptRef:
-    """The identity of an attempt (job id and number), with its files and its number of nodes. ``poll``, ``stop``, ``kill`` and
-    ``logs`` of a launcher take it, and a ``LaunchPlan`` contains it."""
+    """The identity of an attempt (job id and number), with its files and its number of nodes."""
 
     job_id: str
     attempt: int
@@ -75,9 +68,8 @@ class AttemptRef:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launcher will submit. ``argv``: the agent's command. ``env``: variables that the launcher adds to the agent's
-    environment. ``secrets``: the source of each secret's value, by the secret's name. ``ranks``: the ranks' commands, for
-    display. ``request``: the request to the engine (manifests, a batch script), without secret values."""
+    """What a launcher will submit. ``argv``: the agent's command. ``env``: added variables. ``secrets``: sources of values by
+    name. ``ranks``: commands, for display. ``request``: for the engine, without secret values."""
 
     ref: AttemptRef
     launch: LaunchFile
@@ -99,15 +91,12 @@ class LaunchPlan:
 
 
 def longest_stop(spec: JobSpec) -> float:
-    """Return the most seconds that a stop can take, from the request to the end of an agent that has to kill its ranks: the
-    spec's ``policy.stop_grace`` and a fixed time for ending."""
+    """Return the most seconds from the request of a stop to the end of an agent that has to kill its ranks."""
     return spec.policy.stop_grace + _STOP_ROOM
 
 
 def stop_seconds(launch: LaunchFile) -> float:
-    """Return the seconds that an engine must give an agent between the request to end and the kill. They are computed from the
-    longest of the job's last measured saves. They are at most ``longest_stop``, which is also the result if no save was measured
-    yet."""
+    """Return the seconds that an engine must give an agent between the request to end and the kill."""
     most = longest_stop(launch.spec)
     if not launch.save_seconds:
         return most
@@ -116,9 +105,8 @@ def stop_seconds(launch: LaunchFile) -> float:
 
 @dataclass(frozen=True)
 class NodeState:
-    """The state of one node's agent. ``seen``: it has started and taken its lock, now or earlier. ``gone``: it has started and is
-    known not to run any more. ``agent``: its ``agent.json``. ``result``: its result, once it has written it. ``note``: the
-    engine's message about the node, for display."""
+    """The state of one node's agent. ``seen``: it has started, now or earlier. ``gone``: it no longer runs. ``agent``: its
+    ``agent.json``. ``note``: the engine's message, for display."""
 
     seen: bool = False
     gone: bool = False
@@ -129,8 +117,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class EngineEnd:
-    """A termination as the engine reports it: why the engine removed a node, or could not start it. ``node``: the node's index;
-    None: it concerns all nodes."""
+    """A termination that the engine reports, such as of a node that it removed. ``node``: None: all nodes."""
 
     cause: Cause
     message: str
@@ -139,12 +126,8 @@ class EngineEnd:
 
 @dataclass(frozen=True)
 class AttemptState:
-    """The current state of an attempt.
-
-    ``alive``: some process of the attempt may be running, or may still start. ``nodes``: the state of each node, in node order.
-    ``waiting``: why the attempt waits in the engine's queue, None if it does not; while it waits, the launch deadline does not
-    run. ``ends``: terminations that the engine reports, in the order in which they happened.
-    """
+    """The current state of an attempt. ``alive``: a process of it may run or start. ``nodes``: in node order. ``waiting``: why it
+    waits in the engine's queue, if it does. ``ends``: oldest first."""
 
     alive: bool
     nodes: tuple[NodeState, ...] = (NodeState(),)
@@ -158,7 +141,7 @@ class AttemptState:
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Indices of the nodes whose agent is gone and left no result: the other nodes would wait for it forever."""
+        """Indices of the nodes whose agent is gone and left no result."""
         return tuple(i for i, node in enumerate(self.nodes) if node.gone and node.result is None)
 
     @property
@@ -168,14 +151,8 @@ class AttemptState:
 
 
 class Launcher(Protocol):
-    """One engine. No call blocks forever: each request to the engine has a deadline. No call raises because an attempt is gone.
-    ``plan`` and ``check`` do not contact the engine; any other call may raise ``EngineUnreachable``. If the engine is not this
-    machine (``slots`` is false), or an agent host starts its agents, the service makes these other calls one at a time on a
-    thread per launcher (``engine_thread``).
-
-    ``max_nodes``: most nodes of a job; None for no limit. ``slots``: jobs get CPU slots and GPU indices of the service's machine.
-    ``same_files``: its nodes see the files of the service's machine (interpreters, the user's environment) at the same paths.
-    """
+    """One engine. Calls do not block forever; any but ``plan`` and ``check`` may raise ``EngineUnreachable``. ``slots``: jobs get
+    CPU slots and GPU indices of the service's machine. ``same_files``: nodes see its files at the same paths."""
 
     kind: str
     max_nodes: int | None
@@ -183,8 +160,8 @@ class Launcher(Protocol):
     same_files: bool
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return two lists: warnings about parts of the spec that have no effect, or another effect than expected, on this
-        engine; and problems, by JSON pointer, for parts that it cannot honour. Pure."""
+        """Return warnings about parts of the spec with no or another effect here, and problems: parts that this engine cannot
+        honour."""
         ...
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
@@ -201,23 +178,19 @@ class Launcher(Protocol):
         ...
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Request the agents to end; does not wait for that. ``grace``: seconds after which the caller kills them (``kill``). An
-        engine that kills by itself may do so after a time of its own."""
+        """Request the agents to end; their end is not awaited. ``grace``: seconds after which the caller calls ``kill``."""
         ...
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """Kill everything of the attempt that may be alive, and return names of what was found, for display; does not wait for
-        its end. The caller repeats the call until the result is empty. Empty: nothing was found, so the attempt is proved dead,
-        or can never start any more."""
+        """Kill everything of the attempt that may be alive, and return names of what was found. Empty: the attempt is dead and
+        cannot start any more."""
         ...
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        """Return the ends of what the agents and the engine printed, at most ``limit`` characters altogether; empty if there is
-        nothing."""
+        """Return the ends of what the agents and the engine printed, at most ``limit`` characters; empty if there is nothing."""
         ...
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """Kill everything that the engine runs under this service's name and that belongs to no active attempt, and return the
-        names of the attempts concerned; does not wait for their end. First the engine's attempts are listed. Then, if there are
-        any, ``known`` is called with their names; it returns those that have not ended."""
+        """Kill what this service runs on the engine for no active attempt, and return the names of the attempts concerned.
+        ``known``: returns which of these names are active."""
         ...

@@ -1,10 +1,7 @@
 """A launcher whose engine is called on a separate thread: an engine that hangs delays its own jobs, and no others.
 
-Calls run one at a time, in the order in which they were made. The caller waits only briefly (``WAIT_SECONDS``), in which a
-healthy engine answers. A later answer is kept for a while, for a repeated call. Until that answer is there, calls raise
-``EngineBusy``, and after ``UNREACHABLE_AFTER_SECONDS`` ``EngineUnreachable``; the caller concludes nothing meanwhile. A call that
-has not begun is dropped if it is not repeated (except ``stop``). An action on an attempt (submit, stop, kill) also drops the
-attempt's earlier calls that have not begun, and the answers of the others.
+The caller waits only briefly, and then gets ``EngineBusy``, later ``EngineUnreachable``. The caller repeats the call to get the
+late answer, which is kept for a while.
 """
 
 from __future__ import annotations
@@ -59,9 +56,8 @@ Key = tuple[str, str]
 
 @dataclass(eq=False)
 class _Call:
-    """One call on the engine. ``must_run``: the call is made even if the caller does not repeat it. ``keep_seconds``: how long a
-    late answer is kept for the caller. ``reuse_until``: monotonic time until which the answer is reused after its first use;
-    None: it was not used yet."""
+    """One call on the engine. ``must_run``: it is made even if not repeated. ``keep_seconds``: how long a late answer is kept;
+    ``reuse_until``: until when, once used."""
 
     key: Key
     run: Callable[[], Any]
@@ -82,8 +78,7 @@ class _Call:
 
 
 class CallQueue:
-    """Calls on one engine. A thread makes them one at a time; the first call starts it. ``name``: the launcher's name, for
-    messages. Thread-safe."""
+    """Calls on one engine, which a thread makes one at a time. ``name``: the launcher's name, for messages. Thread-safe."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -104,15 +99,11 @@ class CallQueue:
         keep_seconds: float | None = None,
         is_final: Callable[[T], bool] = lambda _: False,
     ) -> T:
-        """Run ``run`` on the engine's thread, and return its result or raise its error. If a call with the same key is queued,
-        running, or was answered late and is not stale, that call's answer is used, and ``run`` is not run. Blocks for at most
-        ``WAIT_SECONDS``. Without an answer by then, raises ``EngineBusy``, or ``EngineUnreachable`` once the call is older than
-        ``UNREACHABLE_AFTER_SECONDS``. The caller repeats the call to get the late answer. A call that has not begun and is not
-        repeated within ``ABANDON_AFTER_SECONDS`` is dropped.
+        """Run ``run`` on the engine's thread and return its result, or use the answer of an earlier call with the same key.
+        Raises ``EngineBusy`` or ``EngineUnreachable`` if there is no answer yet: the caller repeats the call.
 
-        ``must_run``: the call is made even if it is not repeated, unless a later action on the attempt discards it or the queue
-        is closed. ``keep_seconds``: how long a late answer is kept, in place of ``KEEP_ANSWER_SECONDS``. ``is_final``: returns
-        True for an answer that stays valid, and is therefore reused for longer.
+        ``must_run``: the call is made even if not repeated. ``keep_seconds``: how long a late answer is kept. ``is_final``: True
+        for an answer that stays valid.
         """
         now = time.monotonic()
         with self._changed:
@@ -137,7 +128,7 @@ class CallQueue:
         return answer
 
     def close(self) -> None:
-        """Start no further calls, queued ones included, and wait at most 5 s for the one that is running."""
+        """Start no further calls, and wait at most 5 s for the one that is running."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -146,9 +137,8 @@ class CallQueue:
             thread.join(timeout=5)
 
     def _add(self, call: _Call) -> _Call:
-        """Put a new call into the queue, and start the thread if there is none. An action (``submit``, ``stop`` or ``kill``)
-        discards all earlier calls of its attempt: those not started never run, and the answers of the others are not used. Called
-        with the lock held."""
+        """Put a new call into the queue. An action on an attempt discards the attempt's earlier calls. Called with
+        the lock held."""
         what, attempt = call.key
         if not self._queue:  # drop answers that nobody fetched
             self._calls = {key: kept for key, kept in self._calls.items() if not kept.is_stale(call.created_at)}
@@ -166,14 +156,12 @@ class CallQueue:
         return call
 
     def _wait_seconds(self, now: float) -> float:
-        """Return how many seconds from ``now`` a caller may wait for its answer. The limit is shorter for a while after a slow
-        call. It runs from the start of the call that is running, or from ``now`` if none is running."""
+        """Return how many seconds from ``now`` a caller may wait; less for a while after a slow call."""
         since = now if self._busy_since is None else self._busy_since
         return max(0.0, since + (SLOW_WAIT_SECONDS if now < self._slow_until else WAIT_SECONDS) - now)
 
     def _raise_unanswered(self, seconds: float) -> None:
-        """Raise the error for a call that has had no answer for ``seconds``: ``EngineBusy``, or ``EngineUnreachable`` from
-        ``UNREACHABLE_AFTER_SECONDS`` on."""
+        """Raise the error for a call that has had no answer for ``seconds``: ``EngineBusy``, later ``EngineUnreachable``."""
         if seconds < UNREACHABLE_AFTER_SECONDS:
             raise EngineBusy(f"the launcher {self._name} has not responded yet")
         raise EngineUnreachable(f"the launcher {self._name} has not answered within {UNREACHABLE_AFTER_SECONDS:g} s")
@@ -215,9 +203,8 @@ class CallQueue:
 
 
 class ThreadedLauncher:
-    """A launcher that makes the calls of ``launcher`` on its engine through a ``CallQueue``. A call that raises ``EngineBusy`` or
-    ``EngineUnreachable`` may still run later, and is dropped if it has not begun and is not repeated (except ``stop``). ``plan``
-    and ``check``, which do not call the engine, run in the caller's thread."""
+    """A launcher that calls ``launcher`` through a ``CallQueue``. A call that raises ``EngineBusy`` or ``EngineUnreachable`` may
+    still run later."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -251,14 +238,12 @@ class ThreadedLauncher:
         return self._call_queue.call(("poll", ref.name), partial(self._launcher.poll, ref))
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """As ``Launcher.stop``, on the engine's thread. Once requested, the call is made however late, even if the caller does
-        not repeat it: the job's history already records the stop. If it has not started, a later ``kill`` or ``submit`` of the
-        attempt, or ``close``, discards it."""
+        """As ``Launcher.stop``, on the engine's thread. The call is made even if not repeated, unless a later call
+        discards it."""
         self._call_queue.call(("stop", ref.name), partial(self._launcher.stop, ref, grace), must_run=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """As ``Launcher.kill``, on the engine's thread. An empty result, the proof of death, is reused for longer than other
-        answers."""
+        """As ``Launcher.kill``, on the engine's thread. An empty result, the proof of death, is reused for longer."""
         return self._call_queue.call(
             ("kill", ref.name), partial(self._launcher.kill, ref), is_final=lambda left: not left
         )
@@ -268,8 +253,6 @@ class ThreadedLauncher:
         return self._call_queue.call(("logs", ref.name), partial(self._launcher.logs, ref, limit))
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """As ``Launcher.sweep``, on the engine's thread, where ``known`` is called, too. Raises ``EngineBusy`` or
-        ``EngineUnreachable`` if the sweep has not finished yet. If it had begun, it goes on, and the next call after its end
-        returns its names (that call's ``known`` is not used). If it still waits for an earlier call and is not repeated within
-        ``ABANDON_AFTER_SECONDS``, it is dropped, and the next call sweeps again."""
+        """As ``Launcher.sweep``, on the engine's thread. Raises ``EngineBusy`` or ``EngineUnreachable`` while the sweep has not
+        finished."""
         return self._call_queue.call(("sweep", ""), partial(self._launcher.sweep, known), keep_seconds=math.inf)

@@ -26,9 +26,8 @@ def build_launch_file(
     token: str,
     desired: Any,
 ) -> LaunchFile:
-    """Return the launch file for node 0 as far as it follows from spec and placement. The caller adds what depends on the job's
-    history, such as lineage and fork. ``gpus``: GPU indices of node 0; ``token``: the report token of the agents; ``desired``:
-    the job's desired state."""
+    """Return the launch file for node 0; the caller adds what depends on the job's history. ``gpus``: GPU indices of node 0.
+    ``token``: the agents' report token."""
     job = home.job(job_id)
     paths = job.attempt(attempt)
     digest = resolved.code_digest
@@ -59,8 +58,7 @@ def build_launch_file(
 
 
 def _read_service_ca(home: HomePaths) -> str | None:
-    """Return, as PEM text, the certificates of the authorities by which agents verify the service. None: the service has written
-    none."""
+    """Return, as PEM text, the certificates by which agents verify the service. None: the service has written none."""
     try:
         return home.service_authorities.read_text(encoding="ascii")
     except FileNotFoundError:

@@ -14,9 +14,8 @@ from ratchet_service.launchers.base import LaunchError, LaunchPlan
 
 
 def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
-    """Return the commands that the agents will run for their ranks, for display: in rank order over all nodes, each with its
-    directory and the main variables of its environment. The values of variables in the spec's ``secret_env`` are masked, and its
-    ``secrets`` are left out. ``agent``: the agents' interpreter, which also runs the ranks if the spec names none."""
+    """Return the ranks' commands for display, in rank order over all nodes, without secret values. ``agent``: the agents'
+    interpreter."""
     python = agent if launch.spec.python is None else launch.resolved.python
     world = launch.spec.world
     return tuple(
@@ -27,8 +26,7 @@ def rank_commands(launch: LaunchFile, agent: str) -> tuple[dict[str, Any], ...]:
 
 
 def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str, Any]:
-    """Return command, main variables and directory of one rank, for display. ``launch``: the launch file for the rank's node;
-    ``local_rank``: its index among the node's ranks."""
+    """Return command, main variables and directory of one rank, for display. ``local_rank``: its index on its node."""
     env = {
         names.RANK: str(launch.ranks[local_rank]),
         names.LOCAL_RANK: str(local_rank),
@@ -44,15 +42,13 @@ def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str,
 
 
 def secret_sources(spec: JobSpec) -> dict[str, str]:
-    """Return secret's name -> name of the environment variable, for those secrets of the spec that are read from the service's
-    environment."""
+    """Return secret's name -> environment variable, for the secrets that are read from the service's environment."""
     return {name: secret.from_env for name, secret in spec.secrets.items() if secret.from_env is not None}
 
 
 def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
-    """Return secret's name -> value. ``sources``: secret's name -> name of the variable; ``environ``: the service's environment,
-    in which the variables are looked up. Raises ``LaunchError`` for a variable that is not set or is reserved for the service
-    itself."""
+    """Return secret's name -> value. ``sources``: secret's name -> variable. Raises ``LaunchError`` for one that is not
+    available."""
     kept, out = withheld_names(environ), {}
     for name, source in sources.items():
         value = environ.get(source)
@@ -70,6 +66,5 @@ def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dic
 
 
 def agent_environment(environ: Mapping[str, str], plan: LaunchPlan) -> dict[str, str]:
-    """Return the environment of an agent: ``environ``, the service's environment, without Ratchet's own variables and database
-    credentials, with the plan's secrets and variables added. Raises ``LaunchError`` as ``secret_values`` does."""
+    """Return the environment of an agent, from ``environ``, secrets and the plan's variables. Raises ``LaunchError``."""
     return inherited_environ(environ) | secret_values(environ, plan.secrets) | plan.env

@@ -1,9 +1,5 @@
-"""Launchers by name: Ratchet's own, and those that other packages provide by the entry point group ``ratchet.launchers``.
-
-Ratchet's own are import strings, resolved on use, so that an engine's library is imported only where it is used. A service's
-launchers file names the launchers that it has (YAML: a mapping from name to that launcher's settings); without a file it has
-``local`` alone.
-"""
+"""Launchers by name: Ratchet's own, and those that other packages provide by the entry point group ``ratchet.launchers``. A
+service's launchers file (YAML) maps the names of its launchers to their settings."""
 
 from __future__ import annotations
 
@@ -46,9 +42,8 @@ class Launchers(Mapping[str, Launcher]):
 
 
 def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> Launchers:
-    """Return the launchers that the launchers file ``file`` names; None: only ``local``. ``sandbox``: how the local launcher
-    starts agents. A launcher without slots, whose engine is not this machine, is wrapped in ``ThreadedLauncher``. Raises
-    ``ValueError``, with a message for users, if the file or a launcher's settings are invalid."""
+    """Return the launchers that the launchers file ``file`` names; None: only ``local``. Raises ``ValueError`` with a message for
+    users."""
     settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
     made = {kind: _make(kind, home, given, sandbox) for kind, given in settings.items()}
     return Launchers(
@@ -57,8 +52,7 @@ def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> L
 
 
 def _read(file: Path) -> dict[str, Mapping[str, Any]]:
-    """Return launcher's name -> settings, from the launchers file; settings that are null become empty ones. Raises
-    ``ValueError`` if the file cannot be read, is empty, or is not a mapping from names to mappings."""
+    """Return launcher's name -> settings, from the launchers file. Raises ``ValueError`` if the file cannot be used."""
     try:
         data = yaml.safe_load(file.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -74,8 +68,7 @@ def _read(file: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox) -> Launcher:
-    """Return the launcher with this name, from Ratchet's own or from another package's entry point. Raises ``ValueError`` if it
-    is unknown, cannot be imported, or refuses ``settings``."""
+    """Return the launcher with this name. Raises ``ValueError`` if it is unknown, cannot be imported, or refuses ``settings``."""
     brought = {point.name: point for point in entry_points(group=GROUP)}
     try:
         if kind in LAUNCHERS:

@@ -1,9 +1,4 @@
-"""Determines how an attempt ended, and the column values of its job's row that follow. Pure: ``reconciler.finish_attempt``
-gathers the evidence and stores the result.
-
-Nothing here reads a clock, a disk or a database. Rows are accessed through their attributes alone, so that a simulation can pass
-rows of its own.
-"""
+"""Determines how an attempt ended, and the column values of its job's row that follow. Pure; rows are only read."""
 
 from __future__ import annotations
 
@@ -29,14 +24,8 @@ from ratchet_service.lifecycle.repeated_error import repeated_error_step
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an attempt's end.
-
-    ``state``: the launcher's last poll, with the agents' results. ``forced_cause``: the cause that the reconciler itself set when
-    it stopped or killed the attempt, or when it could not or must not start it; None: it set none. ``message``: the attempt's
-    message if ``forced_cause`` decides, or if neither agents nor engine report an end (None: then a default text). ``killed``:
-    the reconciler recorded that it kills the rest of the attempt. ``logs``: the last output of the agents, if none of them began;
-    else empty. ``ran_seconds``: seconds since the first agent began, up to now, by the monotonic clock
-    (``monotonic_deadlines``); None: no agent began.
+    """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause`` and ``message``: set by the
+    reconciler itself. ``killed``: the reconciler kills the rest. ``logs``: output if no agent began. ``ran_seconds``: monotonic.
     """
 
     state: AttemptState
@@ -49,8 +38,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Facts:
-    """Where the attempt began (``base``; None: it did not begin to train), the last step that it reached, and the newest
-    committed checkpoint from which the next attempt can start (None: there is none)."""
+    """``base``: where the attempt began; None: it did not train. ``last_step``: the last one that it reached.
+    ``newest_checkpoint``: from which the next attempt can start."""
 
     base: Base | None
     newest_checkpoint: Checkpoint | None
@@ -63,12 +52,12 @@ class Facts:
 
     @property
     def safe_step(self) -> int:
-        """The step from which the next attempt can start: that of the newest checkpoint, or ``start_step`` without one."""
+        """The step from which the next attempt can start: the newest checkpoint's, or ``start_step`` without one."""
         return self.newest_checkpoint.step if self.newest_checkpoint is not None else self.start_step
 
     @property
     def lost_steps(self) -> int:
-        """Number of steps that the attempt did after ``safe_step``, so that they must be done again; 0 if it did not begin."""
+        """Number of steps that the attempt did after ``safe_step``, which must be done again; 0 if it did not begin."""
         return max(0, self.last_step - self.safe_step) if self.base is not None else 0
 
     def own_committed_step(self, attempt: int) -> int | None:
@@ -89,14 +78,8 @@ class Verdict(NamedTuple):
 
 
 def cause_of(job: Job, evidence: Evidence) -> EndSeen:
-    """Return the cause of the attempt's end, with its rank, exit code and message. It is found in this order:
-
-    - If an agent's result is missing and the service forced the end (``forced_cause``), the service's cause counts. A result that
-      reports only the fence (lease-lost) counts as missing.
-    - Otherwise the agents' results and the engine's reports decide (``combine_ends``). If the service stopped the attempt, an end
-      that counts as a preemption gets the cause of that stop (``_requested_cause``).
-    - With neither a result nor a report, the cause is ``launcher-error`` if no agent began, and ``unknown`` if one did.
-    """
+    """Return the cause of the attempt's end, with its rank, exit code and message, from the agents' results, the engine's reports
+    and the service's own action."""
     state = evidence.state
     engine = [EndSeen(end.cause, end.node, message=end.message) for end in state.ends]
     valid_results = [
@@ -116,10 +99,7 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
 
 
 def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
-    """Return ``cause`` as it counts for the job. It stays as it is if the service did not stop the attempt (``forced_cause`` is
-    None), or if the attempt did not end as preempted. Otherwise it becomes timeout after a stop for that; else the cause of the
-    request to end, by a user or the scheduler, if there is one; else upgrade after a stop for that; else it stays. ``unknown``
-    after a stop for an upgrade counts as upgrade, and so as preempted."""
+    """Return ``cause`` as it counts for the job: it may become the cause of a stop by the service."""
     if (
         evidence.forced_cause is Cause.UPGRADE and cause is Cause.UNKNOWN
     ):  # another version's result, with a cause unknown here
@@ -134,8 +114,8 @@ def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
 
 
 def facts_of(attempt: Attempt, newest_checkpoint: Checkpoint | None, reported_step: int) -> Facts:
-    """Return the attempt's facts. ``newest_checkpoint``: the newest committed checkpoint of its lineage; ``reported_step``: the
-    last step that its ranks reported as finished. If the attempt reported no base, its last step is 0."""
+    """Return the attempt's facts. ``newest_checkpoint``: the newest committed checkpoint of its lineage. ``reported_step``: the
+    last step that its ranks reported."""
     if attempt.base_step is None:
         return Facts(None, newest_checkpoint, 0)
     base = Base(step=attempt.base_step, attempt=attempt.base_attempt, digest=attempt.base_digest)
@@ -153,8 +133,8 @@ def verdict(
     now: datetime,
     previous: Attempt | None = None,
 ) -> Verdict:
-    """Decide what becomes of the job, once no process of its attempt is alive. ``cause``: from ``cause_of``. ``previous``: the
-    row of the attempt before, which has ended; None: there is none. Changes nothing."""
+    """Decide what becomes of the job, once its attempt is dead. ``cause``: from ``cause_of``. ``previous``: the attempt before,
+    if any."""
     ended_at = _ended_at(attempt, evidence.state.results, now)
     seconds = _running_seconds(attempt, ended_at, evidence.ran_seconds, now)
     end = AttemptEnd(
@@ -174,17 +154,14 @@ def verdict(
 
 
 def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime) -> datetime:
-    """Return when the attempt ended: the latest end time in the agents' results, or ``now`` if there is no result. A time after
-    ``now`` is replaced by ``now``, one before the attempt's beginning (or, if no agent began, its creation) by that. Where there
-    is a result, the time after the agents' end, during which the service was down, thus does not count as running time."""
+    """Return when the attempt ended, by the agents' results, or ``now`` without one; never before it began or after ``now``."""
     reported_end = max((parse_time(result.ended_at, now) for result in results), default=now)
     return max(attempt.begun_at or attempt.created_at, min(reported_end, now))
 
 
 def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | None, now: datetime) -> float:
-    """Return the seconds from the first agent's beginning to ``ended_at``; 0 if no agent began. Both are wall-clock times, and
-    the clock may have been set in between. So if the monotonic count (``ran_seconds``, up to ``now``) differs from them by more
-    than ``TOLERANCE`` seconds, that count is used, less the time since ``ended_at``."""
+    """Return the seconds from the first agent's beginning to ``ended_at``. ``ran_seconds``: the monotonic count, used if the wall
+    clock differs much."""
     if attempt.begun_at is None:
         return 0.0
     wall_seconds = (ended_at - attempt.begun_at).total_seconds()
@@ -195,9 +172,8 @@ def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | 
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:
-    """Return the columns of the job's row that the attempt's end changes, with their new values, except for phase, desired state,
-    reason and message. They include those that release the lease. If the attempt did not begin to train, the job's steps,
-    checkpoint and resume request are not among them. ``seconds``: how long the attempt ran. Changes no row."""
+    """Return columns of the job's row that the attempt's end changes, such as counters and steps, but not the phase. ``seconds``:
+    how long the attempt ran."""
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,
@@ -217,8 +193,8 @@ def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, sec
 
 
 def _served_resume_request(job: Job, attempt: Attempt, base: Base) -> bool:
-    """True if the attempt has served the job's request to resume from a certain checkpoint, or if there is none. An attempt that
-    was found on the disk may have begun before the request was made, so its base is compared with the request."""
+    """True if the attempt has served the job's request to resume from a certain checkpoint, or if there is none."""
     if job.resume_from is None or not attempt.launch.get(RECOVERED_FROM_DISK):
         return True
+    # an attempt found on the disk may have begun before the request was made
     return (base.step, base.attempt) == (job.resume_from["step"], job.resume_from["attempt"])

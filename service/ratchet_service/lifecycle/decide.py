@@ -1,32 +1,7 @@
-"""Decides what happens next to a job: one pure function of what is known, so that every rule can be tested as a table.
+"""Decides what happens next to a job, by one pure function of what is known about it, ``decide``.
 
-``decide(view, now)`` reads no clock, disk or database. The reconciler loads a view, calls it, and applies the decision.
-
-The rules for an attempt that has ended:
-
-1. A fault that cannot heal (budget ``fatal``) ends the job as failed, even if a suspend was requested. If a cancel was requested,
-   the job ends as cancelled.
-2. If the final checkpoint is committed and the end was clean or a graceful stop, the job has succeeded, whatever was requested.
-   For a script the end must have been clean, since code may follow its last step.
-3. A clean exit without the final checkpoint counts as success if no stop was requested, and else as that stop.
-4. A requested suspend or cancel takes effect once nothing runs, however the attempt ended; the budgets still count the end.
-5. Otherwise the cause's budget decides between another attempt and the end of the job. After a failure the next attempt waits for
-   a back-off; only the first failure since the last progress is retried at once, if its cause need not recur
-   (``RETRIED_AT_ONCE``).
-   - The spec decides what an exit code of the job's own code counts as (``treatment``).
-   - An exception ends the job if it also ended the previous attempt, at the same line and before the first step of the rank that
-     raised it: a third attempt would end in the same way. Errors that may pass, such as those of a network, are excepted.
-   - Three attempts in a row that commit no new step end the job. If the last one was ended from outside, the limit is
-     ``max_failures``, where that is more. A suspended attempt is a requested pause, not an attempt without progress: it neither
-     continues the series nor breaks it. The same holds for one that was taken out of its engine's queue, or stopped here for a
-     job of higher priority or because its agent is of another version. An unmanaged attempt (a script without a Session) breaks
-     the series: it ran, and only the script knows whether it made progress.
-   - Failures of an unmanaged script count as usual, and since its progress is not visible, none is forgiven. One that ends by a
-     SIGTERM which this service did not send, or by a rule ``preempted``, may cause that itself: its next attempt waits for a
-     back-off that grows with its preemptions, minus the time it ran, so that one that ran for longer does not wait.
-   - Attempts that end by a rule ``retry`` (of scripts with and without a Session), and those that the job's own interpreter or
-     image refuses because it has another protocol, are spaced in the same way: later each time, until one commits a new step or
-     runs for longer than the longest back-off.
+When an attempt has ended, the first of these counts: training that has finished, a requested cancel, a fault that cannot heal, a
+requested suspend. Otherwise the cause's budget decides between another attempt, perhaps after a back-off, and the end of the job.
 """
 
 from __future__ import annotations
@@ -69,8 +44,7 @@ EXTERNAL_CAUSES: Final = frozenset({Cause.RANK_KILLED, Cause.OOM})
 
 
 def decide(view: JobView, now: datetime) -> Decision:
-    """Return the next action for one job. A job that is neither queued nor active needs none (``NOTHING``). Raises ``ValueError``
-    for an impossible view: an active job without an attempt."""
+    """Return the next action for one job. Raises ``ValueError`` for an active job without an attempt."""
     if view.phase is JobPhase.QUEUED:
         return _decide_queued(view, now)
     if not view.phase.active:
@@ -83,11 +57,8 @@ def decide(view: JobView, now: datetime) -> Decision:
 
 
 def backoff_seconds(job_id: str, attempt: int, nth: int, first_delay: float) -> float:
-    """Return the seconds before the ``nth`` retry in a row (counted from 1): ``first_delay``, doubled each time, up to
-    ``MAX_BACKOFF``, with jitter.
-
-    The jitter is computed from a hash of job and attempt, so that every process computes the same delay at any time.
-    """
+    """Return the seconds before the ``nth`` retry in a row (from 1): ``first_delay``, doubled each time, within ``MAX_BACKOFF``,
+    with deterministic jitter."""
     digest = hashlib.sha256(f"{job_id}/{attempt}".encode()).digest()
     unit = int.from_bytes(digest[:8], "big") / 2**64
     nominal = first_delay * 2.0 ** min(nth - 1, 40)
@@ -95,8 +66,7 @@ def backoff_seconds(job_id: str, attempt: int, nth: int, first_delay: float) -> 
 
 
 def _decide_queued(view: JobView, now: datetime) -> Decision:
-    """Decide for a queued job: end it if its attempts have used up ``policy.timeout``, let it wait for the end of its back-off,
-    or launch it. A back-off that ends too late (``MAX_BACKOFF_AHEAD``) is ignored."""
+    """Decide for a queued job: end it at ``policy.timeout``, let it wait for the end of its back-off, or launch it."""
     if view.limits.timeout is not None and view.running_seconds >= view.limits.timeout:
         return Decision(
             Action.END,
@@ -111,13 +81,7 @@ def _decide_queued(view: JobView, now: datetime) -> Decision:
 
 
 def _decide_alive(view: JobView, attempt: Alive) -> Decision:
-    """Decide for a job whose attempt has not ended: stop it (SIGTERM), kill it, or do nothing.
-
-    It is stopped if the ranks have not followed a stop request in time, at ``policy.timeout`` if no stop is requested, or if its
-    agent has another protocol (a script without a Session only if a stop is requested). It is killed if it has not ended in time
-    after the SIGTERM, or if no agent began within the launch deadline. If no agent has begun, it is also killed instead of
-    stopped for another protocol, and if a stop is requested while it is in its engine's queue.
-    """
+    """Decide for a job whose attempt has not ended: stop the attempt by SIGTERM, kill it, or do nothing."""
     if attempt.signalled_seconds is not None:
         if attempt.signalled_seconds >= attempt.killable_after:
             return Decision(Action.KILL, cause=attempt.signal_cause, counters=view.counters)
@@ -151,8 +115,8 @@ _CLEAN_STOP_OUTCOMES: Final = (Outcome.SUCCEEDED, Outcome.PREEMPTED, Outcome.SUS
 
 
 def _decide_ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
-    """Decide for a job whose attempt has ended, by the rules in the module's text: the job ends, is suspended or is queued
-    again."""
+    """Decide for a job whose attempt has ended: the job ends, is suspended or is queued again."""
+    # after a stop, code may follow a script's last step, so its end must have been clean
     if end.finished and (
         end.cause is Cause.COMPLETED or (end.cause.outcome in _CLEAN_STOP_OUTCOMES and not view.limits.is_script)
     ):
@@ -188,20 +152,16 @@ def _decide_ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
 
 
 def update_counters(counters: Counters, treated: Treatment, end: AttemptEnd, *, displaced: bool = False) -> Counters:
-    """Return the counters after an attempt that ended with ``end`` and counts as ``treated``; ``counters`` is not changed.
-
-    An attempt that committed a new step first resets the failures and the attempts without progress, but not the preemptions. Any
-    other attempt counts as one without progress, with the exceptions in the module's text. ``retries`` counts ends in a row that
-    need spacing. It begins again at 1 with an attempt that committed a new step or ran for ``MAX_BACKOFF`` seconds; an end that
-    needs no spacing sets it to 0. Then the end is counted against its budget; a fatal one counts as a failure. ``displaced``:
-    this service stopped the attempt for another job.
-    """
+    """Return the counters after an attempt that ended with ``end`` and counts as ``treated``. ``displaced``: it was stopped for
+    another job."""
     displaced = displaced or treated.cause is Cause.UPGRADE
     left_queue = (
         displaced or not end.begun
     ) and treated.outcome is Outcome.PREEMPTED  # or taken out of its engine's queue
+    # it ran, and only the script knows whether it made progress
     if end.unmanaged:
         counters = replace(counters, attempts_without_progress=0)
+    # a requested pause, or an end that the job did not cause, neither continues the series nor breaks it
     elif treated.outcome is not Outcome.SUSPENDED and not left_queue:
         counters = replace(
             counters, attempts_without_progress=0 if end.made_progress else counters.attempts_without_progress + 1
@@ -219,8 +179,8 @@ def update_counters(counters: Counters, treated: Treatment, end: AttemptEnd, *, 
 
 
 def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> Decision | None:
-    """Return the decision that ends the job because a budget is used up, an error repeats or no attempt makes progress; None: the
-    job may have another attempt. ``counters``: with this end included."""
+    """Return the decision that ends the job because a budget is used up, for example; None: the job may have another attempt.
+    ``counters`` include this end."""
     limits, last = view.limits, _last_attempt_text(treated, end)
     if treated.budget is Budget.FAILURES and counters.failures > limits.max_failures:
         kind = "of a script without a Session" if end.unmanaged else "without progress"
@@ -240,6 +200,7 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
         )
         text += f" `ratchet resume {view.job_id}` continues it, with counters reset to 0."
         return _end_decision(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
+    # a third attempt would end in the same way
     if treated.budget is Budget.FAILURES and _fails_at_start(end):
         text = (
             "Two attempts in a row ended with the same error at the same line before their first step: it is not tried again. "
@@ -256,8 +217,8 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
 
 
 def _fails_at_start(end: AttemptEnd) -> bool:
-    """True if the attempt ended with the error of the previous one before the rank that raised it had finished a new step. The
-    steps of a script without a Session are not visible: such an attempt must have run for less than ``MAX_BACKOFF`` seconds."""
+    """True if the attempt ended with the error of the previous one, before a new step of the failed rank as far as steps are
+    visible."""
     if end.repeated_error is None:
         return False
     return end.seconds < MAX_BACKOFF if end.unmanaged else end.repeated_error <= (end.base_step or 0)
@@ -282,15 +243,13 @@ def _failed_saves_advice(view: JobView) -> str:
 
 
 def _no_progress_limit(view: JobView, treated: Treatment) -> int:
-    """Return after how many attempts in a row without progress the job ends. An end from outside has the limit ``max_failures``
-    if that is larger."""
+    """Return after how many attempts in a row without progress the job ends."""
     outside = treated.cause in EXTERNAL_CAUSES or treated.outcome is Outcome.LOST
     return max(NO_PROGRESS_LIMIT, view.limits.max_failures) if outside else NO_PROGRESS_LIMIT
 
 
 def _no_progress_advice(view: JobView, end: AttemptEnd) -> str:
-    """Return advice for the user of a job whose attempts commit no new step. It depends on the last attempt: its saves failed, it
-    repeated the error of the one before, it did steps and saved none, or it did no step."""
+    """Return advice for the user of a job whose attempts commit no new step, by how the last one ended."""
     job_id = view.job_id
     if end.cause is Cause.CHECKPOINT_ERROR:
         return _failed_saves_advice(view)
@@ -327,24 +286,22 @@ def _requeue(view: JobView, treated: Treatment, counters: Counters, end: Attempt
 
 
 def _delay(view: JobView, treated: Treatment, counters: Counters, end: AttemptEnd) -> float:
-    """Return the seconds until the next attempt may start; 0 or less: at once. After a failure it is the back-off, which grows
-    with each failure; after the first one it is 0 if the cause is in ``RETRIED_AT_ONCE``. After other ends that must be spaced,
-    the time that the attempt ran is subtracted from the back-off. All others are tried again at once."""
+    """Return the seconds until the next attempt may start; 0 or less: at once."""
     first = view.limits.backoff * (LOST_FACTOR if treated.outcome is Outcome.LOST else 1.0)
     if treated.budget is Budget.FAILURES:
         nth = counters.failures - (treated.cause in RETRIED_AT_ONCE)
         return backoff_seconds(view.job_id, view.attempt_number, nth, first) if nth else 0.0
     if _needs_spacing(treated, end):
         return backoff_seconds(view.job_id, view.attempt_number, counters.retries, first) - end.seconds
+    # such a script may send the signal itself; one that ran for longer does not wait
     if end.unmanaged and (treated.cause is Cause.SIGTERM or treated.rule is not None):
         return backoff_seconds(view.job_id, view.attempt_number, counters.preemptions, first) - end.seconds
     return 0.0
 
 
 def _needs_spacing(treated: Treatment, end: AttemptEnd) -> bool:
-    """True if the end counts against no budget and may recur at once: by a rule ``retry``, or by an upgrade before the attempt
-    began to train, as when an interpreter that was not upgraded with the service refuses it. The next attempt then waits for the
-    back-off, minus the time that this one ran."""
+    """True if the end counts against no budget and may recur at once, so that the next attempt may have to wait."""
+    # such as by an interpreter that was not upgraded with the service
     refused = treated.cause is Cause.UPGRADE and end.base_step is None
     return treated.budget is Budget.NONE and (treated.rule is not None or refused)
 
@@ -363,7 +320,7 @@ def _default_treatment(cause: Cause) -> Treatment:
 
 def _reason_unless(treated: Treatment, outcome: Outcome, end: AttemptEnd) -> tuple[str | None, str | None]:
     """Return the job's reason and message: (None, None) if the attempt ended with ``outcome``, as requested; otherwise the
-    attempt's cause, so that the job shows it."""
+    attempt's cause."""
     return (None, None) if treated.outcome is outcome else (treated.cause.value, _last_attempt_text(treated, end))
 
 

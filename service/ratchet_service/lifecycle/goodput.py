@@ -1,21 +1,5 @@
-"""Where a job's time went, and how much of it was training that counts. Pure: computes seconds from the times and steps of rows.
-
-*Goodput* is the share of a job's wall-clock time that was spent on steps which a later attempt, or the result, builds on:
-Google's "ML productivity goodput" (Google Cloud blog, April 2024) and the "effective training time" of reports on large runs.
-Wall-clock time begins with the submission and ends with the job, or now; pauses on request (suspended, or ended and resumed
-later) are left out. Each second belongs to exactly one part, so the parts add up to the wall-clock time:
-
-- ``queued``: in no attempt (the queue, a back-off), or in an attempt that its engine has not started;
-- ``launching``: from the first agent to the beginning of the first step: code, rendezvous, imports, reading the checkpoint;
-- ``useful``: training, evaluations included, except for the next two;
-- ``lost``: steps that were done and are in no checkpoint, at the attempt's own pace; if none was done, all of the training;
-- ``stall``: rank 0's training stood still for a save (the other costs of saves are part of the pace);
-- ``stopping``: from the stop's request, or from the beginning of what ended the ranks (a hang: when they last moved), to the end;
-- ``unseen``: a script without a Session ran: only the script knows whether its time counted, and goodput is None.
-
-Steps that a running attempt has not saved yet count as useful until they are known to be lost. Times of workers are by their own
-clocks; they are kept in order, so an error of a clock moves seconds from one part to the next and loses none.
-"""
+"""Where a job's time went. *Goodput* is the share of a job's wall-clock time, without requested pauses, that was spent on steps
+which a later attempt or the result builds on ("ML productivity goodput", Google Cloud blog, April 2024). Pure."""
 
 from __future__ import annotations
 
@@ -29,36 +13,30 @@ from ratchet_contract.phases import Cause, Outcome
 
 @dataclass(frozen=True)
 class Span:
-    """Times and steps of one attempt; a time that is None has not come, or is not known.
-
-    ``begun``: when its first agent began; ``training``: when its first step began; ``until``: its end, or now; ``stop``: when its
-    first agent received a stop request; ``end_began``: when the fault that ended its ranks began (for a hang: when they last
-    moved). ``stall``: seconds for which rank 0's training stood still for saves; ``unmanaged``: it ran a script without a
-    Session.
-    """
+    """Times and steps of one attempt; a time that is None has not come, or is not known."""
 
     created: datetime
-    until: datetime
-    begun: datetime | None = None
-    training: datetime | None = None
-    stop: datetime | None = None
-    end_began: datetime | None = None
+    until: datetime  # its end, or now
+    begun: datetime | None = None  # its first agent began
+    training: datetime | None = None  # its first step began
+    stop: datetime | None = None  # its first agent received a stop request
+    end_began: datetime | None = None  # the fault that ended its ranks began; for a hang: they last moved
     steps_done: int = 0
     steps_lost: int = 0
-    stall: float = 0.0
-    unmanaged: bool = False
+    stall: float = 0.0  # seconds for which rank 0's training stood still for saves
+    unmanaged: bool = False  # a script without a Session
 
 
 class Parts(NamedTuple):
-    """Seconds of each part; the module's text defines the parts."""
+    """Seconds of each part of a job's or an attempt's time; each second belongs to one part."""
 
-    queued: float = 0.0
-    launching: float = 0.0
-    useful: float = 0.0
-    lost: float = 0.0
-    stall: float = 0.0
-    stopping: float = 0.0
-    unseen: float = 0.0
+    queued: float = 0.0  # in no attempt, or in one that its engine has not started
+    launching: float = 0.0  # from the first agent to the first step
+    useful: float = 0.0  # training, evaluations included; unsaved steps until they are known to be lost
+    lost: float = 0.0  # steps that are in no checkpoint, at the attempt's own pace
+    stall: float = 0.0  # rank 0's training stood still for a save
+    stopping: float = 0.0  # from the stop's request, or the beginning of a fault, to the end
+    unseen: float = 0.0  # a script without a Session ran: only the script knows what counted
 
     @property
     def wall(self) -> float:
@@ -67,19 +45,19 @@ class Parts(NamedTuple):
 
     @property
     def goodput(self) -> float | None:
-        """The useful share of the wall-clock time, from 0 to 1; None if some of the time cannot be judged (``unseen``), or none
-        has passed."""
+        """The useful share of the wall-clock time, from 0 to 1; None if it cannot be judged, or no time has passed."""
         return None if self.unseen > 0 or self.wall <= 0 else self.useful / self.wall
 
 
 def parts_of(span: Span) -> Parts:
-    """Return the parts of one attempt, in seconds; they add up to ``until - created``, or to 0 if that is negative."""
+    """Return the parts of one attempt, in seconds; they add up to the time from ``created`` to ``until``."""
     end = max(span.created, span.until)
 
     def clamp(at: datetime | None, low: datetime) -> datetime:
         """Return ``at``, limited to the time from ``low`` to the attempt's end; the end if ``at`` is None."""
         return end if at is None else min(max(at, low), end)
 
+    # kept in order: an error of a worker's clock moves seconds to the next part and loses none
     begun = clamp(span.begun, span.created)
     training = clamp(span.training, begun) if span.begun is not None else end
     ends = [at for at in (span.stop, span.end_began) if at is not None]
@@ -99,9 +77,8 @@ def parts_of(span: Span) -> Parts:
 
 
 def total_parts(spans: Iterable[Span], submitted: datetime, until: datetime, paused_seconds: float) -> Parts:
-    """Return the parts of a whole job. ``spans``: its attempts; ``until``: its end, the beginning of its present pause, or now;
-    ``paused_seconds``: the length of all earlier requested pauses, which belong to no part. All other time outside of attempts
-    is ``queued``."""
+    """Return the parts of a whole job. ``until``: its end, the beginning of its present pause, or now. ``paused_seconds``: of
+    earlier pauses, which belong to no part."""
     parts = [parts_of(span) for span in spans]
     sums = Parts(*(sum(values) for values in zip(*parts, strict=True))) if parts else Parts()
     rest = _seconds(submitted, max(submitted, until)) - paused_seconds - sums.wall
@@ -117,9 +94,8 @@ _RATCHET_STOP_CAUSES = (Cause.API_SUSPEND, Cause.API_CANCEL, Cause.API_PREEMPT, 
 
 
 def notice_given(cause: Cause | None, stop_grace: float, preemption_notice: float | None) -> float:
-    """Return the seconds that the ranks had for their last save. For a stop requested through Ratchet (``_RATCHET_STOP_CAUSES``)
-    that is ``stop_grace``. Any other cause, or None, counts as a stop from outside: ``preemption_notice``, or ``stop_grace`` if
-    that is None."""
+    """Return the seconds that the ranks had for their last save: ``preemption_notice``, if set, for a stop from outside,
+    otherwise ``stop_grace``."""
     outside = cause is None or cause not in _RATCHET_STOP_CAUSES
     return preemption_notice if outside and preemption_notice is not None else stop_grace
 
@@ -127,13 +103,8 @@ def notice_given(cause: Cause | None, stop_grace: float, preemption_notice: floa
 def notice_used(
     outcome: Outcome | None, stop: datetime | None, saved: datetime | None, ended: datetime | None, *, unsaved: bool
 ) -> float | None:
-    """Return the seconds of its notice that a stopped attempt used: from the stop request (``stop``) to the commit of the
-    checkpoint that the stop led to (``saved``). If it led to no checkpoint because nothing was left to save, return the seconds
-    to the attempt's end (``ended``).
-
-    None if no stop was requested. If the stop led to no checkpoint, also None if steps remained ``unsaved``, or if the attempt
-    failed, was lost or has not ended.
-    """
+    """Return the seconds from the stop request to the save that it led to, or, with nothing left to save, to the attempt's end;
+    otherwise None."""
     if stop is None:
         return None
     if saved is not None:

@@ -1,13 +1,5 @@
-"""Elapsed time that does not depend on wall clocks, which can be set; the reconciler's deadlines use it.
-
-Stored times are wall-clock times of whichever machine wrote them, and wall clocks are set: by NTP, by hand, when a virtual
-machine is resumed. So deadlines are counted by monotonic clocks alone. The count is kept in the attempt's row as a ``Count``
-(``persisted_deadlines``), and the next process continues from it: a monotonic clock continues across processes until the machine
-reboots. Time in which possibly no reconciler polled the attempt is not counted for a deadline: it may be late, never early.
-The launch deadline starts again from 0 after a long time without a poll (``supervision_rules.record_poll``). The run time that
-``policy.timeout`` limits is no such deadline: it includes the time without a reconciler, unless the machine reboots or another
-machine takes over.
-"""
+"""Elapsed time for the reconciler's deadlines, by monotonic clocks, since wall clocks can be set. The count is stored, and the
+next process continues from it. A deadline may be late, never early."""
 
 from __future__ import annotations
 
@@ -28,8 +20,7 @@ _MAX_READING_GAP: Final = 0.5
 
 
 class Count(NamedTuple):
-    """A stored count of elapsed time: ``seconds`` had been counted when the monotonic clock of the boot with the id ``boot``
-    showed ``monotonic``."""
+    """A stored count of elapsed time: ``seconds``, counted when the monotonic clock of the boot ``boot`` showed ``monotonic``."""
 
     seconds: float
     boot: str
@@ -46,12 +37,7 @@ class Count(NamedTuple):
 
 
 def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> float | None:
-    """Return the seconds that an attempt has run by now; None: no agent of it has begun (``begun_at`` is None). ``stored``: its
-    ``Count``.
-
-    If the machine has rebooted, or another machine has taken over, the time since the last count is not known and not counted.
-    For an attempt without a readable count, the wall clock's time since ``begun_at`` is used.
-    """
+    """Return the seconds that an attempt has run by now; None if no agent of it has begun. ``stored``: its ``Count``."""
     if begun_at is None:
         return None
     found = carried_seconds(stored, clock, math.inf)
@@ -59,10 +45,8 @@ def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> flo
 
 
 def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
-    """Return the seconds of a deadline that have elapsed: those that earlier reconcilers counted (``stored``: its ``Count``), and
-    the time since then, but at most ``max_gap`` of it. None: nothing is stored that can be read. ``max_gap`` is how old a count
-    can become while a reconciler polls; after a longer time, perhaps no reconciler polled, and no service answered the agents
-    either. If the machine has rebooted since, or another machine stored the count, none of that time is counted."""
+    """Return the elapsed seconds of a deadline: those of the ``Count`` ``stored``, and at most ``max_gap`` since then; None
+    without a readable count."""
     count = Count.parse(stored)
     if count is None:
         return None
@@ -71,9 +55,7 @@ def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
 
 
 def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
-    """Return by how many seconds the clock ``wall`` is ahead of the monotonic one (seconds since 1970 less monotonic seconds). If
-    reading takes half a second or more, because this process was suspended or ``wall`` is slow, both are read again, at most
-    three times in all."""
+    """Return by how many seconds the clock ``wall`` is ahead of the monotonic one: seconds since 1970 less monotonic seconds."""
     for _ in range(_MAX_READINGS):
         before = clock.monotonic()
         wall_seconds = wall().timestamp()
@@ -84,7 +66,5 @@ def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
 
 
 def jump_seconds(level: float, before: float) -> float:
-    """Return by how many seconds a wall clock has jumped, forwards if positive. ``before``: by how many seconds it was ahead of
-    the monotonic clock at an earlier time; ``level``: by how many it is now. 0.0 if the two differ by no more than
-    ``TOLERANCE``."""
+    """Return by how many seconds a wall clock has jumped, from its offsets before and now; 0.0 within ``TOLERANCE``."""
     return level - before if abs(level - before) > TOLERANCE else 0.0

@@ -1,8 +1,4 @@
-"""Steps that an attempt replayed, as its ranks report them: stored per rank on the attempt, shown as one result.
-
-A step counts as compared once all ranks have compared it. They compare the same steps in the same order, so the smallest of their
-counts holds for all.
-"""
+"""Steps that an attempt replayed, as its ranks report them: stored per rank on the attempt, shown as one result."""
 
 from __future__ import annotations
 
@@ -18,9 +14,8 @@ REPLAY_DIFFERENCE = "replay-difference"
 
 
 def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDifference | None:
-    """Store on ``attempt`` what ``rank`` reports about replayed steps; its counts replace those of the rank's earlier report. Of
-    all reported differences the one of the lowest step is kept. Return a copy of the message's difference, with this ``rank``,
-    if it is the first that was reported for the attempt. None if the message has no difference, or the attempt had one before."""
+    """Store on ``attempt`` what ``rank`` reports about replayed steps. Return the reported difference if it is the attempt's
+    first, otherwise None."""
     before: dict[str, Any] = attempt.redone or {"ranks": {}, "first_difference": None}
     found, known = message.first_difference, before["first_difference"]
     if found is not None:
@@ -41,12 +36,12 @@ def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDiffere
 
 
 def redone_of(attempt: Attempt) -> Redone:
-    """Return the attempt's result over all ranks. No step counts as compared before all ranks have reported. If none has
-    reported, return an empty result."""
+    """Return the attempt's result over all ranks. No step counts as compared before all ranks have reported."""
     kept = attempt.redone
     if kept is None:
         return Redone()
     numbers = kept["ranks"].values() if len(kept["ranks"]) == kept["world_size"] else [[0, 0]]
+    # ranks compare the same steps in the same order, so the smallest count holds for all
     compared, equal = (min(column) for column in zip(*numbers, strict=True))
     return Redone(
         steps=kept["steps"],
@@ -58,8 +53,7 @@ def redone_of(attempt: Attempt) -> Redone:
 
 
 def with_replay_verdict(report: ResumeReport, redone: Redone) -> ResumeReport:
-    """Return ``report`` as it is if no replayed step has differed. Otherwise return a copy with the verdict ``not-exact`` and a
-    note on the first difference. A rank sends ``report`` before its first step, so it cannot know of the difference."""
+    """Return ``report``; if a replayed step has differed, a copy with the verdict ``not-exact`` and a note on the difference."""
     if redone.first_difference is None:
         return report
     notes = [*report.notes, redone.first_difference.sentence()]
@@ -67,8 +61,7 @@ def with_replay_verdict(report: ResumeReport, redone: Redone) -> ResumeReport:
 
 
 def differing_metrics(attempt: Attempt, redone: Redone) -> list[str]:
-    """Return the sorted names of metrics whose values differ at replayed steps that are otherwise equal (by their fingerprints):
-    usually measured times. Steps from the first difference on do not count. Empty while ``redone`` has no equal step."""
+    """Return the sorted names of metrics whose values differ at replayed steps that are otherwise equal."""
     if redone.equal == 0:
         return []
     end = None if redone.first_difference is None else redone.first_difference.step

@@ -1,5 +1,4 @@
-"""Detects that an attempt ended with the same error as the previous one, at the same line of the same step: a retry would fail in
-the same way. Pure."""
+"""Detects that an attempt ended with the same error as the previous one, at the same line of the same step. Pure."""
 
 from __future__ import annotations
 
@@ -26,9 +25,7 @@ the network."""
 
 
 class Raised(NamedTuple):
-    """One rank's exception, in the parts that are compared: its class (for errors of the system, with the errno), the last step
-    that the rank had finished, and file and line of every frame of its traceback. The message is left out, since it may contain a
-    temporary path, a time or a rank's number."""
+    """One rank's exception, in the parts that are compared: class, last finished step, file and line of every frame."""
 
     kind: str
     step: int
@@ -36,10 +33,8 @@ class Raised(NamedTuple):
 
 
 def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous: Attempt | None) -> int | None:
-    """Return the last step that the rank which raised the error had finished, if the attempt ended with the same error as
-    ``previous``, the row of the attempt before (None: there is none). Whether it was the same rank does not matter. Return None
-    if the errors differ or may be transient (``_raised_error``), or if ``previous`` was a script without a Session that ran for
-    at least ``MAX_BACKOFF`` seconds. ``end``: the attempt's end, derived from ``results``."""
+    """Return the last step that the failed rank had finished, if the attempt ended with the same error as ``previous``; otherwise
+    None."""
     if (
         end.cause is not Cause.EXCEPTION
         or previous is None
@@ -52,8 +47,7 @@ def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous
 
 
 def _ran_long_unmanaged(previous: Attempt) -> bool:
-    """True if the attempt was a script without a Session that ran for at least ``MAX_BACKOFF`` seconds, which is longer than such
-    a script's start takes. Its steps are not visible."""
+    """True if the attempt was a script without a Session that ran for at least ``MAX_BACKOFF`` seconds."""
     if (
         previous.begun_at is None
         or previous.ended_at is None
@@ -64,8 +58,7 @@ def _ran_long_unmanaged(previous: Attempt) -> bool:
 
 
 def _raised_error(rank: int | None, results: Iterable[dict[str, Any]]) -> Raised | None:
-    """Return the error with which the rank ended, according to ``results`` (as JSON). None: they have no traceback of this rank,
-    or the error may be transient, such as one of the network."""
+    """Return the error with which the rank ended, from ``results`` (as JSON); None if it is unknown or transient."""
     ends = [end for result in results for end in result["ranks"] if end["rank"] == rank and end["result"] is not None]
     if not ends or not ends[0]["result"]["traceback"]:
         return None

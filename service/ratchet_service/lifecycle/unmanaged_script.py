@@ -1,5 +1,5 @@
-"""Checks of a spec whose script has no Session. Ratchet only starts, stops and restarts such a script (*unmanaged*): it saves
-none of its state, applies no hook and cannot prove a trial. What the spec requests beyond that is a warning or a problem."""
+"""Checks of a spec whose script has no Session (*unmanaged*): Ratchet starts, stops and restarts it, and saves none
+of its state."""
 
 from __future__ import annotations
 
@@ -20,10 +20,7 @@ UNMANAGED: Final = "unmanaged"
 
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return the warnings and problems of a spec whose script has no Session, by the text of its main file (``is_unmanaged``).
-    Warnings say that Ratchet saves none of its state, and that ``checkpoint.every_steps`` has no effect if it is not the default.
-    Problems are a trial, and a hook other than the default one. Two empty lists for any other spec. ``main_file``: the content
-    of the script's main file."""
+    """Return the warnings and problems of a spec whose script has no Session, by its main file's content ``main_file``."""
     if not spec.script or not is_unmanaged(main_file):
         return [], []
     name = spec.script[0]
@@ -50,16 +47,13 @@ def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldPr
 
 
 def hook_problems(spec: JobSpec, main_file: bytes) -> list[FieldProblem]:
-    """Return a list with one problem if the spec has a hook other than the default one, and its script has no Session and so
-    would not apply the hook. Otherwise return an empty list. Only the text of the script's main file (``main_file``) is examined
-    (``is_unmanaged``)."""
+    """Return a problem if the spec's script would not apply its hook, since its main file has no Session."""
     refusal = unapplied_hook_message(spec.script[0], spec.hook) if spec.script and is_unmanaged(main_file) else None
     return [] if refusal is None else [FieldProblem(pointer="/hook", code="hook-needs-session", detail=refusal)]
 
 
 def read_main_file(spec: JobSpec) -> bytes | None:
-    """Return the content of the script's main file in ``code.path`` on this machine; None: the spec has no script or no such
-    path, or the file cannot be read here."""
+    """Return the content of the script's main file on this machine; None if there is none, or it cannot be read."""
     if spec.script is None or spec.snapshot_code is None:
         return None
     try:
@@ -69,13 +63,12 @@ def read_main_file(spec: JobSpec) -> bytes | None:
 
 
 def is_reported_unmanaged(report: Mapping[str, Any] | None) -> bool:
-    """True if an attempt's resume report says that its script has made no Session (so far). ``report`` None: there is none yet,
-    so False."""
+    """True if an attempt's resume report says that its script has made no Session so far."""
     return (report or {}).get("verdict") == UNMANAGED
 
 
 def checkpoint_request_conflict(script: str) -> Conflict:
-    """Return (not raise) the error for a request to save a checkpoint of a script without a Session. ``script``: its name."""
+    """Return (not raise) the error for a request to save a checkpoint of the script ``script``, which has no Session."""
     text = (
         f"{script} has made no Session of Ratchet: Ratchet cannot save its state on request. Use a Session "
         "or a Task (docs/adoption.md)"

@@ -1,5 +1,4 @@
-"""Messages about a full disk: which directory, how much is free and needed, how to free space. Also a file that reserves space
-for deletions."""
+"""Messages about a full disk, and a file that reserves space for deletions."""
 
 from __future__ import annotations
 
@@ -26,9 +25,7 @@ _RESERVE_BYTES: Final = 1024 * 1024
 
 
 def reserve_space(database: Database) -> None:
-    """Create a file of ``_RESERVE_BYTES`` next to a SQLite database, to have space for a deletion when the disk is full. It does
-    nothing for a database server or a database in memory, if the file exists, or if too little space is left already. An error
-    while the file is written is ignored, and the file is deleted."""
+    """Create a file next to a SQLite database, if possible, to have space for a deletion when the disk is full."""
     path = _reserve_file(database)
     if path is None or path.exists() or (free_bytes(path.parent) or 0) < _RESERVE_BYTES + _MIN_FREE_BYTES:
         return
@@ -41,8 +38,7 @@ def reserve_space(database: Database) -> None:
 
 
 def release_space(database: Database) -> bool:
-    """Delete the file that ``reserve_space`` created, to free its space. Return False if there is no such file or it cannot be
-    deleted."""
+    """Delete the file that ``reserve_space`` created, to free its space. Return False if nothing was deleted."""
     path = _reserve_file(database)
     try:
         if path is not None:
@@ -53,9 +49,7 @@ def release_space(database: Database) -> bool:
 
 
 def database_disk_full(database: Database) -> Refused | None:
-    """Return (not raise) the error for a full disk if the disk of the SQLite database is full now, so that nothing can be
-    recorded. None if there is free space, if that is not known, or if the database is in memory or on a server, whose disk this
-    process cannot see."""
+    """Return (not raise) the error for a full disk if the SQLite database's disk is full now, as far as is known."""
     directory = _directory(database)
     free = None if directory is None else free_bytes(directory)
     if directory is None or free is None or free >= _MIN_FREE_BYTES:
@@ -66,8 +60,7 @@ def database_disk_full(database: Database) -> Refused | None:
 
 
 def is_disk_full_error(error: BaseException, home: Path) -> bool:
-    """Return True if ``error`` of the operating system or of the database was caused by a full disk or an exceeded disk quota;
-    False for any other error. ``home``: the run directory; if SQLite reports only an I/O error, the free space there decides."""
+    """True if ``error`` was caused by a full disk or an exceeded disk quota. ``home``: the run directory."""
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
     if not isinstance(error, DBAPIError):
@@ -82,8 +75,7 @@ def is_disk_full_error(error: BaseException, home: Path) -> bool:
 
 
 def disk_full_error(directory: Path, consequence: str, needed: int | None = None) -> Refused:
-    """Return the error for a full disk; it is not raised. ``directory``: where there is no space; ``consequence``: a part of the
-    text ("the job was not stored"); ``needed``: bytes, None if unknown."""
+    """Return (not raise) the error for a full disk. ``consequence``: a part of the text. ``needed``: bytes, None if unknown."""
     free = free_bytes(directory)
     figures = [
         f"{format_mebibytes(size)} {word}" for size, word in ((free, "free"), (needed, "needed")) if size is not None

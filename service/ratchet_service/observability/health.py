@@ -51,15 +51,15 @@ class Component(BaseModel):
 
 
 class Unready(Refused):
-    """This process is not ready now (status 503). The client may try again, or use another service of the same database."""
+    """This process is not ready now (status 503). The client may try again, or use another service of the database."""
 
     code = "not-ready"
 
 
 @dataclass
 class ReconcilerHeartbeat:
-    """Records the rounds of one reconciler in memory, for its own process. Successful rounds are also visible to other processes,
-    as the modification time of ``file``. ``clock`` returns monotonic seconds."""
+    """Records the rounds of one reconciler. Other processes see the modification time of ``file``. ``clock``:
+    monotonic seconds."""
 
     file: Path
     clock: Callable[[], float] = time.monotonic
@@ -78,8 +78,8 @@ class ReconcilerHeartbeat:
         self.started_at = self.clock()
 
     def record_round(self, finishing_seconds: Collection[float] = ()) -> None:
-        """Record a successful round, and touch the marker file, at most once per ``BEAT_SECONDS``. A marker file that cannot be
-        written is ignored. ``finishing_seconds``: for each attempt being finished, the seconds so far."""
+        """Record a successful round, and sometimes touch the marker file. ``finishing_seconds``: so far, for each attempt being
+        finished."""
         self.succeeded_at, self.failures, self.finishing_seconds = self.clock(), 0, finishing_seconds
         if self._marked_at is None or self.succeeded_at - self._marked_at >= BEAT_SECONDS:
             self._marked_at = self.succeeded_at
@@ -91,8 +91,7 @@ class ReconcilerHeartbeat:
         self.failures, self.error = self.failures + 1, type(error).__name__
 
     def record_jump(self, seconds: float) -> None:
-        """Record that the wall clock has jumped by ``seconds`` (forwards if positive). From then on, readiness reports mention
-        the latest jump, to explain surprising times, as long as the reconciler is in order."""
+        """Record that the wall clock has jumped by ``seconds`` (forwards if positive), to be mentioned in readiness reports."""
         self.jump_note = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence_seconds(self) -> float:
@@ -102,8 +101,7 @@ class ReconcilerHeartbeat:
 
 @dataclass
 class CachedProbe(Generic[T]):
-    """Caches the result of a probe for ``PROBE_SECONDS``. While one caller makes the probe, concurrent callers wait for its
-    result."""
+    """Caches the result of a probe for ``PROBE_SECONDS``. Concurrent callers wait for the same probe."""
 
     clock: Callable[[], float] = time.monotonic
     _probed_at: float | None = None
@@ -111,9 +109,8 @@ class CachedProbe(Generic[T]):
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def get(self, probe: Callable[[], T]) -> T:
-        """Return the result of the latest probe, or raise its error. If there was no probe in the last ``PROBE_SECONDS``, call
-        ``probe`` first. ``Refused`` and SQLAlchemy's errors are cached as results are; other errors of ``probe`` are raised and
-        not cached."""
+        """Return the result of the latest probe, or raise its error; call ``probe`` first if that is older than
+        ``PROBE_SECONDS``."""
         with self._lock:
             now = self.clock()
             if self._probed_at is None or now - self._probed_at >= PROBE_SECONDS:
@@ -132,8 +129,7 @@ class CachedProbe(Generic[T]):
 
 @dataclass
 class Health:
-    """What this process knows about its readiness. ``stopping``: its shutdown has begun. ``heartbeat``: that of the reconciler in
-    this process; None if it runs none. ``last_code``: the code that was last passed to ``is_new_code``."""
+    """What this process knows about its readiness. ``heartbeat``: its reconciler's; None if it runs none."""
 
     stopping: bool = False
     heartbeat: ReconcilerHeartbeat | None = None
@@ -142,17 +138,14 @@ class Health:
     database: CachedProbe[None] = field(default_factory=CachedProbe)
 
     def is_new_code(self, code: str | None) -> bool:
-        """Return True if ``code`` differs from the code of the previous call, and remember ``code``. ``code``: why the process is
-        not ready; None: it is ready, which is also assumed before the first call. The caller logs only changes, since probes
-        come every few seconds."""
+        """True if ``code``, why the process is not ready (None: it is), differs from that of the previous call."""
         before, self.last_code = self.last_code, code
         return before != code
 
 
 def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Component]:
-    """Return the state of all components of this process, by name, if it is ready. Raises ``Unready`` or another ``RatchetError``
-    for the first fault that makes it unready, and SQLAlchemy's errors if the database does not answer. To check the run
-    directory, it writes to a file without a name there, at most once per ``PROBE_SECONDS``."""
+    """Return the state of all components of this process, by name, if it is ready; otherwise raise ``Unready`` or another error.
+    May write to the run directory."""
     if health.stopping:
         raise Unready("the service is shutting down: it accepts no new requests", code="shutting-down")
     health.database.get(database.ping)
@@ -166,9 +159,8 @@ def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Com
 
 
 def _check_schema(database: Database) -> str:
-    """Return a text with the database's schema revision, if it is the one of this version. Raises ``NewerSchema`` or
-    ``UnsupportedSchema`` for a revision that this version does not know, and ``Unready`` for an older one or none: the database
-    was replaced while this process was running."""
+    """Return a text with the database's schema revision. Raises ``Unready`` or another ``RatchetError`` if it is not this
+    version's."""
     with database.read() as session:
         revision = migrate.revision_of(session.connection())
     if revision == migrate.head_revision():
@@ -184,8 +176,7 @@ def _check_schema(database: Database) -> str:
 
 
 def _check_writable(home: Path) -> str:
-    """Write to a file without a name in the run directory ``home``, and return a text with its free space. Raises ``Unready`` if
-    that fails, or ``Refused`` (``disk-full``) for a full disk."""
+    """Write to a file without a name in the run directory ``home``, and return a text. Raises ``Unready`` or ``Refused``."""
     try:
         with tempfile.TemporaryFile(dir=home) as file:
             file.write(b"ready")
@@ -201,11 +192,8 @@ def _check_writable(home: Path) -> str:
 
 
 def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -> Component:
-    """Return the state of the reconciler of this process (``heartbeat``). If this process runs none, return that of another
-    process, by the marker file in the run directory. Raises ``Unready`` if this process's reconciler hangs or fails round after
-    round, or if ``MAX_CONCURRENT_FINISHES`` ends of attempts take too long; a few failed rounds, or fewer such ends, are a
-    warning. If another process's reconciler is silent, or none has ever run, that is only a warning: this process can still
-    accept requests."""
+    """Return the state of this process's reconciler, or of another's if this process runs none. Raises ``Unready`` if this
+    process's gets nothing done."""
     if heartbeat is not None:
         silence, failures = heartbeat.silence_seconds(), heartbeat.failures
         if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):

@@ -1,8 +1,5 @@
-"""Log records as readable text or as one JSON object per line. Fields such as the job's id come from a context variable.
-
-Both formats hide Ratchet's tokens, recognised by their form, the word after "Bearer", passwords in URLs, and the texts that are
-passed to ``configure``, such as the database's password. Other secrets in a message are not recognised.
-"""
+"""Log records as readable text or as one JSON object per line, with tokens and passwords hidden as far as they are recognised.
+Fields such as the job's id come from a context variable."""
 
 from __future__ import annotations
 
@@ -29,8 +26,7 @@ _HIDDEN: Final = "***"
 
 @contextmanager
 def log_fields(**fields: Any) -> Iterator[None]:
-    """Add ``fields`` to the log records that this thread or task makes within the block, in addition to those of outer blocks.
-    The JSON format logs those whose names are in ``FIELDS``; the text format logs none."""
+    """Add ``fields`` to the log records of this thread or task within the block. The JSON format logs those in ``FIELDS``."""
     token = _context_fields.set({**_context_fields.get(), **fields})
     try:
         yield
@@ -39,17 +35,14 @@ def log_fields(**fields: Any) -> Iterator[None]:
 
 
 def add_log_fields(**fields: Any) -> None:
-    """Add ``fields`` to the log records that this task makes from now on; a request is one task. Called in a worker thread, it
-    affects only the records that are made in that call of the thread. None values are left out. As in ``log_fields``, only names
-    in ``FIELDS`` are logged, and only in the JSON format."""
+    """Add ``fields`` to the log records that this task makes from now on. The JSON format logs those in ``FIELDS``."""
     _context_fields.set(
         {**_context_fields.get(), **{name: value for name, value in fields.items() if value is not None}}
     )
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of ``record`` by name, in the order of ``FIELDS``: those of the context, and those of its log call, which
-    take precedence."""
+    """Return the fields of ``record`` by name, from the context and from its log call, which takes precedence."""
     found = dict(_context_fields.get())
     found.update({name: getattr(record, name) for name in FIELDS if hasattr(record, name)})
     return {name: found[name] for name in FIELDS if name in found}
@@ -67,9 +60,7 @@ class Text(logging.Formatter):
 
 
 class Json(logging.Formatter):
-    """Formats each record as one JSON object on a line: time (UTC, RFC 3339), level, logger, message, the known ones of
-    ``FIELDS``, the traceback of an exception, and the stack if the log call requested it. Secrets are hidden in message,
-    traceback and stack, not in fields."""
+    """Formats each record as one JSON object on a line. Secrets are hidden in message, traceback and stack, not in fields."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__()
@@ -92,8 +83,7 @@ class Json(logging.Formatter):
 
 
 class Hide:
-    """Replaces secrets in a text with ``***``: ``secrets``, passwords in URLs, the word after "Bearer", and Ratchet's tokens by
-    their form. The prefix of a token (``rt_`` and an id) stays."""
+    """Replaces secrets in a text with ``***``: ``secrets``, passwords in URLs, the word after "Bearer", and Ratchet's tokens."""
 
     def __init__(self, secrets: Iterable[str]) -> None:
         self._secrets = sorted({secret for secret in secrets if secret}, key=len, reverse=True)
@@ -107,9 +97,8 @@ class Hide:
 
 
 def configure(level: str, log_format: LogFormat, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
-    """Send the log records of all loggers, and Python's warnings, to ``stream`` (None: standard error), as text or JSON lines
-    (``log_format``). The root logger's earlier handlers are removed. ``level``: the lowest level that is logged; of Alembic and
-    httpx only warnings and errors are logged. ``secrets``: texts that are hidden, in addition to tokens and passwords in URLs."""
+    """Send the log records of all loggers, and Python's warnings, to ``stream`` (None: standard error). Removes the root logger's
+    earlier handlers. ``secrets``: more texts to hide."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Json(secrets) if log_format == "json" else Text(secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,11 +1,5 @@
-"""Prometheus metrics of one process, in a registry of its own, so that two apps in one process do not mix.
-
-Ends of attempts, new checkpoints and replay differences that this process stores are counted once, at the commit; requests,
-reports and rounds are counted as they happen. The state of all jobs, whichever process changed it, is queried from the database
-at each scrape, using indexes. Ended jobs, whose number only grows with the table, are counted at most once a minute; the scrape
-that starts a new count returns the old numbers, unless these are older than two minutes. No label contains a job's id, an owner,
-or another value that users choose.
-"""
+"""Prometheus metrics of one process, in a registry of its own. The state of all jobs is queried from the database for scrapes. No
+label contains a job's id or an owner."""
 
 from __future__ import annotations
 
@@ -121,8 +115,7 @@ class Instruments:
         build.labels(RATCHET_VERSION, str(PROTOCOL_VERSION)).set(1)
 
     def observe_request(self, method: str, route: str, status: int, seconds: float) -> None:
-        """Count a request and its seconds until the first byte of the answer. ``route`` is the template of the path, never the
-        path itself: ids must not become label values."""
+        """Count a request and its seconds until the answer's first byte. ``route``: the path's template, without ids."""
         self._requests.labels(method, route, str(status)).inc()
         self._request_seconds.labels(method, route).observe(seconds)
 
@@ -138,10 +131,8 @@ class Instruments:
 
     @contextmanager
     def count_report(self) -> Iterator[None]:
-        """Count the agent's report that the block handles, by its result. ``stored``: the block succeeded; ``stale``: the attempt
-        has ended or is not the job's newest one; ``refused``: another ``RatchetError``, for example invalid content; ``failed``:
-        any other error of the service, and the agent retries. Errors are raised again. The report must already have passed
-        ``Gate.authenticate_agent``."""
+        """Count the agent's report that the block handles, by its result: ``stored``, ``stale``, ``refused`` or ``failed``.
+        Errors are raised again."""
         try:
             yield
         except RatchetError as error:
@@ -158,8 +149,8 @@ class Instruments:
 
     @contextmanager
     def count_commits(self, database: Database) -> Iterator[None]:
-        """Within the block, count what this process commits through ``database``: attempts that end (with their lost and compared
-        steps), new checkpoints (size and seconds), and replay differences. Transactions that are rolled back count nothing."""
+        """Within the block, count what this process commits through ``database``: ended attempts, new checkpoints and replay
+        differences."""
         listeners = (
             ("after_flush", self._collect_rows),
             ("after_commit", self._count_committed),
@@ -203,8 +194,8 @@ class Instruments:
                         instrument.observe(seconds)
 
     def render(self, database: Database) -> bytes:
-        """Return all metrics of this process in Prometheus' text format, with the counts of jobs queried from ``database``. The
-        counts of ended jobs may be up to two minutes old, the other counts are those of now. Raises SQLAlchemy's errors."""
+        """Return all metrics of this process in Prometheus' text format. Some counts may be minutes old. Raises SQLAlchemy's
+        errors."""
         with database.read() as session:
             self._count_jobs(session, database)
             self._measure_queue(session, database)
@@ -215,9 +206,7 @@ class Instruments:
         return generate_latest(self._registry)
 
     def _count_jobs(self, session: Session, database: Database) -> None:
-        """Set the number of jobs by phase. Jobs that have not ended are counted now. The count of ended jobs may be up to two
-        minutes old: if it is older than a minute, a thread counts again for the next scrape; if it is older than two, this call
-        counts."""
+        """Set the number of jobs by phase. The count of ended jobs may be up to two minutes old."""
         age = None if self._ended_counted_at is None else self._clock() - self._ended_counted_at
         if age is None or age >= _MAX_AGE_SECONDS:
             self._count_ended(session)
@@ -229,9 +218,7 @@ class Instruments:
             self._jobs.labels(phase.value).set(number)
 
     def _count_in_background(self, database: Database) -> None:
-        """Count ended jobs, and release the lock that the caller has acquired. It runs on a thread of its own: with a million
-        jobs a count takes 0.1 s, which no scrape needs to wait for. A failure is logged, and a later scrape starts a new
-        count."""
+        """Count ended jobs, and release the lock that the caller has acquired. A failure is logged."""
         try:
             with database.read() as session:
                 self._count_ended(session)
@@ -246,9 +233,7 @@ class Instruments:
         self._ended_jobs, self._ended_counted_at = _count_by_phase(session, _ENDED_PHASES), now
 
     def _measure_queue(self, session: Session, database: Database) -> None:
-        """Set, for each reason to wait, the number of queued jobs, and the longest time in seconds since the row of one of these
-        jobs last changed. Reasons that no job has now are removed. A reason that is not in ``_REASONS`` is counted as "other", a
-        missing one as "none"."""
+        """Set, for each reason to wait, the number of queued jobs, and the longest seconds since such a row changed."""
         query = sa.select(Job.reason, sa.func.count(), sa.func.min(Job.updated_at)).where(Job.phase == JobPhase.QUEUED)
         found: dict[str, tuple[int, float]] = {}
         now = database.clock.now()

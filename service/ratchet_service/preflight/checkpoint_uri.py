@@ -1,9 +1,4 @@
-"""Pre-flight of ``checkpoint.uri``: the store exists, accepts writes, and refuses a second writer. It has a deadline, since a
-request waits for the result.
-
-A store is refused if the service itself has no access: the service deletes, fetches and forks what is stored there, and a job
-whose checkpoints cannot be written would otherwise find that out on a GPU.
-"""
+"""Pre-flight of ``checkpoint.uri``: the store exists, accepts writes from the service, and refuses a second writer."""
 
 from __future__ import annotations
 
@@ -31,9 +26,8 @@ class _Fault(NamedTuple):
 
 
 def check(spec: JobSpec, report: Report, seconds: float = TIMEOUT_SECONDS) -> None:
-    """Add to ``report`` the fault of the object store ``checkpoint.uri``, if the spec has one. The check writes a small object
-    below the prefix twice, where the second write must fail, and deletes it. It blocks for at most ``seconds``; a store that does
-    not answer by then is a fault."""
+    """Add to ``report`` the fault of the object store ``checkpoint.uri``, if any. Writes a small object there. Blocks for at most
+    ``seconds``."""
     uri = spec.checkpoint.uri
     if uri is None:
         return
@@ -56,9 +50,8 @@ def _find_fault(uri: str) -> _Fault | None:
 
 
 def _probe(store: ObjectStore, name: str) -> _Fault | None:
-    """Write the object ``name`` twice with the condition that it does not exist yet, and delete it. Return None if the store
-    accepts the first write and refuses the second, else a fault. Raises ``CheckpointError`` if the store cannot be reached or
-    denies access."""
+    """Write the object ``name`` twice if absent, and delete it. Return a fault unless only the first write succeeds. Raises
+    ``CheckpointError``."""
     first = store.put_if_absent(name, b"Ratchet looks whether a second writer is refused; delete this.\n")
     second = store.put_if_absent(name, b"a second writer")
     store.delete([name])
@@ -73,8 +66,7 @@ def _probe(store: ObjectStore, name: str) -> _Fault | None:
 
 
 def _with_deadline(seconds: float, probe: Callable[[], _Fault | None], timeout_fault: _Fault) -> _Fault | None:
-    """Run ``probe`` on a thread of its own and return its result; return ``timeout_fault`` if there is none after ``seconds``. In
-    that case the thread continues to its own end, and its result is ignored. Raises what ``probe`` raises in time."""
+    """Run ``probe`` on a thread and return its result, or ``timeout_fault`` if there is none after ``seconds``."""
     answer: Future[_Fault | None] = Future()
 
     def run() -> None:

@@ -1,15 +1,5 @@
-"""What the source of a task's module proves about its entrypoint. It is parsed with ``ast``; no user code is imported.
-
-Only what is certain is a fault: a name that nothing in the module binds, a plain class without the methods of a task, arguments
-that its constructor does not take. Where something may make the difference that the source does not show, such as a star import,
-a decorator or a base class, the first attempt finds out, and ends the job at once if it is wrong.
-
-``parse`` makes a syntax tree without interference from other threads. CPython 3.11 has one counter for the depth of the tree
-under construction, shared by all threads: if another thread makes a tree meanwhile, either may end with
-``SystemError: AST constructor recursion depth mismatch`` (github.com/python/cpython/issues/106905 has its kind). Such threads are
-other callers of ``parse``, and any that format a traceback. They can run in the middle of a tree only where the garbage collector
-runs Python code, so it is disabled meanwhile.
-"""
+"""What the source of a task's module proves about its entrypoint; no user code is imported. Only what is certain is a fault:
+where a base class or a decorator may make a difference, for example, the first attempt finds out."""
 
 from __future__ import annotations
 
@@ -27,9 +17,12 @@ _PARSE_LOCK: Final = threading.Lock()
 
 
 def parse(source: bytes, name: str = "<source>") -> ast.Module:
-    """Return the syntax tree of ``source``. One call runs at a time, with the garbage collector disabled. Raises ``SyntaxError``
-    and ``ValueError``, and ``RecursionError`` or ``MemoryError`` for source that is nested too deeply."""
+    """Return the syntax tree of ``source``. Raises ``SyntaxError`` and ``ValueError``; ``RecursionError`` or ``MemoryError`` if
+    it is nested too deeply."""
     with _PARSE_LOCK:
+        # CPython 3.11 has one depth counter for all trees under construction: if another thread makes a tree meanwhile, either
+        # may end with "SystemError: AST constructor recursion depth mismatch" (as in github.com/python/cpython/issues/106905).
+        # Threads can interleave only where the garbage collector runs Python code.
         collected = gc.isenabled()
         gc.disable()
         try:
@@ -47,8 +40,8 @@ _ADVICE: Final = "see `python -m pydoc ratchet_worker.task` for what a task need
 
 
 def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProblem | None:
-    """Return the first certain fault of ``task`` that its module's ``source`` shows; None if there is none, or if the source
-    cannot be parsed here. ``package``: the module is an ``__init__.py``, whose submodules may be attributes too."""
+    """Return the first certain fault of ``task`` that its module's ``source`` shows; otherwise None. ``package``: the module is
+    an ``__init__.py``."""
     try:
         return _check(parse(source), task, package)
     except (SyntaxError, ValueError):  # perhaps newer syntax than this Python's; the job's interpreter has parsed it
@@ -77,8 +70,7 @@ def _check(tree: ast.Module, task: TaskSpec, package: bool) -> FieldProblem | No
 
 
 def _bindings(body: Sequence[ast.stmt]) -> dict[str, list[ast.AST]]:
-    """Return every name that the statements bind, each with the nodes that bind it. The bodies of functions and classes are not
-    entered."""
+    """Return every name that the statements bind, outside functions and classes, each with the nodes that bind it."""
     out: dict[str, list[ast.AST]] = {}
     for node in _statements(body):
         for name in _bound_names(node):
@@ -109,13 +101,12 @@ def _bound_names(node: ast.AST) -> Iterator[str]:
 
 
 def _assigned_attributes(tree: ast.AST) -> set[str]:
-    """Return the names of all attributes that are assigned anywhere in the module: of ``self``, of a class, or of another
-    object."""
+    """Return the names of all attributes that are assigned anywhere in the module, of any object."""
     return {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}
 
 
 def _may_bind_unseen_names(tree: ast.AST, bound: Mapping[str, object]) -> bool:
-    """Return True if the module may have names that its source does not show. ``bound``: the names that it does show."""
+    """True if the module may have names that its source does not show. ``bound``: those that it does show."""
     if "*" in bound or "__getattr__" in bound:
         return True
     return any(
@@ -128,8 +119,7 @@ def _may_bind_unseen_names(tree: ast.AST, bound: Mapping[str, object]) -> bool:
 
 
 def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]]) -> FieldProblem:
-    """Return the problem for an entrypoint that the module does not have. Its text has the names of the module's classes (at most
-    20), and the most similar of them, if there is one."""
+    """Return the problem for an entrypoint that the module does not have; its text lists classes of the module."""
     classes = [n for n, nodes in bound.items() if any(isinstance(node, ast.ClassDef) for node in nodes)]
     held = f"its classes are {', '.join(classes[:20])}" if classes else "it defines no class"
     text = f"module {module!r} has no {name!r}{suggestion(name, classes)}; {held}"
@@ -137,10 +127,8 @@ def _missing_problem(module: str, name: str, bound: Mapping[str, list[ast.AST]])
 
 
 def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> FieldProblem | None:
-    """Return the fault of the class ``node`` if it certainly is no task (it lacks ``build`` or ``loss``, or it has the method
-    ``evaluation`` and lacks ``evaluate``) or does not take the task's arguments. None if it has no fault, or if that is
-    uncertain, for example because of a base class, a decorator or ``__getattr__``. ``assigned``: names of the attributes that are
-    assigned anywhere in the module; they count as present in the class, since a task's ``loss`` may be assigned."""
+    """Return the fault of the class ``node`` if it certainly does not fit the task; otherwise None. ``assigned``: attributes that
+    the module assigns."""
     plain = all(isinstance(base, ast.Name) and base.id == "object" for base in node.bases)
     if node.decorator_list or node.keywords or not plain:
         return None
@@ -165,9 +153,8 @@ def _check_class(node: ast.ClassDef, task: TaskSpec, assigned: Set[str]) -> Fiel
 
 
 def _check_arguments(signature: ast.arguments, skip: int, task: TaskSpec) -> FieldProblem | None:
-    """Return the problem if the task's arguments do not fit a function's ``signature``: an unknown argument, or a missing
-    required one. None if they fit, or if that is uncertain. ``skip``: number of leading parameters that Python fills in
-    (``self``)."""
+    """Return the problem if the task's arguments certainly do not fit ``signature``. ``skip``: number of leading parameters such
+    as ``self``."""
     places = signature.posonlyargs + signature.args
     if len(places) < skip or signature.posonlyargs[skip:]:
         return None

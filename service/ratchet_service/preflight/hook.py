@@ -1,9 +1,5 @@
-"""Pre-flight of a spec's hook against wrapper, back end, device and number of ranks: a table of rules, and the registry's
-warnings. Also imports a hook of the user's own, in another process, and computes how large the hook's state will be.
-
-Other checks of a hook are elsewhere. ``ratchet_contract.spec.parse`` refuses what needs no machine, such as DDP options that
-exclude each other. The ranks refuse, before the first step, what only the model shows, such as sparse gradients.
-"""
+"""Pre-flight of a spec's hook against wrapper, back end, device and number of ranks. A hook of the user's own is imported in
+another process."""
 
 from __future__ import annotations
 
@@ -31,8 +27,8 @@ _CLOUD_ADVICE: Final = (
 
 @dataclass(frozen=True)
 class Rule:
-    """A warning, or with ``refused`` a problem, that is reported if ``applies`` returns True. ``detail`` is its text, in which
-    ``{hook}``, ``{wrapper}``, ``{backend}``, ``{device}`` and ``{ranks}`` are replaced."""
+    """A warning, or with ``refused`` a problem, that is reported if ``applies`` returns True. ``detail``: its text, with
+    placeholders."""
 
     code: str
     pointer: str
@@ -124,14 +120,12 @@ RULES: Final = (
 
 
 def _loses_precision(spec: JobSpec) -> bool:
-    """Return True if the hook changes the gradients' values even with a single rank: under a wrapper, or by a cast, quantization
-    or low-rank approximation. False for a custom hook without a wrapper, whose effect is unknown."""
+    """True if the hook changes the gradients' values even with a single rank, as far as is known."""
     return spec.hook.wrapper is not None or spec.hook.name not in ("allreduce", "post_localSGD", "noop", "custom")
 
 
 def _all_in_one_subgroup(spec: JobSpec) -> bool:
-    """Return True if post_localSGD averages gradients within subgroups, but all ranks are in one subgroup. False for a single
-    rank."""
+    """True if post_localSGD averages gradients within subgroups, but all of several ranks are in one subgroup."""
     hook, world = spec.hook, spec.world
     if not isinstance(hook, PostLocalSGDSpec) or not hook.post_local_gradient_allreduce:
         return False
@@ -142,8 +136,7 @@ _RULE_WARNINGS: Final = frozenset({("/hook", "hook-caution"), *((rule.pointer, r
 
 
 def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Add to ``report`` a warning or problem for every rule of ``RULES`` that applies to ``spec`` and what was ``resolved`` for
-    it, and a warning for every caution of the hook's registry entry that applies."""
+    """Add to ``report`` what applies to ``spec`` and ``resolved``, of the rules and of the hook's cautions."""
     words = {
         "hook": spec.hook.name,
         "wrapper": spec.hook.wrapper,
@@ -161,17 +154,14 @@ def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
 
 
 def recheck_for_world(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Repeat ``check`` for another number of ranks. The warnings of an earlier ``check`` are removed from ``report``; then the
-    warnings and problems that apply now are added."""
+    """Repeat ``check`` for another number of ranks: new warnings and problems replace the warnings of an earlier one."""
     report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in _RULE_WARNINGS]
     check(spec, resolved, report)
 
 
 def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Probe) -> Report:
-    """Return the warnings and problems of ``spec``, a stored job's spec with another hook. The hook is checked against
-    ``resolved``, what was decided for the job. If the job's script can be read here, it must have a Session to apply the hook. If
-    that shows no problem, a hook of the user's own is also checked by ``check_custom_hook``. ``machine``: that of the job's
-    ranks."""
+    """Return the warnings and problems of ``spec``, a stored job's spec with another hook. ``resolved``: what was decided for the
+    job."""
     report = Report()
     check(spec, resolved, report)
     if (main_file := unmanaged_script.read_main_file(spec)) is not None:
@@ -182,9 +172,7 @@ def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, prob
 
 
 def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:
-    """Import a hook of the user's own with the job's interpreter, and add its faults to ``report``. If the job trains on another
-    machine, only a warning is added, since users' code must not run on this machine then. Likewise if the interpreter takes too
-    long to import torch. Other hooks are not checked."""
+    """Import a hook of the user's own with the job's interpreter, and add its faults, or a warning, to ``report``."""
     if not isinstance(spec.hook, CustomSpec):
         return
     if machine.is_this_machine and machine.runs_jobs:
@@ -200,9 +188,7 @@ def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Rep
 
 
 def state_bytes(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
-    """Return the bytes that the hook's state will hold on each rank. If they depend on the shapes of the model's parameters, the
-    task is queried for the shapes in a separate process. Return None if they depend on shapes that are not known, as for a script
-    or a job that runs on another machine. Also return None for a custom hook with a state."""
+    """Return the bytes that the hook's state will hold on each rank; None if unknown. May query the task in a process."""
     if not needs_shapes(spec.hook):
         return hook_memory(spec.hook, ())
     shapes = probe.shapes() if machine.is_this_machine and machine.runs_jobs else None

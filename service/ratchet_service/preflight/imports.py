@@ -1,10 +1,5 @@
-"""Pre-flight of the packages that a job's code imports, by its source: those that its interpreter lacks are reported before the
-job starts.
-
-Only an import that certainly runs forbids the job: a statement at the top level of the script or the task's module, or of a
-module in the code directory that such a statement imports. Otherwise (in a function or a condition, or if the code changes
-``sys.path``) it is a warning. Within ``try`` the code itself handles it.
-"""
+"""Pre-flight of the packages that a job's code imports, by its source. Only an import that certainly runs forbids the job, such
+as one at the top level of the script; otherwise a missing package is a warning."""
 
 from __future__ import annotations
 
@@ -32,10 +27,8 @@ _OWN_PATHS: Final = (b"sys.path", b"sys.modules", b"meta_path", b"path_hooks", b
 
 @dataclass
 class Imported:
-    """The top-level modules that a job's code imports and that are not part of the code, each with the place of an import.
-    ``certain``: the import runs in any case; ``conditional``: it is within another statement (a function, a condition, ``with``),
-    or in a module that is imported there, or the code changes ``sys.path`` or the like. Imports that may fail without harm, such
-    as those within ``try``, are left out."""
+    """The top-level modules that a job's code imports and that are not part of the code, with places. ``certain``: the import
+    runs in any case; ``conditional``: it may run."""
 
     certain: dict[str, str] = field(default_factory=dict)
     conditional: dict[str, str] = field(default_factory=dict)
@@ -49,8 +42,7 @@ class Imported:
 
 
 def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Imported:
-    """Return what the job's code imports, found by reading its source with the rights of the sandbox's user; nothing is imported.
-    Empty for a spec without code. ``path``: the directories of the spec's own PYTHONPATH."""
+    """Return what the job's code imports, by its source. ``path``: the directories of the spec's own PYTHONPATH."""
     if spec.code is None:
         return Imported()
     code = Path(spec.code.path)
@@ -65,10 +57,8 @@ def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Im
 
 
 def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
-    """Return the imports of the files ``entry`` and of all modules in the directory ``code`` that they import, directly or
-    indirectly. ``roots``: directories in which modules are searched. Files that cannot be read or parsed, or that are larger than
-    ``_MAX_BYTES``, are left out, and at most ``_MAX_FILES`` files are read. If the code changes where modules are searched
-    (``sys.path`` and the like), all imports count as conditional."""
+    """Return the imports of the files ``entry`` and of the modules in ``code`` that they import, also indirectly. ``roots``:
+    where modules are searched."""
     out, seen, own_paths = Imported(), dict[Path, bool](), False
     pending = [(file, True) for file in entry]
     while pending and len(seen) < _MAX_FILES:
@@ -104,10 +94,8 @@ def _is_local(name: str, roots: Sequence[Path]) -> bool:
 
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
-    """Add to ``report`` the packages that the code imports and the interpreter ``python`` lacks. If imports that certainly run
-    need any of them, these are one problem; otherwise the packages of conditional imports are one warning. ``missing``: what the
-    interpreter did not find, by its own answer; names that are not in ``packages.names`` are ignored. A module of the user's that
-    has the name of Ratchet's own package is a warning, too."""
+    """Add to ``report`` the packages that the code imports and ``python`` lacks. ``missing``: what the interpreter
+    did not find."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow

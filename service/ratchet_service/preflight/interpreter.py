@@ -32,15 +32,8 @@ def check(
     report: Report,
     sandbox: Sandbox = NO_SANDBOX,
 ) -> tuple[str, Findings]:
-    """Return the path of the interpreter for the ranks (the spec's, else the machine's), and what it reports about itself and
-    the task's module. Warnings and problems are added to ``report``. If the interpreter itself is in order, they include those of
-    the entrypoint, if the code can be inspected (``code_ok``), and then also those of missing packages, if this machine runs the
-    job and the spec names no image.
-
-    If the interpreter is not found or cannot be queried, ``error`` of the findings is set. If the spec names an interpreter and
-    jobs run on nodes elsewhere, it must exist here too, but it is not queried and is assumed to have torch; a warning says so.
-    ``sandbox``: the user and limits for inspections.
-    """
+    """Return the path of the interpreter for the ranks, and what it reports about itself and the task's module. Warnings and
+    problems are added to ``report``. ``code_ok``: the code can be inspected. ``sandbox``: user and limits for inspections."""
     given = spec.python or machine.python
     path = find_interpreter(given) if Path(given).is_absolute() else None
     if path is None:
@@ -81,7 +74,7 @@ def check(
 
 
 def python_path(spec: JobSpec) -> tuple[str, ...]:
-    """Return the directories in the spec's own PYTHONPATH. A relative one is taken relative to the directory of the code."""
+    """Return the directories in the spec's own PYTHONPATH; relative ones start at the directory of the code."""
     entries = [entry for entry in spec.env.get("PYTHONPATH", "").split(os.pathsep) if entry]
     root = Path(spec.code.path) if spec.code is not None else None
     return tuple(str(root / entry) if root is not None else entry for entry in entries)
@@ -99,9 +92,8 @@ def _python_not_found_text(python: str) -> str:
 
 
 def _check_entrypoint(task: TaskSpec, origin: Path, sandbox: Sandbox, report: Report) -> None:
-    """Add to ``report`` the fault of the task's entrypoint that its source file ``origin`` shows. The interpreter, which may be
-    the submitter's own, has reported this path: so the file is read with the rights of the sandbox's user, and only if it is a
-    regular file of at most ``_MAX_SOURCE_BYTES``. A file that is not read is not reported."""
+    """Add to ``report`` the fault of the task's entrypoint that its source ``origin`` shows, if the sandbox's user
+    may read it."""
     try:
         with as_user(sandbox.user):
             fd = os.open(origin, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)

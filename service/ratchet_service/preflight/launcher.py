@@ -1,5 +1,4 @@
-"""Pre-flight of a spec's launcher: whether the service has it, whether it can do what the spec requests, and which GPUs and cores
-the job has there."""
+"""Pre-flight of a spec's launcher: whether the service has it, and whether it can do what the spec requests."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ _UNCHECKED_KEYS: Final = frozenset(
 def check(
     spec: JobSpec, launchers: Mapping[str, Launcher], report: Report, faulty_keys: frozenset[str] = frozenset()
 ) -> None:
-    """Add to ``report`` what the spec's launcher refuses and warns about. If the service does not have the launcher, only that is
-    added. ``faulty_keys``: keys of the spec that have a fault. Checks that depend on one of them are left out; the launcher's own
-    check runs only if all of them are in ``_UNCHECKED_KEYS``."""
+    """Add to ``report`` what the spec's launcher refuses and warns about. ``faulty_keys``: keys with a fault, on which no check
+    may depend."""
     if "launcher" in faulty_keys:
         return
     launcher = launchers.get(spec.launcher.kind)
@@ -59,9 +57,7 @@ def check(
 
 
 def machine_of(spec: JobSpec, machine: Machine, launcher: Launcher | None) -> Machine:
-    """Return the machine that the job trains on. For a launcher whose slots Ratchet manages, or None, it is ``machine``. For an
-    engine it is a copy with the GPUs and cores that the spec requests and ``runs_jobs`` False. If the engine's nodes do not have
-    this machine's files, ``is_this_machine`` is also False, and ``python`` is ``NODE_PYTHON``."""
+    """Return the machine that the job trains on: ``machine``, or for an engine a copy with what the spec requests."""
     if launcher is None or launcher.slots:
         return machine
     ranks = spec.world.ranks_per_node

@@ -1,9 +1,5 @@
-"""Checks a job spec against this machine and resolves every ``auto``: once per job, at submission. Another number of ranks
-changes only the number of threads (``resize``).
-
-What cannot work is a problem with a JSON pointer, and the job is refused; what is legal but without effect or risky is a warning.
-This process imports neither user code nor torch.
-"""
+"""Checks a job spec against this machine and resolves every ``auto``, at submission. What cannot work is a problem, what is risky
+or without effect a warning. This process imports neither user code nor torch."""
 
 from __future__ import annotations
 
@@ -49,20 +45,12 @@ def resolve(
     faulty_keys: frozenset[str] = frozenset(),
     allowed: Allowed = allow_all,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-    """Return every ``auto`` of ``spec`` decided for ``machine``, the warnings, and the problems that forbid the job; if there are
-    problems, ignore the other two. Independent problems are reported together. Checks that need a faulty part are left out, such
-    as those of script, entrypoint and packages without usable code, and the import of a user's own hook if anything that it needs
-    is wrong. Whether the service may read the paths in ``spec`` is not checked here: the caller does that before
-    (``paths.Roots.check``).
+    """Return every ``auto`` of ``spec`` decided for ``machine``, the warnings, and the problems that forbid the job. May block on
+    processes and on the object store. The caller checks allowed paths (``paths.Roots.check``).
 
-    Blocks while it queries the interpreter in a process, imports such a hook in another, and writes to the object store
-    ``checkpoint.uri``.
-
-    ``launchers``: those of the service; None: ``machine`` is used, whatever the spec's launcher is. ``environ``: what the
-    launcher's environment will be (for secrets); None: this process's. ``code_digest`` of the result is not set: the snapshot
-    sets it. ``hook_seconds``: time limit in seconds for the import of a user's own hook; ``sandbox``: the user and limits for the
-    processes that inspect the code and the interpreter. ``faulty_keys``: keys of the spec that have their defaults because of a
-    fault; what depends on one is not checked. ``allowed``: returns whether the snapshot may read a real path within the code.
+    ``launchers``: None: ``machine`` is used. ``environ``: the launcher's environment; None: this process's. ``hook_seconds``:
+    time limit for importing a user's own hook. ``faulty_keys``: keys of the spec whose checks are left out. ``allowed``: whether
+    the snapshot may read a path.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -122,13 +110,7 @@ def resize(
     launchers: Mapping[str, Launcher] | None = None,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Check ``spec``, a job's spec with another number of ranks, and return the new decisions, all warnings, and the problems.
-    ``resolved`` and ``warnings``: the job's decisions and warnings so far; ``machine``: that of its ranks; ``launchers`` None:
-    the launcher is not checked. A warning of the launcher's check replaces an earlier one with the same pointer and code.
-
-    Device, back end, interpreter and code stay as they are, whatever has become of the machine, the user's directory or the
-    environment: a change of them would be one more difference. Threads per rank are decided again, since they are a share of the
-    cores; a number that the spec itself specifies is kept.
-    """
+    Only the number of threads is decided again. ``resolved``, ``warnings``: the job's so far."""
     report = Report()
     if launchers is not None:
         launcher.check(spec, launchers, report)
@@ -141,6 +123,7 @@ def resize(
         if gpus == 0:
             text = "the job runs on CUDA, and this machine has no GPU: `ratchet fork JOB --set world.device=cpu`"
         report.refuse("/world/ranks_per_node", "too-few-gpus", text)
+    # the rest stays, whatever has become of machine or environment: a change would be one more difference
     changed = resolved.model_copy(update={"threads_per_rank": _threads(spec, machine, resolved.device)})
     hook.recheck_for_world(spec, changed, report)
     _warn_about_world(spec, changed, machine, report)
@@ -148,8 +131,7 @@ def resize(
 
 
 def code_path(spec: JobSpec) -> list[str]:
-    """Return the directories that the ranks search first for modules: a script's own directory, that of the code, then those of
-    the spec's own PYTHONPATH."""
+    """Return the directories that the ranks search first for modules, such as that of the code."""
     if spec.code is None:
         return [*interpreter.python_path(spec)]
     script = [str((Path(spec.code.path) / spec.script[0]).parent)] if spec.script is not None else []
@@ -157,8 +139,7 @@ def code_path(spec: JobSpec) -> list[str]:
 
 
 def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) -> None:
-    """Add to ``report``, as problems, the secrets with ``from_env`` whose environment variable is not set in ``environ``, or is
-    reserved for the service. Secrets with ``from_secret`` are not checked."""
+    """Add to ``report``, as problems, the secrets whose variable (``from_env``) is not set in ``environ`` or reserved."""
     kept = withheld_names(environ)
     for name, secret in spec.secrets.items():
         if secret.from_env is None:
@@ -174,9 +155,7 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
 
 
 def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Allowed = allow_all) -> bool:
-    """Check the directory of the code. Return True if the code can be inspected here, or if the spec has none. If a snapshot has
-    yet to be made, warnings about ignored and large files are then added to ``report``. Return False if only the nodes have the
-    code, or if there is a problem, which is added to ``report``."""
+    """Return True if the code can be inspected here, or if the spec has none. Problems are added to ``report``."""
     if spec.code is None:
         return True
     if spec.code.source == "nodes":
@@ -197,17 +176,15 @@ def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Al
 
 
 def _check_code_of_nodes(path: str, report: Report) -> bool:
-    """Add a problem to ``report`` if the path is not absolute. Return False in any case: only the nodes can inspect their
-    directory."""
+    """Add a problem to ``report`` if the path is not absolute. Return False: only the nodes can inspect their directory."""
     if not Path(path).is_absolute():
         report.refuse("/code/path", "relative-path", f"{path!r} must be absolute: it is a directory on the nodes")
     return False
 
 
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
-    """Add a problem to ``report`` for a script that does not exist, or cannot be read or parsed. For a script without a Session,
-    add the warnings and problems that this causes. ``version``: that of the ranks' interpreter; if it is newer than this
-    process's, a syntax error is not reported, since the script's syntax may be newer too."""
+    """Add a problem to ``report`` for a script that is missing, unreadable or certainly wrong. ``version``: that of the ranks'
+    interpreter."""
     if spec.code is None or spec.script is None:
         return
     script = Path(spec.code.path) / spec.script[0]
@@ -232,8 +209,7 @@ def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> No
 
 
 def _syntax_fault(source: bytes, name: str) -> str | None:
-    """Return the syntax error of the source as a text with its line; None if there is none, or if the source is nested too deeply
-    to be parsed here."""
+    """Return the syntax error of the source as a text with its line; None if none is found."""
     try:
         entrypoint.parse(source, name)
     except (SyntaxError, ValueError) as error:
@@ -247,8 +223,7 @@ def _syntax_fault(source: bytes, name: str) -> str | None:
 def _device_and_backend(
     spec: JobSpec, machine: Machine, python: str, findings: Findings, report: Report
 ) -> tuple[str, str]:
-    """Return the device (``cuda`` or ``cpu``) and the back end (as ``ddp.backend``), with every ``auto`` decided. A combination
-    that cannot work on ``machine``, or with the torch that ``findings`` reports for ``python``, is added to ``report`` as a
+    """Return device and back end, with every ``auto`` decided. A combination that cannot work is added to ``report`` as a
     problem."""
     ranks, gpus = spec.world.ranks_per_node, len(machine.gpus)
     device = spec.world.device
@@ -280,12 +255,9 @@ def _device_and_backend(
 
 
 def _threads(spec: JobSpec, machine: Machine, device: str) -> int:
-    """Return the number of threads per rank: OMP_NUM_THREADS if the spec sets it, else ``cpus_per_rank``, else an even share of
-    the cores.
-
-    The job keeps the number (unless ``resize`` changes its ranks): another number of threads gives other bits on the CPU. On CUDA
-    the share is per GPU of the machine, so that CPU slots are left for jobs on other GPUs.
-    """
+    """Return the number of threads per rank: the spec's OMP_NUM_THREADS or ``cpus_per_rank``, or a share of the cores."""
+    # The job keeps the number: another one gives other bits on the CPU. On CUDA the share is per GPU of the machine, so that
+    # slots are left for jobs on other GPUs.
     given = spec.env.get("OMP_NUM_THREADS")
     if given is not None:
         return int(given)

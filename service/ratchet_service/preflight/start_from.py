@@ -19,13 +19,12 @@ _MAGIC: Final = (b"PK\x03\x04", b"\x80")
 
 
 def check(spec: JobSpec, report: Report) -> None:
-    """Add to ``report`` the problems with ``start_from`` that can be detected without torch: a relative path, a missing or
-    unreadable file, a file of another format than its name indicates, ``optimizer`` with a safetensors file, which has no
-    optimizer's state, and a script without a Session, which cannot use the file. The caller must have checked the script before:
-    its warnings in ``report`` show whether it has a Session."""
+    """Add to ``report`` the problems with ``start_from`` that can be detected without torch. The script must have been checked
+    into ``report`` before."""
     start = spec.start_from
     if start is None:
         return
+    # the check of the script gives this warning if it has no Session
     if unmanaged_script.WARNING in {w.code for w in report.warnings}:
         text = "a script without a Session loads its initial model itself: remove start_from, or use a Session in the script"
         report.refuse("/start_from", "import-unmanaged", text)
@@ -51,8 +50,7 @@ def check(spec: JobSpec, report: Report) -> None:
 
 
 def _format_fault(path: Path, *, is_safetensors: bool) -> str | None:
-    """Return what is wrong with the format of the file ``path``, as the end of a sentence; None if nothing is. Only the header of
-    the file is read. Raises ``OSError``."""
+    """Return what is wrong with the format of the file, as the end of a sentence; None: nothing was found."""
     fd = open_regular(path)
     with os.fdopen(fd, "rb") as file:
         if is_safetensors:

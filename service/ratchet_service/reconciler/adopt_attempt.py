@@ -1,10 +1,5 @@
-"""Creates the rows of an attempt that is on the disk and not in the database. What the attempt left is then stored as for any
-other attempt.
-
-The event ``agent-killed``, which is added with the rows, makes every reconciler, this one or the next, prove the attempt dead
-before anything else; its end is counted as if the service had only been down. The attempt gets no slots: when this reconciler
-started, it ended all processes of attempts that the database does not know.
-"""
+"""Creates the rows of an attempt that is on the disk and not in the database, as after a backup was restored. Their event
+``agent-killed`` makes a reconciler kill and finish it."""
 
 from __future__ import annotations
 
@@ -33,10 +28,8 @@ from ratchet_service.reconciler.attempt_watch import KILLED
 def create_adopted_attempt(
     session: Session, home: HomePaths, job: Job, spec: JobSpec, number: int, lease_columns: dict[str, Any]
 ) -> Lease:
-    """Create the rows and events of attempt ``number``, which is on the disk and not in the database, and return the job's new
-    lease. The job, which is queued and whose row the caller has locked, becomes active. No process is started.
-    ``lease_columns``: the values of that lease for the job's row. ``spec``: the job's present spec; if the attempt ran with
-    another world or hook, its event says so."""
+    """Create the rows of attempt ``number``, make its queued and locked job active, and return the job's new lease, whose
+    columns are ``lease_columns``."""
     paths, now = home.job(job.id).attempt(number), now_in(session)
     written = read_launch_file(paths)
     plan: dict[str, Any] = {"name": attempt_name(job.id, number), RECOVERED_FROM_DISK: True}
@@ -64,6 +57,7 @@ def create_adopted_attempt(
         )
     )
     session.flush()
+    # no slots: this reconciler ended all processes of unknown attempts when it started
     for node in range(nodes):
         session.add(AttemptNode(job_id=job.id, attempt=number, node=node, gpus=[], cpu_slots=[]))
     values: dict[str, Any] = {"attempt": number, "not_before": None, "checkpoint_request": 0, **lease_columns}
@@ -78,8 +72,7 @@ def create_adopted_attempt(
 
 
 def _hook_options(old: JobSpec, new: JobSpec) -> str:
-    """Return what must follow ``--hook`` in ``ratchet resume`` so that a job with the spec ``new`` gets the hook of ``old``: its
-    name, and ``--set`` for each parameter whose value is another."""
+    """Return the arguments after ``--hook`` of ``ratchet resume`` that give a job with the spec ``new`` the hook of ``old``."""
     has = new.hook.values() if old.hook.name == new.hook.name else {f.name: f.default for f in fields(old.hook)}
     wanted = {key: value for key, value in old.hook.values().items() if has[key] != value and key != "name"}
     options = (f"--set {shlex.quote(f'hook.{key}={json.dumps(value)}')}" for key, value in wanted.items())

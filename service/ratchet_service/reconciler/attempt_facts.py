@@ -1,5 +1,4 @@
-"""Facts about an attempt besides its cause: when an agent first received a stop request, when the attempt's end began, its job's
-pace. Rows are only read."""
+"""Facts about an attempt besides its cause, such as when it received a stop request, and its job's pace."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ def stop_received_at(results: Sequence[AttemptResult]) -> datetime | None:
 
 
 def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
-    """Return the time at which the event that ended the ranks began, by the clock of its node; of several nodes, the earliest.
-    Nodes whose ranks were ended because those of another node had failed do not count. None: it is not known."""
+    """Return when the event that ended the ranks began, by the clock of its node; None: not known."""
+    # a secondary end only follows the failure of another node
     began = [r.began_at for r in results if r.began_at is not None and not r.secondary]
     try:
         at = datetime.fromtimestamp(min(began), UTC) if began else None
@@ -34,9 +33,7 @@ def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
 
 
 def pace_until(session: Session, job_id: str, number: int, results: Sequence[AttemptResult] = ()) -> Pace | None:
-    """Return the pace of the job (the longest durations of its stages that were no hang), as attempt ``number`` and the attempts
-    before it have measured it; None: none is known. ``results``: the results of the attempt's agents. A hang of one node counts
-    as a hang of the attempt."""
+    """Return the job's pace, from the stored one and from ``results`` of the attempt's agents; None: none is known."""
     own: Pace | None = None
     for result in results:
         own = merge_paces(own, result.pace)
@@ -46,8 +43,7 @@ def pace_until(session: Session, job_id: str, number: int, results: Sequence[Att
 
 
 def pace_before(session: Session, job_id: str, number: int) -> Pace | None:
-    """Return the pace that attempt ``number`` starts with: the one that was stored when the attempt before it ended. None: none
-    is stored, or another version of Ratchet wrote it and it cannot be read; the attempt then measures the pace again."""
+    """Return the pace that was stored when the attempt before ``number`` ended; None: none that can be parsed."""
     row = session.get(Attempt, (job_id, number - 1)) if number > 1 else None
     try:
         return None if row is None or row.pace is None else Pace.model_validate(row.pace)

@@ -1,5 +1,4 @@
-"""What one reconciler knows of one attempt under its lease: what it read once (such as settings of the spec), what this process
-did (such as a submission), what the rows and the engine's status report about the attempt."""
+"""What one reconciler process knows of one attempt under its lease, from rows, the engine and its own actions."""
 
 from __future__ import annotations
 
@@ -32,10 +31,9 @@ LEFT: Final = "agent-left"
 
 @dataclass(frozen=True)
 class Timing:
-    """Time limits in seconds. ``launch_deadline``: from the attempt's start, or the end of its wait in the engine's queue, until
-    an agent holds its lock; ``kill_after``: from SIGTERM to SIGKILL of an agent, in some cases longer
-    (``Watch.killable_after``); ``linger``: from the last agent's result, or the first failed one, until all agents must be gone;
-    ``lost``: from one agent's death without a result until the other nodes' agents are killed."""
+    """Time limits in seconds. ``launch_deadline``: until an agent holds its lock; ``kill_after``: at least, from SIGTERM to
+    SIGKILL; ``linger``: from the results until all agents are gone; ``lost``: from one agent's death without a result until
+    the others are killed."""
 
     launch_deadline: float = 60.0
     kill_after: float = 10.0
@@ -45,9 +43,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The phase and the desired state in the job's row; read for all attempts that are polled, usually in one query.
-    ``desired_cause``: why it was requested. ``desired_at``: when the attempt's end was requested; a request that replaces another
-    one, such as a cancel after a suspend, keeps the time of the first. Both are None while ``desired`` is ``RUN``."""
+    """The phase and the desired state in the job's row. The other two say why and since when an end is requested."""
 
     phase: JobPhase
     desired: Desired
@@ -56,15 +52,13 @@ class DesiredState:
 
     @property
     def request_id(self) -> float | None:
-        """Identifies the request, by the time at which it was made (seconds since 1970): a request that is withdrawn and made
-        again gets another id. None: no time is stored."""
+        """Identifies the request by its time, in seconds since 1970; None: no time is stored."""
         return None if self.desired_at is None else self.desired_at.timestamp()
 
 
 @dataclass
 class Watch:
-    """The state of one attempt under this process's lease. All times are of this process's monotonic clock. What began under an
-    earlier reconciler is dated back by the time that has been counted of it (``persisted_deadlines``)."""
+    """The state of one attempt under this process's lease. Times are of this process's monotonic clock."""
 
     lease: Lease
     ref: AttemptRef
@@ -113,17 +107,14 @@ class Watch:
         return self.protocol != PROTOCOL_VERSION
 
     def killable_after(self, timing: Timing) -> float:
-        """Return the seconds from SIGTERM to SIGKILL of an agent. ``policy.stop_grace`` is added if the SIGTERM is the first that
-        the agent receives of a stop, since it then starts its save only now: at ``policy.timeout``, and for an agent of another
-        protocol, which receives no stop request. Other agents have had that time after their stop request."""
+        """Return the seconds from SIGTERM to SIGKILL of an agent, which may include ``policy.stop_grace``."""
+        # these agents receive no stop request, and start their last save at the SIGTERM
         first = self.other_protocol or self.forced_cause is Cause.TIMEOUT
         return timing.kill_after + (self.limits.stop_grace if first else 0.0)
 
 
 def is_over(state: AttemptState) -> bool:
-    """True if all agents have written their result, or if one agent's result makes the others end: that agent failed, was lost or
-    had started no rank, and not just as a consequence of another node's end. An agent that ends successfully does not end those
-    of other nodes."""
+    """True if all agents have written a result, or one agent's result makes the others end, such as a failure."""
     results = state.results
     return len(results) == len(state.nodes) or any(
         not r.secondary and (r.cause.is_failure or not r.ranks) for r in results
@@ -131,9 +122,7 @@ def is_over(state: AttemptState) -> bool:
 
 
 def restore_actions(session: Session, watch: Watch, now: float) -> None:
-    """Read from the job's history what an earlier reconciler has recorded for this attempt (SIGTERM, kill, left to run to its
-    end), and set it in ``watch``. ``now``: the monotonic time at which these are assumed to have happened; the caller later
-    replaces it by the stored time, if there is one (``persisted_deadlines.restore``)."""
+    """Set in ``watch`` what the job's history records of this attempt. ``now``: the monotonic time that is assumed for it."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.attempt == watch.lease.attempt
     )
@@ -142,22 +131,20 @@ def restore_actions(session: Session, watch: Watch, now: float) -> None:
 
 
 def restore_action(watch: Watch, event: models.Event, now: float) -> None:
-    """Set in ``watch`` what one event of the history (``LEFT``, ``STOPPED`` or ``KILLED``) records. ``now``: as in
-    ``restore_actions``. A recorded SIGTERM counts as not sent, so that it is sent again: the event was written before the SIGTERM
-    was sent. Makes no query."""
+    """Set in ``watch`` what one event of the history records. ``now``: the monotonic time that is assumed for it."""
     if event.type == LEFT:
         watch.left_running = True
         return
     if "cause" in event.data:  # otherwise it was killed because of another agent's result
         watch.forced_cause = Cause(event.data["cause"])
+    # the event was written before the SIGTERM was sent: it is sent again
     watch.stopped_at, watch.signal_unsent = now, True
     if event.type == KILLED:
         watch.killing, watch.message = True, event.message
 
 
 def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, DesiredState]:
-    """Return job id -> phase and desired state of the jobs of ``leases``, read in one query. Jobs that were deleted, or whose
-    lease this process no longer holds, are missing in the result."""
+    """Return job id -> desired state of those jobs of ``leases`` that this process still holds."""
     query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
     rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
     tokens = {lease.job_id: lease.token for lease in leases}
@@ -165,8 +152,7 @@ def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, Desi
 
 
 def agent_started_at(agent_file: Path, now: datetime) -> datetime:
-    """Return when the agent wrote ``agent_file``, which it does at its start; at most ``now``, and ``now`` if the file cannot be
-    read. The first poll may come much later, as after a time without a reconciler."""
+    """Return when the agent wrote ``agent_file``, at most ``now``; ``now`` if the file cannot be read."""
     try:
         return min(now, datetime.fromtimestamp(agent_file.stat().st_mtime, UTC))
     except OSError:
@@ -183,8 +169,7 @@ def left_running_text(watch: Watch) -> str:
 
 
 def kill_text(cause: Cause | None, state: AttemptState, logs: str) -> str:
-    """Return the message that says why an attempt was killed. ``state``: the last poll; ``logs``: what the agents and the engine
-    printed, used only if no agent started within the launch deadline."""
+    """Return the message that says why an attempt was killed. ``logs``: what the agents and the engine printed."""
     if cause is Cause.LAUNCHER_ERROR and not state.seen:
         notes = "; ".join(f"node {i}: {node.note}" for i, node in enumerate(state.nodes) if node.note)
         details = "; ".join(part for part in (notes, logs) if part)

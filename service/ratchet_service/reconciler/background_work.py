@@ -1,10 +1,5 @@
-"""Work that takes as long as a disk does, concurrently with the reconciler's rounds: each piece in a thread of its own.
-
-The finalisation of an attempt (``start_finishing``) has a lease, which is renewed for as long as the finalisation takes, even
-while a round is blocked: no other reconciler takes the job over in the middle. Housekeeping (``run_housekeeping``) belongs to no
-job: one of each kind runs at a time. The threads end with the process, wherever they are; the next process starts their work
-again.
-"""
+"""Slow work in background threads, concurrently with the reconciler's rounds: finalisations of attempts, and housekeeping.
+Work that ends with the process is started again by the next one."""
 
 from __future__ import annotations
 
@@ -29,8 +24,7 @@ Start = Callable[[str, Callable[[], None]], None]
 
 
 def in_thread(name: str, work: Callable[[], None]) -> None:
-    """Start ``work`` in a daemon thread of this name, with the caller's logging context, and return at once. Raises
-    ``RuntimeError`` if no thread can be started."""
+    """Start ``work`` in a daemon thread with the caller's logging context. Raise ``RuntimeError`` if no thread can be started."""
     context = contextvars.copy_context()
     threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
 
@@ -41,9 +35,8 @@ def in_caller(_name: str, work: Callable[[], None]) -> None:
 
 
 class Background:
-    """Runs finalisations and housekeeping in the background. ``wake``: called, in the background thread, when the finalisation of
-    an attempt has ended or failed. ``start``: starts a piece of work, given its name and function: ``in_thread``, or
-    ``in_caller`` in simulations."""
+    """Runs finalisations and housekeeping in the background. ``wake`` is called after each finalisation. ``start``:
+    ``in_thread``, or ``in_caller`` in simulations."""
 
     def __init__(
         self, database: Database, lease_seconds: float, wake: Callable[[], None], start: Start = in_thread
@@ -64,9 +57,8 @@ class Background:
             return {job_id: began for job_id, (_, began) in self._finishing.items()}
 
     def start_finishing(self, lease: Lease, work: Callable[[], T]) -> Future[T] | None:
-        """Run ``work``, which finalises the attempt of ``lease``, in the background, and renew the lease meanwhile. Return the
-        future of its result, or None if the maximum number is running already: then nothing is started, and the caller calls
-        again later. Raises ``RuntimeError`` if no thread can be started."""
+        """Run ``work``, which finalises an attempt, in the background, and return its future; None: too many run. The lease is
+        renewed meanwhile."""
         with self._changed:
             if len(self._finishing) >= MAX_CONCURRENT_FINISHES:
                 return None
@@ -81,8 +73,7 @@ class Background:
         return future
 
     def ensure_lease_renewal(self) -> None:
-        """Start the thread that renews the leases of attempts being finalised, if it is needed and not running. Called
-        periodically, since at times no thread can be started; that is only logged."""
+        """Start the thread that renews the leases of attempts being finalised, if it is needed and not running."""
         with self._changed:
             if not self._finishing or self._renewing:
                 return
@@ -92,11 +83,11 @@ class Background:
         except Exception as error:
             with self._changed:
                 self._renewing = False
+            # the reconciler calls this periodically
             log.error("leases of attempts being finalised are renewed by the rounds only: %s", error)
 
     def _run_finish(self, lease: Lease, work: Callable[[], T], future: Future[T]) -> None:
-        """Run ``work``; then remove the job from those that are being finalised, put the result or error of ``work`` into
-        ``future``, and call ``wake``, in this order."""
+        """Run ``work``, mark the job as no longer being finalised, put the result or error into ``future``, and call ``wake``."""
         try:
             value = work()
         except Exception as error:
@@ -114,9 +105,8 @@ class Background:
             self._changed.notify_all()
 
     def _renew(self) -> None:
-        """Renew the leases of attempts being finalised until no attempt is being finalised; blocks until then. The caller surely
-        held the lease when the work began (``leases.SAFE_FRACTION``), and the first renewal comes well before that lease ends. An
-        error is logged, and the leases are renewed again after the same pause."""
+        """Renew the leases of attempts being finalised; blocks until no attempt is being finalised. Errors are only logged."""
+        # the lease was surely held when the work began, so the first renewal comes before it ends
         pause = self._lease_seconds * (1 - leases.SAFE_FRACTION) / 2
         while True:
             with self._changed:
@@ -133,9 +123,7 @@ class Background:
                 log.exception("leases of attempts being finalised were not renewed")
 
     def run_housekeeping(self, kind: str, work: Callable[[], None]) -> None:
-        """Run ``work`` in the background and return at once. If work of this kind is running already, ``work`` is not used; the
-        running work is run once more after its end. Errors are only logged: the caller requests every kind of work again
-        later."""
+        """Run ``work`` in the background, or have the running work of this kind run once more. Errors are only logged."""
         with self._changed:
             runs = kind in self._housekeeping
             self._housekeeping[kind] = True
@@ -166,7 +154,6 @@ class Background:
                 log.exception("%s failed", kind)
 
     def wait(self, seconds: float) -> None:
-        """Block until no background work is running, at most ``seconds``. The leases of running finalisations are renewed during
-        and after the wait."""
+        """Block until no background work is running, at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: not self._finishing and not self._housekeeping, seconds)

@@ -1,11 +1,5 @@
-"""Jumps of clocks that can be set; all processes of one machine share what they know through one row per clock
-(``models.ClockLevel``).
-
-A wall clock is some seconds ahead of the monotonic one. That level changes by more than a little only when the clock is set or
-the machine was suspended. The row keeps the level until the machine reboots: so a process that starts right after a jump detects
-it, even if no process was running when it happened, and of several processes that detect one jump the first has handled it for
-all.
-"""
+"""Jumps of wall clocks, found by comparison with the monotonic clock. One row per clock and boot (``models.ClockLevel``) keeps
+their difference, so that one process of a machine handles a jump for all, even one from a time when none ran."""
 
 from __future__ import annotations
 
@@ -32,10 +26,8 @@ _PLAUSIBLE_SECONDS: Final = 60.0
 
 
 class Seen(NamedTuple):
-    """Result of ``Jumps.handle``. ``row``: the clock's row. ``jump_seconds``: by how many seconds the clock has jumped since the
-    row was last written, forwards if positive; 0.0: it has not, or another process has handled the jump. ``first_observation``:
-    this process has no earlier level of the clock, and the table has none of this boot, so it is not known whether the clock has
-    jumped."""
+    """Result of ``Jumps.handle``. ``jump_seconds``: seconds of a new jump, forwards if positive, else 0.0.
+    ``first_observation``: nothing earlier is known, so that a jump cannot be excluded."""
 
     row: ClockLevel
     jump_seconds: float
@@ -43,8 +35,7 @@ class Seen(NamedTuple):
 
 
 class Jumps:
-    """Detects jumps of one clock, which ``wall`` reads. ``name``: the clock's key in the table; ``clock``: provides the monotonic
-    clock to compare with."""
+    """Detects jumps of one clock, which ``wall`` reads. ``name``: the clock's key in the table."""
 
     def __init__(self, clock: Clock, name: str, wall: Callable[[], datetime]) -> None:
         self._clock, self._name, self._wall = clock, name, wall
@@ -53,17 +44,15 @@ class Jumps:
 
     @property
     def is_paused(self) -> bool:
-        """True while nothing may be done by this clock, because it has jumped or may have jumped a short time ago."""
+        """True for some time after the clock has jumped or may have jumped: nothing may be done by the clock."""
         return self._clock.monotonic() < self._paused_until
 
     def observed_jump(self) -> float | None:
-        """Return by how many seconds the clock has jumped since this process last used the row (``load``, ``mark_handled``),
-        forwards if positive; 0.0: it has not jumped; None: this process has not used the row yet. Makes no query."""
+        """Return the seconds by which the clock has jumped since this process last used its row; None: not used yet."""
         return None if self._level is None else monotonic_deadlines.jump_seconds(self._wall_offset(), self._level)
 
     def load(self, session: Session) -> bool:
-        """Read the clock's row, when a process starts. Return True if the row exists and the clock has not jumped since it was
-        written: this object then uses the row's level and pause. Return False otherwise: then the caller must call ``handle``."""
+        """Use the clock's row and return True, if it exists and the clock has not jumped since. If False, call ``handle``."""
         row = session.get(ClockLevel, (self._clock.boot_id(), self._name))
         if row is None or monotonic_deadlines.jump_seconds(self._wall_offset(), row.level) != 0.0:
             return False
@@ -71,14 +60,9 @@ class Jumps:
         return True
 
     def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
-        """Detect a jump and store the clock's new level and pause, with the clock's row locked in the caller's write transaction.
-        What the caller does about the jump (``Seen.jump_seconds``) belongs into the same transaction. Once it is committed, the
-        caller must call ``mark_handled``.
-
-        ``pause_seconds(unknown)`` returns for how many seconds nothing may be done by the clock; 0.0: the clock can be trusted.
-        It is called after a jump, and with ``unknown`` True if it is not known whether there was one. Rows of other boots that
-        were not written for 30 days are deleted.
-        """
+        """Detect a jump, and store the clock's new level and pause in the caller's write transaction; call ``mark_handled``
+        after the commit. ``pause_seconds`` returns for how long nothing may be done by the clock; its argument is True if
+        nothing earlier is known."""
         boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)
         key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN
         session.execute(sa.delete(ClockLevel).where(ClockLevel.boot != boot, old))
@@ -108,8 +92,6 @@ class Jumps:
 
 
 def is_plausible(session: Session, now: datetime) -> bool:
-    """True if a clock that no process has observed before can be trusted, since ``now``, which it shows, is at most 60 s from the
-    time of the newest event in the database, or there is no event. False if the clock has jumped or nothing was recorded for
-    longer; which of the two is not known."""
+    """True if ``now`` is at most a minute from the newest event in the database, or there is no event."""
     newest = session.scalar(sa.select(Event.at).order_by(Event.id.desc()).limit(1))
     return newest is None or abs((now - newest).total_seconds()) <= _PLAUSIBLE_SECONDS

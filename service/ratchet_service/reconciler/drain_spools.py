@@ -1,5 +1,4 @@
-"""Stores the reports that a dead agent left in its own spool and in those of its ranks. They keep their sequence numbers, so each
-is stored exactly once."""
+"""Stores the reports that a dead agent left in its own spool and in its ranks' spools, each once."""
 
 from __future__ import annotations
 
@@ -38,15 +37,8 @@ def ingest_leftover(
     ranks_per_node: int,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> int:
-    """Store in the database the complete lines of the attempt's spools that the agents' reports have not delivered (``batches``
-    names the exceptions), and return how many messages were stored. The spool files stay. Each batch has a transaction of its
-    own; so after an error the messages of earlier batches stay stored. If a batch is refused or a spool cannot be read, which
-    user code may have caused, the rest of that spool is left out, and an event says so; one event names the first of the spools
-    that cannot be read. Raises ``LeaseLost`` if this process no longer holds the job.
-
-    Precondition: the ranks are dead. A line that is still being written has no end yet and would be lost. ``nodes`` and
-    ``ranks_per_node``: those of the attempt; ``bounds``: how much of a job's metrics and events is kept.
-    """
+    """Store the reports in the attempt's spools that are not stored yet, and return how many there were. The ranks must be
+    dead. A spool's unreadable rest is left out, with an event. Raise ``LeaseLost``."""
     paths = job_paths.attempt(lease.attempt)
     with database.read() as session:
         rows = [session.get(AttemptNode, (lease.job_id, lease.attempt, node)) for node in range(nodes)]
@@ -81,22 +73,19 @@ def ingest_leftover(
 
 
 def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> Iterator[RankBatch]:
-    """Like ``batches``, but ends at what cannot be read, and then appends to ``unread`` a text that names the file and the
-    error: user code can make its files unreadable, which is to keep no attempt from ending. Raises ``OSError`` for an error of
-    the disk or of this process, which a later try may not meet."""
+    """Like ``batches``, but most errors only end the iteration and add a text to ``unread``. Raise ``OSError`` for others."""
     try:
         yield from batches(spool, rank, acked)
     except OSError as error:
+        # other errors may be of user code, which must not keep the attempt from ending
         if error.errno in OF_THE_SYSTEM:
             raise
         unread.append(f"{spool.name} is not read: {error}")
 
 
 def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
-    """Yield the complete lines of a spool file as batches of at most ``BATCH`` messages, without the first ``acked`` lines, which
-    are stored already, and without the lines that follow one of more than 16 MiB. Yields nothing if the file does not exist. A
-    line that is not a valid message becomes a note that says so. ``rank``: whose spool it is, for the batches. Raises ``OSError``
-    if the file cannot be read or is no regular file."""
+    """Yield a spool file's complete lines as batches, without the first ``acked`` lines, up to a line that is too long. Raise
+    ``OSError``."""
     try:
         handle = open_read(spool)
     except FileNotFoundError:
@@ -111,8 +100,7 @@ def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
 
 
 def _lines(handle: BinaryIO) -> Iterator[bytes]:
-    """Yield whole lines. After a line longer than any report may be, which only user code can have written, yield its beginning
-    and stop. A last line without an end is left out."""
+    """Yield lines that have an end. A too long line is cut, and is the last one."""
     while line := handle.readline(_MAX_LINE_BYTES):
         whole = line.endswith(b"\n")
         if whole or len(line) == _MAX_LINE_BYTES:
@@ -122,8 +110,7 @@ def _lines(handle: BinaryIO) -> Iterator[bytes]:
 
 
 def _parse(line: bytes, rank: int, seq: int, name: str) -> RankMessage:
-    """Parse one line of a spool. For an invalid line return a note that says so, so that the line keeps its sequence number and
-    those after it are not lost. ``name``: the file's name."""
+    """Parse one line of a spool; for an invalid line, return a note that says so. ``name``: the file's name."""
     try:
         return _MESSAGE.validate_json(line)
     except ValidationError as error:  # the line keeps its number, so the ones after it are not lost

@@ -1,8 +1,5 @@
-"""Ends an attempt, once no process of it is alive: what it left on the disk is stored, then the job's next phase is decided.
-
-The disk is read before the one transaction that ends the attempt's row, moves the job and releases the lease. After a crash
-anywhere before it, the next reconciler reads it again and reaches the same end. ``attempt_result`` decides what follows.
-"""
+"""Ends an attempt once no process of it is alive. The disk is read first; then one transaction ends the attempt and releases
+the lease. After a crash before that, the next reconciler starts again."""
 
 from __future__ import annotations
 
@@ -53,14 +50,8 @@ def finalise_attempt(
     evidence: Evidence,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> Decision:
-    """End attempt ``lease.attempt``, move its job to the next phase and return the decision about the job. Precondition: the
-    attempt's processes are gone, and its spools are ingested.
-
-    First it reads the checkpoints on the disk, deletes remains of saves, shortens logs and deletes old spools. Then one
-    transaction stores the rows of checkpoints whose report was lost, moves those that were found damaged to the quarantine, marks
-    surplus ones for removal, writes the attempt's end and releases the lease. The marked checkpoints are not deleted here. Raises
-    ``LeaseLost`` if this process no longer holds the job.
-    """
+    """End attempt ``lease.attempt``, whose spools are ingested, and move its job to the next phase; return the decision. Files
+    are cleaned up, too. Raise ``LeaseLost``."""
     paths = job_paths.attempt(lease.attempt)
     base, last = _read_base(paths), _last_step(evidence, paths)
     segments, found = _unreported_checkpoints(database, job_paths, lease, base)
@@ -90,9 +81,7 @@ def finalise_attempt(
 def _unreported_checkpoints(
     database: Database, job_paths: JobPaths, lease: Lease, base: Base | None
 ) -> tuple[list[Segment], list[Manifest]]:
-    """Return the attempt's lineage, and the manifests of the lineage's valid checkpoints on the disk that have no row: they were
-    committed just before a kill, so their reports never arrived. ``base``: what the attempt started from. If one of
-    them cannot be read or is of another version, no manifests are returned; the next attempt reports the error."""
+    """Return the attempt's lineage, and the manifests of valid checkpoints on the disk whose report was lost."""
     with database.read() as session:
         job = session.get_one(Job, lease.job_id)
         segments, root = _lineage(session, job, lease.attempt, base)
@@ -107,14 +96,13 @@ def _unreported_checkpoints(
 
 
 def _lineage(session: Session, job: Job, attempt: int, base: Base | None) -> tuple[list[Segment], Base | None]:
-    """Return the segments of the job's lineage up to attempt ``attempt``, and the checkpoint from which the last segment began
-    (None: it began from scratch, or there is no segment). ``base``: what the attempt started from according to its file; it is
-    used if the attempt's row has no base. If neither has one, the attempt never began to train: then the lineage is the one that
-    it was to continue."""
+    """Return the segments of the job's lineage up to the attempt, and the checkpoint from which the last one began, if any.
+    ``base``: used if the attempt's row has none."""
     bases = bases_of(session, job.id)
     if base is not None:
         bases.setdefault(attempt, base)
     resume_from = None
+    # the attempt never began to train: its lineage is the one that it was to continue
     if job.resume_from is not None and attempt not in bases:
         resume_from = Base(step=job.resume_from["step"], attempt=job.resume_from["attempt"])
     segments = lineage(bases, resume_from=resume_from, fork=fork_of(job))
@@ -122,8 +110,7 @@ def _lineage(session: Session, job: Job, attempt: int, base: Base | None) -> tup
 
 
 def _adopt_checkpoint(session: Session, job: Job, manifest: Manifest) -> None:
-    """Add the row and the event ``checkpoint-adopted`` of a checkpoint that was found valid on the disk. No effect if the
-    checkpoint has a row already."""
+    """Add the row and the event ``checkpoint-adopted`` of a valid checkpoint on the disk, if it has no row."""
     if session.get(Checkpoint, (job.id, manifest.step, manifest.attempt)) is not None:
         return
     now = now_in(session)
@@ -160,8 +147,7 @@ def _end_attempt(
     facts: Facts,
     evidence: Evidence,
 ) -> Decision:
-    """Write the end of the attempt and of its nodes, add its event and apply the decision to the job, in this transaction. Return
-    the decision."""
+    """Write the attempt's end in this transaction, apply the decision to the job and return the decision."""
     number, results = attempt.number, evidence.state.results
     previous = session.get(Attempt, (job.id, number - 1))
     decision, ended_at, seconds = verdict(job, attempt, limits, cause, facts, evidence, now_in(session), previous)
@@ -206,13 +192,12 @@ def _newest_checkpoint(session: Session, job: Job, attempt: int, base: Base | No
 
 
 def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
-    """Return the last step that any rank finished: from the agents' results, and if one is missing, also from the ranks' counter
-    files, which remain after the ranks have ended. 0: none. Raises ``OSError`` if the disk or this process
-    cannot list them now."""
+    """Return the last step that any rank is known to have finished; 0: none."""
     results = evidence.state.results
     reported = max((result.last_step for result in results), default=0)
     if len(results) == len(evidence.state.nodes):
         return reported
+    # a result is missing: the counter files of the ranks remain
     folder = paths.counter(0).parent
     with as_owner(folder):
         counters = (folder / name for name in names_in(folder) if _COUNTER.fullmatch(name))
@@ -220,8 +205,7 @@ def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
 
 
 def _read_base(paths: AttemptPaths) -> Base | None:
-    """Return the content of the attempt's base file: the checkpoint that it started from. None if there is no such file, or if it
-    cannot be read or parsed."""
+    """Return the checkpoint that the attempt started from, by its base file; None: that cannot be read."""
     try:
         with open_read(paths.base_file) as file:
             return Base.model_validate_json(file.read(_MAX_BASE_BYTES))

@@ -1,10 +1,5 @@
-"""Creates a new attempt of a queued job. Its launcher makes a plan first; then slots, row, event and phase are written in one
-transaction; only then does the caller submit the plan to the launcher. An attempt that is on the disk already gets only its rows
-(``adopt_attempt``).
-
-A crash after the transaction leaves an attempt without an agent: the next reconciler takes the job over and submits it again from
-``launch.json``, or with a new token if that was not written (``recover_plan``). The launcher starts nothing twice.
-"""
+"""Creates new attempts of queued jobs: the launcher makes a plan, the rows are written in one transaction, and then the caller
+submits the plan. After a crash in between, the next reconciler submits it (``recover_plan``)."""
 
 from __future__ import annotations
 
@@ -63,9 +58,7 @@ _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 @dataclass(frozen=True)
 class Launched:
-    """A new attempt, whose rows are committed when ``launch_ready`` returns it; the caller still has to submit ``plan`` to the
-    launcher. ``plan`` None: the attempt was found on the disk, so it is not launched again; the reconciler proves it dead and
-    ends it."""
+    """A new attempt with committed rows, whose ``plan`` the caller has to submit; None: there is nothing to submit."""
 
     lease: Lease
     plan: LaunchPlan | None
@@ -102,18 +95,13 @@ class AttemptLauncher:
         self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
-        """Create attempts for the queued jobs that can start, at most ``scheduler.BATCH`` of launchers with slots and as many of
-        launchers without. Also request the stop of running attempts for jobs of higher priority, end jobs that have used up
-        their time or whose spec cannot be read, and store why other jobs wait. Return the new attempts; the caller submits them.
-
-        A dry run finds the jobs concerned, without a lock. Then the directories of those that start are listed, and their
-        launchers make their plans. Only the rows are written under the lock: a long queue keeps no other process from the
-        database, and neither a slow disk nor a slow launcher keeps others from the slots.
-        """
+        """Create attempts for some of the queued jobs that can start, and return them for the caller to submit. Other jobs may
+        be stopped, ended, or get the reason why they wait."""
         launched: list[Launched] = []
         next_attempts: dict[Key, Next | OSError] = {}
         tried: set[Key] = set()
         for _ in range(_MAX_PASSES):
+            # without a lock, as are the directories and launchers: nothing slow keeps others from the slots
             plan = self._dry_run(tried)
             if plan is None:
                 break
@@ -132,8 +120,7 @@ class AttemptLauncher:
         return launched
 
     def _dry_run(self, tried: Collection[Key]) -> Plan | None:
-        """Return the plan of a dry run; None: no job can start and nothing is to be stored. ``tried``: jobs that this call of
-        ``launch_ready`` has already tried to start."""
+        """Return the plan of a dry run; None: there is nothing to do. ``tried``: jobs that are left out."""
         with self._database.read() as session:
             ready = queue_queries.is_due(self._database.clock.now()) & queue_queries.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
@@ -149,10 +136,8 @@ class AttemptLauncher:
         planned: Mapping[Key, Planned],
         done: set[Key],
     ) -> Iterator[Launched]:
-        """Create the attempts of ``plan`` in the transaction of ``session``, under the lock of the slots, and yield them.
-        ``next_attempts``: for each job and its newest attempt, which attempt comes next according to the job's directory
-        (``_next_attempt``). A job without an entry does not start now, but its slots stay reserved. ``planned``: the launchers'
-        plans, by the same keys. The keys of the jobs that were tried are added to ``done``."""
+        """Create the attempts of ``plan`` in this transaction, under the lock of the slots, and yield them. The keys of jobs
+        that were tried are added to ``done``."""
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
@@ -164,13 +149,12 @@ class AttemptLauncher:
                 done.add(key)
                 yield from self._start(session, turn, next_attempts[key], planned.get(key))
             else:
+                # its directory was not listed, so it starts in a later pass
                 round_.reserve(turn)
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
-        """Return the launch file and the launcher's plan for the job's next attempt. Return None if there is nothing to plan: the
-        attempt is on the disk already, its number is not known, or the job has changed since the dry run. If the launcher or the
-        job's row is at fault, the error is returned, not raised; errors of the database are raised. No transaction is open while
-        the launcher plans, since a launcher may be third-party code, and slow. Starts nothing."""
+        """Return the launch file and the launcher's plan for the job's next attempt; None: nothing to plan. Their errors are
+        returned, not raised."""
         if isinstance(next_attempt, OSError) or next_attempt.on_disk:
             return None
         try:
@@ -181,6 +165,7 @@ class AttemptLauncher:
                 spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
                 token = secrets.token_urlsafe(32)
                 launch = self._build_launch_file(session, job, next_attempt.number, spec, resolved, grant.gpus, token)
+            # outside the transaction: a launcher may be third-party code, and slow
             return launch, self._launchers[spec.launcher.kind].plan(launch)
         except SQLAlchemyError:
             raise
@@ -188,29 +173,26 @@ class AttemptLauncher:
             return error
 
     def _next_attempt(self, job_id: str, attempt: int) -> Next | OSError:
-        """Return which attempt comes after the job's newest one, according to the job's directory, or the error with which that
-        directory cannot be read."""
+        """Return which attempt comes next according to the job's directory, or the error if that cannot be read."""
         try:
             return run_directory_scan.next_attempt(self._home.job(job_id), attempt)
         except OSError as error:
             return error
 
     def renew_slots(self) -> None:
-        """Take or renew this host's lease of the slots, if this process has a launcher whose slots Ratchet manages and the
-        database is not SQLite. Does not report whether another host has the lease; ``launch_ready`` checks that."""
+        """Take or renew this host's lease of the slots, if this process needs one and no other host has it."""
         if self._lends_slots and not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host_lease.acquire(session, self._lease_seconds)
 
     def shift_backoffs(self, session: Session, seconds: float) -> None:
-        """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped (forwards if positive), so
-        that each back-off lasts as long as before. The new end is at most ``MAX_BACKOFF_AHEAD`` (ten minutes) from now. A step
-        back of less than that changes nothing: jobs then wait that much longer. Only jobs of this process's launchers are moved,
-        since others may belong to another machine; with SQLite all jobs. Rows that another transaction has locked are skipped."""
+        """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped, so that they last about
+        as long as before."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
         if -MAX_BACKOFF_AHEAD < jump < timedelta(0):  # a small step back: jobs wait a little longer
             return
         due = (Job.not_before > now - jump) & (Job.not_before <= now - jump + MAX_BACKOFF_AHEAD)
+        # jobs of other launchers may belong to another machine
         own_jobs = sa.true() if self._database.is_sqlite else queue_queries.launched_by(self._launchers)
         backing_off = (Job.phase == JobPhase.QUEUED) & due & own_jobs
         for job in session.scalars(sa.select(Job).where(backing_off).with_for_update(skip_locked=True)):
@@ -218,8 +200,7 @@ class AttemptLauncher:
             job.not_before = min(job.not_before + jump, now + MAX_BACKOFF_AHEAD)
 
     def shorten_slot_lease(self) -> None:
-        """Shorten this host's lease of the slots to half a lease from now, at a clean exit. Another reconciler of this host can
-        renew it within that time; after it, another host can take the slots. Nothing is done with SQLite."""
+        """Shorten this host's lease of the slots at a clean exit, so that another host can soon take them."""
         if not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host_lease.shorten(session, self._lease_seconds / 2)
@@ -230,9 +211,8 @@ class AttemptLauncher:
         return any(launcher.slots for launcher in self._launchers.values())
 
     def _usable_slots(self, other_host: str | None) -> dict[str, bool]:
-        """Return the names of the launchers that may start jobs now; True: Ratchet manages the launcher's slots. While
-        ``other_host`` lends the slots (None: no other host does), the launchers with slots are left out, and an error is
-        logged."""
+        """Return the launchers that may start jobs now; True: Ratchet manages their slots. ``other_host``: the other host that
+        lends the slots, if any."""
         slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
         if other_host is None or not self._lends_slots:
             return slots
@@ -240,15 +220,13 @@ class AttemptLauncher:
         return {kind: needs for kind, needs in slots.items() if not needs}
 
     def mark_unlaunchable_jobs(self) -> None:
-        """Store the reason ``NO_LAUNCHER`` in the rows of jobs whose launcher this process does not have, and which no other
-        reconciler has taken up for ``UNLAUNCHABLE_AFTER_SECONDS``: they count as jobs whose launcher no running reconciler has.
-        This concerns queued jobs, and active jobs whose attempt nobody supervises. A job whose reason is slots, a
-        quota or ``CREATION_FAILED`` is left out, since another reconciler has seen it; any other reason is replaced."""
+        """Store the reason ``NO_LAUNCHER`` in the rows of jobs whose launcher no running reconciler seems to have."""
         long_ago = self._database.clock.now() - timedelta(seconds=UNLAUNCHABLE_AFTER_SECONDS)
         due = sa.or_(Job.not_before.is_(None), Job.not_before < long_ago)
         queued = (Job.phase == JobPhase.QUEUED) & due
         left = Job.phase.in_(ACTIVE) & sa.or_(Job.lease_token.is_(None), Job.lease_expires_at < long_ago)
         lost = sa.or_(queued, left) & (Job.updated_at < long_ago)
+        # the first three show that another reconciler has seen the job
         unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, CREATION_FAILED, NO_LAUNCHER]))
         foreign = lost & unsaid & queue_queries.launcher_kind().not_in(list(self._launchers))
         with self._database.read() as session:
@@ -260,12 +238,7 @@ class AttemptLauncher:
             session.execute(told.execution_options(synchronize_session=False))
 
     def _start(self, session: Session, turn: Turn, next_attempt: Next | OSError, planned: Planned) -> list[Launched]:
-        """Create the attempt of one job in this transaction (row, nodes with their slots, lease, event and phase), and return a
-        list with it. If the attempt is on the disk already, its rows are created instead (``adopt_attempt``).
-
-        The list is empty if the job cannot start. The job's row then gets the reason if the job's directory cannot be read or
-        ``planned`` is an error. It gets no reason if the plan is missing or out of date; the next pass plans again.
-        """
+        """Create the attempt of one job in this transaction and return a list with it; empty: the job cannot start now."""
         job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
         if isinstance(next_attempt, OSError):
             why = f"its directory cannot be read, so no number can be assigned to its next attempt: {next_attempt}"
@@ -277,6 +250,7 @@ class AttemptLauncher:
             adopted_lease = adopt_attempt.create_adopted_attempt(
                 session, self._home, job, spec, next_attempt.number, columns
             )
+            # it is not launched again: the reconciler proves it dead and ends it
             return [Launched(adopted_lease, None)]
         if next_attempt.skipped:
             first, last = next_attempt.skipped[0], next_attempt.skipped[-1]
@@ -313,9 +287,8 @@ class AttemptLauncher:
         return [Launched(Lease(job.id, number, lease["lease_token"]), plan)]
 
     def recover_plan(self, lease: Lease) -> LaunchPlan:
-        """Return the launcher's plan of an attempt that was committed but perhaps never submitted. It is made from the attempt's
-        ``launch.json``. If that was not written, it is made from the database with a new report token, whose hash is stored in
-        the attempt's row; in this case ``LeaseLost`` may be raised."""
+        """Return the launcher's plan of an attempt that may not have been submitted. May store a new report token, and raise
+        ``LeaseLost``."""
         paths = self._home.job(lease.job_id).attempt(lease.attempt)
         written = read_launch_file(paths)
         if written is not None:
@@ -340,8 +313,7 @@ class AttemptLauncher:
         gpus: tuple[int, ...],
         token: str,
     ) -> LaunchFile:
-        """Return the launch file of the attempt, from the rows of the job and its checkpoints. ``token``: the report token of its
-        agents. Writes nothing."""
+        """Return the launch file of the attempt, from the job's rows. ``token``: the report token of the attempt's agents."""
         resume_from = (
             None if job.resume_from is None else Base(step=job.resume_from["step"], attempt=job.resume_from["attempt"])
         )
@@ -368,7 +340,6 @@ def longest_save_seconds(session: Session, job_id: str) -> float:
 
 
 def newest_recorded(session: Session, job_id: str, segments: list[Segment]) -> Base | None:
-    """Return the newest committed checkpoint of the lineage ``segments``, according to the rows; None: there is none. The disk is
-    not read."""
+    """Return the newest committed checkpoint of the lineage ``segments``, according to the rows; None: there is none."""
     newest = filter_lineage(segments, committed_of(session, job_id))[:1]
     return Base(step=newest[0].step, attempt=newest[0].attempt, digest=newest[0].digest) if newest else None

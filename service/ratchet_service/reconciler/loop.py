@@ -1,9 +1,5 @@
-"""The loop that makes what runs match the database.
-
-Every round does what is due of its duties, above all: renew this process's leases, take over active jobs that no reconciler
-supervises, start queued jobs, poll the attempts of this process, start the housekeeping, and end processes of attempts that the
-database does not know. Any number of reconcilers may run concurrently; a SIGKILL may come after any line.
-"""
+"""The loop that makes what runs match the database, in rounds. Any number of reconcilers may run concurrently; a SIGKILL may
+come after any line."""
 
 from __future__ import annotations
 
@@ -73,16 +69,15 @@ _DATABASE_ERRORS: Final = (OperationalError, InterfaceError, InternalError, Prog
 
 
 def next_poll_at(began: float, ended: float) -> float:
-    """Return the earliest time of the next poll of all attempts, after one that ran from ``began`` to ``ended``; all in monotonic
-    seconds. After a short poll that is ``ended``. After a longer one a pause follows, so long that polls take ``_MAX_POLL_SHARE``
-    of a core, but at most ``_MAX_POLL_PAUSE`` seconds."""
+    """Return the earliest time of the next poll, after one from ``began`` to ``ended`` (monotonic); after a long poll there is
+    a pause."""
     took = ended - began
     return ended + (min(took * (1 / _MAX_POLL_SHARE - 1), _MAX_POLL_PAUSE) if took > _SHORT_POLL_SECONDS else 0.0)
 
 
 class Reconciler:
-    """One reconciler of this process. ``run`` runs its rounds in the calling thread until another thread calls ``stop``.
-    ``wake``, which never blocks, starts the next round at once when something has changed."""
+    """One reconciler of this process. ``run`` runs its rounds until another thread calls ``stop``; ``wake`` starts the next
+    round early."""
 
     def __init__(
         self,
@@ -98,9 +93,8 @@ class Reconciler:
         instruments: Instruments | None = None,
         start: Start = in_thread,
     ) -> None:
-        """Start nothing yet. ``launchers``: only jobs of these launchers are started and supervised. ``capacity``: the slots that
-        this machine lends. ``lease_seconds``: duration of the leases of jobs and of the slots. ``timing``, ``preemption``,
-        ``instruments`` None: the defaults. ``start``: how work that is concurrent with the rounds is started."""
+        """Start nothing yet. ``launchers``: only their jobs are started and supervised. ``capacity``: the slots that this
+        machine lends. ``start``: starts background work."""
         self._database = database
         self._instruments = instruments or Instruments()
         self._home = home
@@ -135,8 +129,7 @@ class Reconciler:
         self.heartbeat = ReconcilerHeartbeat(home.reconciler_marker)
 
     def wake(self) -> None:
-        """Make the next round start now instead of at the end of the pause, and process the queue in it. Only the pause after a
-        round that raised is kept. Never blocks; any thread may call it."""
+        """Make the next round start early and process the queue. Never blocks; any thread may call it."""
         self._changed.set()
 
     def stop(self) -> None:
@@ -145,9 +138,7 @@ class Reconciler:
         self._changed.set()
 
     def run(self) -> None:
-        """Run rounds until ``stop``, and block meanwhile. Then wait a few seconds for background work, such as attempts that are
-        being finalised, and release the leases of all jobs that are not being finalised. Agents are not stopped. A round that
-        raises is logged, and the next one follows after a pause."""
+        """Run rounds until ``stop``; blocks. Then wait a few seconds for background work, and release leases."""
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -166,8 +157,7 @@ class Reconciler:
         self._release_leases()
 
     def _log_error(self, error: Exception) -> None:
-        """Log an error of a round: a database error on one line (whether the disk is full, or the first line of its text), any
-        other with its traceback."""
+        """Log an error of a round: a database error on one line, any other with its traceback."""
         if not isinstance(error, SQLAlchemyError):
             log.error("a round of the reconciler failed, trying again", exc_info=error)
             return
@@ -180,8 +170,7 @@ class Reconciler:
         log.error("trying again: %s", why)
 
     def run_round(self) -> float:
-        """Run one round: do what is due of what the module describes. Return the seconds until the next round is due. Errors that
-        concern one attempt are recorded, others are raised, such as those of the database."""
+        """Run one round and return the seconds until the next. Errors of one attempt are recorded, others raised."""
         now = self._database.clock.monotonic()
         woken = self._changed.is_set()
         self._changed.clear()
@@ -208,8 +197,7 @@ class Reconciler:
         return max(0.0, min(pause, self._next_queue_pass_at - now))
 
     def _poll_interval(self) -> float:
-        """Return the seconds until attempts should be polled next: ``IDLE_INTERVAL`` without attempts, ``ENDING_INTERVAL`` while
-        an attempt is about to end, else ``ACTIVE_INTERVAL``."""
+        """Return the seconds until attempts should be polled next; short while an attempt is about to end."""
         if not self._watches:
             return IDLE_INTERVAL
         now = self._database.clock.monotonic()
@@ -223,9 +211,8 @@ class Reconciler:
         return ENDING_INTERVAL if ending else ACTIVE_INTERVAL
 
     def _renew_leases(self, now: float) -> None:
-        """Renew the lease of the slots and the leases of the watched jobs, each after a quarter of its duration. The attempts'
-        deadlines are stored in the transaction that renews the jobs' leases. ``now``: monotonic. A job whose lease was lost is
-        found by the next poll."""
+        """Renew the leases of the slots and of the watched jobs when due, and store the attempts' deadlines. ``now``:
+        monotonic."""
         if now - self._slots_renewed_at >= self._lease_seconds / 4:
             self._attempt_launcher.renew_slots()
             self._slots_renewed_at = now
@@ -243,10 +230,8 @@ class Reconciler:
             self._counts_stored_at = now
 
     def _handle_jump(self, seconds: float | None) -> None:
-        """Handle a jump of the wall clock, or a suspension of this machine. Move the ends of back-offs, unless another process
-        has done so. If ``seconds`` is not None, also record the jump in the histories of this process's attempts, and drop the
-        watches whose lease was lost. ``seconds``: how far the clock jumped; 0: not at all; None: unknown, so that the stored
-        state must be compared first. Errors of the database are raised; the next round then does this."""
+        """Handle a jump of the wall clock by ``seconds``, as by moving the ends of back-offs; None: it is unknown whether
+        there was one."""
         if seconds == 0.0:
             return
         if seconds is None:
@@ -282,9 +267,7 @@ class Reconciler:
                     self._watch_taken_over(lease, held_at)
 
     def _watch_taken_over(self, lease: Lease, held_at: float) -> None:
-        """Start to watch a job that was taken over. If its rows cannot be read, the error is recorded, and the job is taken over
-        again when its lease has expired. ``held_at``: monotonic time just before the lease was taken. Raises errors of the
-        database."""
+        """Start to watch a job that was taken over, or record the error. ``held_at``: monotonic time just before that."""
         log.info("%s, attempt %d: taken over", lease.job_id, lease.attempt)
         self._instruments.count_takeover()
         try:
@@ -305,10 +288,8 @@ class Reconciler:
                 self._watch_launched(launched, held_at)
 
     def _watch_launched(self, launched: Launched, held_at: float) -> None:
-        """Start to watch a new attempt, and submit it unless it was found on the disk. If the lease is lost or the job was
-        deleted meanwhile, the watch is dropped and nothing is recorded. Another error that concerns only this attempt is recorded
-        in the job's row, so that the others are watched, too. ``held_at``: monotonic time before its lease was taken. Raises
-        errors of the database."""
+        """Start to watch a new attempt and submit it, unless it was found on the disk. ``held_at``: monotonic time before its
+        lease was taken."""
         job_id, attempt, _ = launched.lease
         try:
             watch = self._watches[job_id] = self._watcher.start_watch(launched.lease, held_at)
@@ -327,8 +308,7 @@ class Reconciler:
                 self._watcher.record_error(launched.lease, error)
 
     def _poll_attempts(self) -> None:
-        """Poll every watched attempt that is not paused after an error. Attempts that are being finalised are only checked for
-        their result. Drop the watches of jobs that another reconciler has."""
+        """Poll every watched attempt that is not paused. Drop the watches of jobs that this process no longer holds."""
         now = self._database.clock.monotonic()
         watches = {job_id: watch for job_id, watch in self._watches.items() if watch.paused_until <= now}
         for job_id, watch in list(watches.items()):
@@ -349,9 +329,7 @@ class Reconciler:
                 self._poll_attempt(job_id, watch, partial(self._watcher.poll, watch, desired_state))
 
     def _desired_states(self, watches: Mapping[str, Watch]) -> dict[str, DesiredState]:
-        """Return job id -> desired state of the jobs of ``watches``, read in one query. Jobs that this process no longer holds
-        are missing in the result. If a row cannot be read, since another version wrote it, the rows are read one by one, and the
-        error is recorded for that job alone."""
+        """Return job id -> desired state of those jobs of ``watches`` that this process still holds and can read."""
         try:
             with self._database.read() as session:
                 return read_desired_states(session, [w.lease for w in watches.values()])
@@ -366,10 +344,8 @@ class Reconciler:
         return found
 
     def _poll_attempt(self, job_id: str, watch: Watch, poll: Callable[[], Decision | None]) -> None:
-        """Call ``poll``, which returns the attempt's final decision or None, and handle its errors. After a decision the watch is
-        dropped, and the next round processes the queue. If the lease is lost, the watch is dropped, too. Other errors that
-        concern the attempt are recorded; those of the database are raised. A poll without an error clears a recorded one, unless
-        the attempt is ending."""
+        """Call ``poll``, and record errors that concern the attempt. After its final decision or a lost lease, the watch is
+        dropped."""
         try:
             decision = poll()
             if decision is None and watch.ending_since is None:  # otherwise its end may fail as before
@@ -387,8 +363,7 @@ class Reconciler:
             self._changed.set()  # its slots are free
 
     def _record_failure(self, job_id: str, watch: Watch, error: Exception) -> None:
-        """Record the error of one attempt: this attempt is polled again after a pause, and the other attempts as usual. If the
-        lease is lost, its watch is dropped."""
+        """Record the error of one attempt, which is then not polled for some time, or drop its watch."""
         try:
             self._watcher.record_failure(watch, error)
         except _LEASE_LOST_ERRORS as lost:
@@ -400,9 +375,7 @@ class Reconciler:
         del self._watches[job_id]
 
     def _sweep(self) -> None:
-        """Make every launcher end the processes or engine jobs that carry this service's name and belong to no attempt that the
-        database knows as active: left by a crash, or started by hand. Each is logged. An engine that is unreachable is
-        skipped."""
+        """Make every launcher end what carries this service's name and belongs to no active attempt in the database."""
         for kind, launcher in self._launchers.items():
             try:
                 ended = launcher.sweep(self._known_attempts)
@@ -420,19 +393,18 @@ class Reconciler:
             return {attempt_name(job_id, number) for job_id, number in rows}
 
     def _seconds_to_next_backoff_end(self) -> float:
-        """Return the seconds until the next back-off of a queued job ends, at most ``IDLE_INTERVAL``, since other processes that
-        add jobs do not wake this one."""
+        """Return the seconds until the next back-off of a queued job ends, at most ``IDLE_INTERVAL``."""
         now = self._database.clock.now()
         query = sa.select(sa.func.min(Job.not_before)).where(Job.phase == JobPhase.QUEUED, Job.not_before > now)
         with self._database.read() as session:
             due = session.scalar(query)
         if due is None:
             return IDLE_INTERVAL
+        # other processes that add jobs do not wake this one
         return min(IDLE_INTERVAL, max(0.0, (due - now).total_seconds()))
 
     def _release_leases(self) -> None:
-        """Release the leases of the watched jobs, so that another reconciler can take them over at once, and shorten that of the
-        slots. Jobs that are still being finalised keep theirs. Errors of the database are logged only: the leases will expire."""
+        """Release the leases of watched jobs at a clean exit, and shorten that of the slots. Database errors are logged."""
         at_work = self._background.finishing_jobs
         held: list[Lease] = [w.lease for w in self._watches.values() if w.lease.job_id not in at_work]
         try:

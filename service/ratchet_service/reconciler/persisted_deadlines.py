@@ -1,12 +1,5 @@
-"""Stores an attempt's deadlines in its row: how much time of each has passed, for the reconciler that takes the attempt over.
-
-They are written when the attempt is created, when it is submitted again, when it enters or leaves its engine's queue, when its
-first agent has begun, and once the engine has accepted a SIGTERM. They are also written once a deadline that no other write
-stores is ``_WRITE_AFTER_SECONDS`` old, and with each renewal of the lease for as long as one runs. For an attempt with a
-``policy.timeout``, they are also written every ``monotonic_deadlines.KEEP_SECONDS``, with its run time. The next reconciler
-continues the counts (``monotonic_deadlines.carried_seconds``); a request that was withdrawn and made again is another one.
-Unreadable rows, and those of the previous version, count as none.
-"""
+"""Stores in an attempt's row how much time of each of its deadlines has passed, so that a reconciler that takes the attempt
+over continues them. They are written at important events and with the lease."""
 
 from __future__ import annotations
 
@@ -35,18 +28,17 @@ _WRITE_AFTER_SECONDS: Final = 1.0
 
 
 def initial_deadlines(clock: Clock) -> dict[str, Any]:
-    """Return the deadlines to store for an attempt that is created now: the launch deadline, of which no time has passed."""
+    """Return the deadlines of an attempt that is created now: the launch deadline, of which no time has passed."""
     return {LAUNCH: Count(0.0, clock.boot_id(), clock.monotonic())._asdict()}
 
 
 def running_since(watch: Watch) -> dict[str, float]:
-    """Return name -> monotonic start of the deadlines that run now. The launch deadline runs until the first agent begins. It
-    does not run while the attempt is in its engine's queue, and starts again from 0 when the attempt leaves the queue, is
-    submitted again, or was not polled for a long time. No deadline runs while the attempt is being killed."""
+    """Return name -> monotonic start of the deadlines that run now; none while the attempt is being killed."""
     if watch.killing:
         return {}
     starts = watch.running_since is None and (watch.stored_reason is None or watch.stored_reason[0] != WAITING)
     since = {
+        # from the end of the wait in the engine's queue until the first agent begins
         LAUNCH: watch.last_queued_at if starts else None,
         STOP_REQUEST: watch.stop_requested_since,
         STOP: None if watch.signal_unsent else watch.stopped_at,
@@ -57,8 +49,7 @@ def running_since(watch: Watch) -> dict[str, float]:
 
 
 def to_row(watch: Watch, now: float, boot: str) -> dict[str, Any]:
-    """Return the value of the row's column ``deadlines``: for each running deadline how much time of it has passed, the attempt's
-    run time, and the id of a stop request. ``now``: monotonic; ``boot``: id of this machine's boot."""
+    """Return the value of the row's column ``deadlines``. ``now``: monotonic; ``boot``: id of this machine's boot."""
     since = running_since(watch)
     if watch.running_since is not None:
         since[RUN] = watch.running_since
@@ -77,8 +68,7 @@ def write(session: Session, watch: Watch, now: float, boot: str) -> None:
 
 
 def write_many(session: Session, watches: list[Watch], now: float, boot: str) -> None:
-    """Store the deadlines of many attempts in their rows, in one statement; no effect without attempts. The caller has locked the
-    rows of their jobs, which have this process's leases."""
+    """Store the deadlines of many attempts in their rows. The caller has locked the rows of their jobs."""
     if not watches:
         return
     rows = [
@@ -92,8 +82,7 @@ def write_many(session: Session, watches: list[Watch], now: float, boot: str) ->
 
 
 def is_write_due(watch: Watch, now: float) -> bool:
-    """True if the deadline after a stop request, after a result or after the loss of an agent has run for at least
-    ``_WRITE_AFTER_SECONDS`` and its start is not stored in the row yet."""
+    """True if a deadline has run for some time and is not stored; not the launch deadline or that of a SIGTERM."""
     since = running_since(watch)
     return any(
         name in since and now - since[name] >= _WRITE_AFTER_SECONDS and watch.stored_deadlines.get(name) != since[name]
@@ -102,13 +91,8 @@ def is_write_due(watch: Watch, now: float) -> bool:
 
 
 def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, launch_deadline: float) -> None:
-    """Set in a new watch the start times of the deadlines that an earlier reconciler counted, so that they continue.
-
-    The launch deadline of a launcher without slots is continued only if it was stored a short time ago (``_recently_polled``).
-    The deadline after a SIGTERM is continued only if ``restore_actions`` has found that SIGTERM; it then counts as sent.
-    ``stored_deadlines``: the column of the attempt's row; a value that is no mapping counts as empty. ``max_gap``: as in
-    ``monotonic_deadlines.carried_seconds``; ``launch_deadline``: in seconds.
-    """
+    """Set in a new watch the start times of the deadlines that an earlier reconciler counted. ``max_gap``,
+    ``launch_deadline``: in seconds."""
     counts, now = stored_deadlines if isinstance(stored_deadlines, dict) else {}, watch.created_at
 
     def start_of(name: str) -> float | None:
@@ -127,15 +111,15 @@ def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, l
     if watch.stop_requested_since is not None:
         watch.stop_request_id = counts[STOP_REQUEST].get(_REQUEST_ID)
     stopped = start_of(STOP)
+    # otherwise the history has no SIGTERM, or it may not have been sent
     if watch.stopped_at is not None and stopped is not None:
         watch.stopped_at, watch.signal_unsent = stopped, False
     watch.stored_deadlines = running_since(watch)
 
 
 def _recently_polled(count: Any, clock: Clock, launch_deadline: float) -> bool:
-    """True if ``count`` (of the launch deadline) was stored during this boot and at most half a launch deadline ago. If it is
-    older, an engine with a queue of its own may have put the attempt back into its queue meanwhile, so the deadline must start
-    again."""
+    """True if ``count`` was stored during this boot and at most half a launch deadline ago."""
     found = Count.parse(count)
     assert found is not None
+    # if it is older, an engine with a queue may have put the attempt back into it meanwhile
     return found.boot == clock.boot_id() and clock.monotonic() - found.monotonic <= launch_deadline / 2

@@ -1,9 +1,5 @@
-"""Supervises active jobs under a lease each: polls their agents, and does what follows from that.
-
-A stop or kill that another process must know of after a crash is an event row written *before* the action: ``agent-stopped`` or
-``agent-killed``, with the cause, unless the agents' results have it. ``supervision_rules`` decides which action follows from a
-poll; this module carries it out.
-"""
+"""Supervises active jobs under a lease each: carries out what ``supervision_rules`` decides after a poll. A stop or kill that
+another process must know of is recorded as an event *before* the action."""
 
 from __future__ import annotations
 
@@ -81,8 +77,7 @@ RECONCILE_ERROR: Final = "reconcile-error"
 
 
 def supervision_error_text(lease: Lease, error: Exception) -> str:
-    """Return the message for users that says why the attempt of ``lease`` cannot be supervised; the error's text is cut and
-    control characters are removed."""
+    """Return the message for users that says why the attempt of ``lease`` cannot be supervised, with the error's text, cut."""
     error_text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
     return sanitize_text(
         f"attempt {lease.attempt} cannot be supervised: {error_text}. It is tried again, at least every "
@@ -91,8 +86,7 @@ def supervision_error_text(lease: Lease, error: Exception) -> str:
 
 
 class Watcher:
-    """Supervises the attempts of one process: polls them, and carries out what ``supervision_rules`` decides. Many methods raise
-    ``LeaseLost``: this process then no longer holds the job."""
+    """Supervises the attempts of one process. ``LeaseLost`` means that this process no longer holds the job."""
 
     def __init__(
         self,
@@ -115,9 +109,8 @@ class Watcher:
         self._bounds = bounds
 
     def start_watch(self, lease: Lease, lease_held_at: float) -> Watch:
-        """Return a watch for an attempt whose lease this process has just taken. It is loaded from the rows: spec, stored
-        deadlines, and the stops and kills that an earlier reconciler recorded. Nothing is sent to the engine. ``lease_held_at``:
-        as in ``Watch``. Raises ``NoResultFound`` if the job was deleted, ``ValidationError`` if its spec cannot be read."""
+        """Return a watch for an attempt, loaded from its rows. ``lease_held_at``: just before its lease was taken. Raise
+        ``NoResultFound`` if the job was deleted, ``ValidationError`` for an unreadable spec."""
         clock = self._database.clock
         now = clock.monotonic()
         with self._database.read() as session:
@@ -156,23 +149,19 @@ class Watcher:
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan) -> None:
-        """Submit the new attempt to its launcher. If the engine is unreachable or full, nothing is raised: a later poll submits
-        the attempt again. A ``LaunchError`` ends the attempt later (``_submit``); any other error is raised."""
+        """Submit the new attempt to its launcher; a later poll does so if the engine is unreachable or full."""
         with suppress(EngineUnreachable):  # a later poll retries, and reports it
             self._submit(watch, plan)
 
     def _submit_again(self, watch: Watch, now: float) -> None:
-        """Submit an attempt that has no process and no engine job yet, with a plan made again from what is stored
-        (``recover_plan``). Its launch deadline starts again now. Raises as ``_submit`` does."""
+        """Submit an attempt that has no process yet, and start its launch deadline again. Raises as ``_submit`` does."""
         plan = self._attempt_launcher.recover_plan(watch.lease)
         watch.last_queued_at = now
         self._write_deadlines(watch, now)
         self._submit(watch, plan)
 
     def _submit(self, watch: Watch, plan: LaunchPlan) -> None:
-        """Submit ``plan`` to the engine, and record the result in the watch. If the engine is full or unreachable, the attempt is
-        submitted again after ``_RESUBMIT_SECONDS``; ``EngineUnreachable`` is raised, ``EngineFull`` is not. After a
-        ``LaunchError`` the attempt will end with that cause and message. Raises ``LeaseLost``."""
+        """Submit ``plan`` to the engine, and record the result in the watch. Raise ``EngineUnreachable`` or ``LeaseLost``."""
         self._ensure_lease(watch)
         watch.submitted, watch.engine_full_message = True, None
         try:
@@ -186,13 +175,8 @@ class Watcher:
             watch.forced_cause, watch.message = Cause.LAUNCHER_ERROR, error.detail
 
     def poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
-        """Poll the attempt once, and carry out what follows: submit, stop, kill or finalise it. Return the decision that ended
-        the attempt; None while it has not ended or is being finalised.
-
-        If the engine is unreachable, None is returned; the history records that once, and so does the job's row, unless it has a
-        reason that is kept (``_store_wait_reason``). If the engine is busy, None is returned and nothing is recorded. In both
-        cases a later poll tries again. Other errors are raised, ``LeaseLost`` included.
-        """
+        """Poll the attempt once and carry out what follows, such as a kill. Return the decision that ended the attempt, else
+        None, also if the engine is unreachable. Other errors are raised."""
         if watch.stored_reason_desired is not desired_state.desired:
             watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired
         try:
@@ -207,11 +191,11 @@ class Watcher:
         return decision
 
     def _poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
-        """Poll the engine, record new agents, carry out the next action and store why the attempt waits. Return as ``poll`` does.
-        If the attempt is proved dead and waits to be finalised, the engine is not polled; only the finalisation is started.
-        Raises ``EngineUnreachable``, ``EngineBusy``."""
+        """Poll the engine and carry out the next action. Return as ``poll`` does. Raise ``EngineUnreachable`` or
+        ``EngineBusy``."""
         if watch.evidence is not None:
             self._ensure_lease(watch)
+            # proved dead: the engine is not needed any more
             return self._start_finishing(watch, watch.evidence)
         now, wall = self._database.clock.monotonic(), self._database.clock.now()
         state = watch.launcher.poll(watch.ref)
@@ -252,8 +236,7 @@ class Watcher:
         return None
 
     def record_failure(self, watch: Watch, error: Exception) -> None:
-        """Record that ``poll`` raised ``error``: the next poll comes after a pause, which grows with each failure. If the error's
-        text differs from the one recorded last, the new text is stored (``record_error``). Raises ``LeaseLost``."""
+        """Record that ``poll`` raised ``error``; the next poll comes after a pause. Raise ``LeaseLost``."""
         supervision_rules.record_failure(watch, self._database.clock.monotonic())
         text = supervision_error_text(watch.lease, error)
         if text != watch.supervision_error:
@@ -261,9 +244,9 @@ class Watcher:
             watch.supervision_error, watch.stored_reason = text, None
 
     def record_error(self, lease: Lease, error: Exception) -> None:
-        """Store in the job's row that the attempt cannot be supervised, and add an event for the first error of this type. The
-        row itself may be what cannot be read, so none of its values is read. Raises ``LeaseLost``."""
+        """Store in the job's row that the attempt cannot be supervised; a new error type gets an event. Raise ``LeaseLost``."""
         text, kind = supervision_error_text(lease, error), type(error).__name__
+        # no value of the row is read: it may be what cannot be read
         own_job = sa.update(Job).where(
             Job.id == lease.job_id, Job.attempt == lease.attempt, Job.lease_token == lease.token
         )
@@ -280,8 +263,7 @@ class Watcher:
             add_event(session, lease.job_id, RECONCILE_ERROR, text, attempt=lease.attempt, data={"error": kind})
 
     def record_recovery(self, watch: Watch) -> None:
-        """Record that a poll of the attempt succeeded: reset the count of failures, and clear the supervision error in the job's
-        row if there is one."""
+        """Record that a poll of the attempt succeeded, and clear the supervision error in the job's row."""
         watch.failures = 0
         if watch.supervision_error is None:
             return
@@ -293,35 +275,29 @@ class Watcher:
         watch.supervision_error = None
 
     def _send_sigterm(self, watch: Watch) -> None:
-        """Send SIGTERM to the agents through the launcher, and store the deadline for their end. Raises ``EngineUnreachable``:
-        then a later poll sends it again. Another error of the launcher is only logged, since it would occur again: the agents are
-        killed when their time is over."""
+        """Send SIGTERM to the agents, and store the deadline for their end. Raise ``EngineUnreachable``."""
         self._ensure_lease(watch)
         try:
             watch.launcher.stop(watch.ref, watch.killable_after(self._timing))
         except EngineUnreachable:
             raise
         except Exception:
+            # it would occur again: the agents are killed when their time is over
             log.exception("%s: its launcher cannot send a SIGTERM", watch.ref.name)
         now = self._database.clock.monotonic()
         supervision_rules.record_signal(watch, now)
         self._write_deadlines(watch, now)  # otherwise the next reconciler sends it again, and counts from there
 
     def _kill(self, watch: Watch, state: AttemptState, action: NextAction) -> None:
-        """Record in the history that the attempt is to be killed, and with which cause. Nothing is killed here: ``_finish`` does
-        that in the next round."""
+        """Record in the history and the watch that the attempt is to be killed, and why. ``_finish`` kills it later."""
         text = action.text or kill_text(action.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
         others = ": the other nodes' agents were killed" if action.kind is ActionKind.KILL_LOST else ""
         self._add_event(watch, KILLED, action.cause, text + others)
         supervision_rules.record_kill(watch, action, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
-        """Create the marker file that keeps agents of this attempt from starting, and kill what is left of the attempt. Once the
-        launcher reports nothing alive, start to finalise the attempt concurrently with the rounds.
-
-        Return the decision if the finalisation has ended already; None while anything is alive, or while the finalisation runs or
-        waits for others. If something is still alive after some seconds, one event reports it.
-        """
+        """Kill what is left of the attempt, and start to finalise it once nothing is alive. Return the decision if it is there
+        already."""
         if watch.ending_since is None or not watch.killing:  # reports about the kill itself do not count
             watch.engine_ends = watch.engine_ends or state.ends  # later ones may be about the kill that proves it dead
         watch.ending_since = now if watch.ending_since is None else watch.ending_since
@@ -340,9 +316,7 @@ class Watcher:
         )
 
     def _start_finishing(self, watch: Watch, evidence: Evidence) -> Decision | None:
-        """Start to finalise the attempt in the background. If too many others are being finalised, nothing is started:
-        ``evidence`` is kept in the watch, so that a later poll starts it without querying the engine, and the job's row says that
-        the attempt's end waits. Return the decision if it is there already."""
+        """Start to finalise the attempt in the background, now or by a later poll. Return the decision if it is there already."""
         work = partial(self._finish_in_background, watch.lease, watch.ref, watch.ranks_per_node, watch.limits, evidence)
         watch.finish_future = self._background.start_finishing(watch.lease, work)
         watch.evidence = evidence if watch.finish_future is None else None
@@ -357,22 +331,18 @@ class Watcher:
     def _finish_in_background(
         self, lease: Lease, ref: AttemptRef, ranks_per_node: int, limits: Limits, evidence: Evidence
     ) -> Decision:
-        """Ingest the reports that the attempt left, end it in the database, have checkpoints that are marked for removal deleted
-        in the background, and return the decision. Runs in a background thread, and may take as long as reading a checkpoint.
-        Everything that follows from the end is done here, since the job may be launched again, under another watch, before the
-        next poll. Raises ``LeaseLost``."""
+        """Ingest the reports that the attempt left, end it in the database and return the decision. Raise ``LeaseLost``."""
         paths = self._home.job(lease.job_id)
         ingest_leftover(self._database, paths, lease, ref.nodes, ranks_per_node, self._bounds)
         decision = finalise_attempt(self._database, paths, lease, limits, evidence, self._bounds)
         assert decision.event is not None and decision.cause is not None
         log.info("%s: ended with %s: %s", ref.name, decision.cause.value, decision.event.value)
+        # here and not in a poll: the job may be launched again under another watch before that
         self._background.run_housekeeping("removal", partial(removal.delete_all_marked, self._database, self._home))
         return decision
 
     def finish_result(self, watch: Watch) -> Decision | None:
-        """Return the decision of an attempt whose finalisation has ended; None if the finalisation still runs, or none was
-        started. Does not wait. Raises the error of a failed finalisation; the next poll then starts it again. While it runs, the
-        job's row reports a slow one (``_report_slow_finish``)."""
+        """Return the decision of a finalised attempt; None: it is not there yet. Raise the error of a failed finalisation."""
         if watch.finish_future is None:
             return None
         if not watch.finish_future.done():
@@ -382,8 +352,7 @@ class Watcher:
         return end.result()
 
     def _report_slow_finish(self, watch: Watch) -> None:
-        """Store the reason ``ENDING`` in the job's row if the finalisation of the attempt has run for more than
-        ``ROUND_SECONDS``; otherwise clear such a reason. No effect if this process no longer holds the job."""
+        """Store the reason ``ENDING`` in the job's row if the attempt's finalisation takes long; otherwise clear it."""
         now = self._database.clock.monotonic()
         slow = now - self._background.finishing_jobs.get(watch.lease.job_id, now) > ROUND_SECONDS
         text = (
@@ -394,9 +363,7 @@ class Watcher:
             self._store_wait_reason(watch, now, reason=ENDING if slow else None, message=text)
 
     def _ensure_lease(self, watch: Watch) -> None:
-        """Ensure that this process still holds the job's lease, before an action that no transaction guards: the process may have
-        been suspended. If the last renewal was too long ago to be sure, renew the lease. Raises ``LeaseLost`` if another
-        reconciler has taken the job over."""
+        """Ensure that this process still holds the job's lease. Raise ``LeaseLost`` if another reconciler has it."""
         began = self._database.clock.monotonic()
         if leases.is_surely_held(watch.lease_held_at, began, self._lease_seconds):
             return
@@ -408,8 +375,7 @@ class Watcher:
     def _record_agents(
         self, watch: Watch, state: AttemptState, new_nodes: set[int], now: float, wall: datetime
     ) -> None:
-        """Store hosts and pids of the agents of ``new_nodes``, for users and the API. If these are the attempt's first agents,
-        store when the first of them began. ``now``: monotonic; ``wall``: wall clock."""
+        """Store hosts and pids of the agents of ``new_nodes``, and when the attempt's first agent began."""
         started_at = min(agent_started_at(watch.ref.paths.node(node).agent_file, wall) for node in new_nodes)
         with self._database.write() as session:
             job = lock_leased_job(session, watch.lease)
@@ -427,10 +393,8 @@ class Watcher:
         watch.recorded_nodes |= new_nodes
 
     def _store_wait_reason(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
-        """Store reason and message in the job's row: why the engine does not start the attempt, that it does not answer, or that
-        the attempt's end is being processed. ``reason`` None clears them. Nothing is written if they have not changed. A reason
-        that is neither a supervision error nor in ``_CLEARED_REASONS`` is kept. If the attempt enters or leaves the engine's
-        queue (``WAITING``), its deadlines are stored, too. Raises ``LeaseLost``."""
+        """Store in the job's row why the attempt waits (None: clear that); other kinds of reasons are kept. Raise
+        ``LeaseLost``."""
         why = None if reason is None else (reason, message)
         if why == watch.stored_reason:
             return
@@ -450,8 +414,7 @@ class Watcher:
             watch.supervision_error = None  # which the row no longer has
 
     def record_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
-        """Add an event to each attempt's history that the wall clock jumped by ``seconds``, since the times in the history do not
-        show the jump. Return the watches whose lease this process no longer holds; they get no event."""
+        """Add to each attempt's history that the wall clock jumped. Return the watches whose lease is lost."""
         held_leases = leases.lock_held(session, [watch.lease for watch in watches])
         text = f"the wall clock of the reconciler's machine jumped by {seconds:+.0f} s: deadlines ignore that"
         for watch in watches:
@@ -461,9 +424,8 @@ class Watcher:
         return [watch for watch in watches if watch.lease not in held_leases]
 
     def store_deadlines(self, session: Session, watches: Iterable[Watch], *, with_run_time: bool) -> None:
-        """Store, in ``session``, how long the deadlines of these attempts have run, for a reconciler that takes them over. With
-        ``with_run_time``, also do so for attempts with a time limit and no running deadline. The caller has renewed their leases
-        in the same transaction."""
+        """Store how long the deadlines of these attempts have run; ``with_run_time``: also for attempts with only a time
+        limit."""
         now = self._database.clock.monotonic()
         kept = [
             watch

@@ -1,9 +1,5 @@
-"""Decides what follows from a poll of one attempt. These functions change nothing but the ``Watch``, the reconciler's record of
-the attempt in memory; ``supervise`` carries out what they return.
-
-No engine is queried and no row is written here, so that a simulation can use the very same rules. ``now`` is from this process's
-monotonic clock, as are the times of the ``Watch``; ``wall`` is for ``decide``.
-"""
+"""Decides what follows from a poll of one attempt. Only the ``Watch`` changes here; ``supervise`` carries out the actions.
+``now`` is monotonic."""
 
 from __future__ import annotations
 
@@ -41,9 +37,7 @@ class ActionKind(StrEnum):
 
 
 class NextAction(NamedTuple):
-    """What to do with the attempt. ``cause``: the cause that is recorded with a stop or kill; whether the attempt's end gets it
-    depends on the agents' results (``cause_of``). ``text``: the reason, for the history; empty: the caller writes it (a fixed
-    text for a stop, ``kill_text`` for a kill)."""
+    """What to do with the attempt. ``cause``: recorded with a stop or kill. ``text``: the reason; empty: the caller writes it."""
 
     kind: ActionKind
     cause: Cause | None = None
@@ -55,8 +49,7 @@ _FINISH: Final = NextAction(ActionKind.FINISH)
 
 
 def record_poll(watch: Watch, now: float, timing: Timing) -> None:
-    """Record in ``watch`` that the engine has just answered a poll. After more than half a launch deadline without a poll, the
-    launch deadline starts again: the attempt may have left the engine's queue only now."""
+    """Record in ``watch`` that the engine has answered a poll; after long without one, the launch deadline starts again."""
     if now - watch.polled_at > timing.launch_deadline / 2:
         watch.last_queued_at = now  # service or engine was down: the attempt may have left the queue just now
     watch.polled_at = now
@@ -65,9 +58,7 @@ def record_poll(watch: Watch, now: float, timing: Timing) -> None:
 def next_action(
     watch: Watch, state: AttemptState, desired_state: DesiredState, now: float, wall: datetime, timing: Timing
 ) -> NextAction:
-    """Return the next action for the attempt, from what the launcher reports (``state``) and the desired state; the caller
-    carries it out. Records in ``watch`` since when a stop has been requested. If the attempt is to end before this process has
-    submitted it, also records the cause and message of its end. ``now``: monotonic; ``wall``: wall clock."""
+    """Return the next action for the attempt, from what the launcher reports and the desired state. ``watch`` is updated."""
     if desired_state.desired is Desired.RUN:
         watch.stop_requested_since = None
     elif watch.stop_requested_since is None or watch.stop_request_id != desired_state.request_id:
@@ -93,8 +84,7 @@ def next_action(
 def _next_while_alive(
     watch: Watch, state: AttemptState, desired_state: DesiredState, now: float, wall: datetime, timing: Timing
 ) -> NextAction:
-    """Return the next action for an attempt of which a part is alive or may still start. Records in ``watch`` since when the
-    attempt has been over (``is_over``), or since when an agent has been lost."""
+    """Return the next action for an attempt of which a part is alive or may still start. ``watch`` is updated."""
     if is_over(state):
         watch.result_seen_at = now if watch.result_seen_at is None else watch.result_seen_at
         if now - watch.result_seen_at < timing.linger:
@@ -142,8 +132,7 @@ def _next_while_alive(
 
 
 def _kill_lost(state: AttemptState) -> NextAction:
-    """Return the kill of the remaining agents after one died without a result. Its cause is that of the end which the engine
-    reports for a lost node or the whole attempt, or ``UNKNOWN`` without such a report."""
+    """Return the kill of the remaining agents, with the cause that the engine reports, else ``UNKNOWN``."""
     end = next((end for end in state.ends if end.node is None or end.node in state.lost), None)
     text = f"the agent of node {', '.join(map(str, state.lost))} died without a result"
     if end is None:
@@ -152,28 +141,24 @@ def _kill_lost(state: AttemptState) -> NextAction:
 
 
 def record_stop(watch: Watch, action: NextAction, now: float) -> None:
-    """Record in ``watch`` that the history has the SIGTERM, with its cause: now it must be sent, and is sent again until the
-    engine accepts it."""
+    """Record in ``watch`` that the history has the SIGTERM, with its cause, and that it must still be sent."""
     watch.stopped_at, watch.forced_cause, watch.signal_unsent = now, action.cause, True
 
 
 def record_signal(watch: Watch, now: float) -> None:
-    """Record in ``watch`` that the SIGTERM need not be sent again, usually since the engine has accepted it: the agent's time
-    until it is killed runs from ``now``."""
+    """Record in ``watch`` that the SIGTERM need not be sent again; the agent's time runs from ``now``."""
     watch.stopped_at, watch.signal_unsent = now, False
 
 
 def record_kill(watch: Watch, action: NextAction, text: str) -> None:
-    """Record in ``watch`` that the history has the kill. Except for ``KILL_LINGERING``, also record the action's cause and the
-    message ``text``, which the attempt's end gets if an agent's result is missing (``cause_of``)."""
+    """Record in ``watch`` that the history has the kill; unless agents only lingered, also its cause and ``text`` as message."""
     watch.killing = True
     if action.kind is not ActionKind.KILL_LINGERING:
         watch.forced_cause, watch.message = action.cause, text
 
 
 def should_report_unproven(watch: Watch, now: float) -> bool:
-    """Return True if the caller must report now that parts of the attempt are still alive: more than ``_UNPROVEN_SECONDS`` after
-    the first kill, and only once per watch. Call it only while parts are alive."""
+    """True once per watch, if parts of the attempt are still alive some time after the first kill."""
     if watch.unproven_reported or watch.ending_since is None:
         return False
     watch.unproven_reported = now - watch.ending_since > _UNPROVEN_SECONDS
@@ -181,8 +166,7 @@ def should_report_unproven(watch: Watch, now: float) -> bool:
 
 
 def record_failure(watch: Watch, now: float) -> None:
-    """Record in ``watch`` that a poll of the attempt raised. The next poll of this attempt comes after a pause, which doubles
-    with each failure in a row, from ``_FIRST_PAUSE`` to ``LONGEST_PAUSE`` seconds; other attempts are polled meanwhile."""
+    """Record in ``watch`` that a poll raised. The pause before the next poll grows with each failure in a row."""
     watch.paused_until = now + min(_FIRST_PAUSE * 2.0 ** min(watch.failures, 16), LONGEST_PAUSE)
     watch.failures += 1
 
@@ -193,9 +177,9 @@ def running_seconds(watch: Watch, now: float) -> float | None:
 
 
 def collect_evidence(watch: Watch, last: AttemptState, logs: str, now: float) -> Evidence:
-    """Return the evidence of the attempt's end. ``last``: the poll after the attempt was proved dead. Of the engine's reports
-    only those from before the first kill count, if there are any: a later report may be about the kill itself. If a kill was
-    recorded, reports in ``last`` do not count at all. ``logs``: as in ``Evidence``."""
+    """Return the evidence of the attempt's end. ``last``: the poll after the attempt was proved dead. ``logs``: as in
+    ``Evidence``."""
+    # after a kill, a report in ``last`` may be about the kill itself
     ends = watch.engine_ends if watch.killing else watch.engine_ends or last.ends
     return Evidence(
         replace(last, ends=ends), watch.forced_cause, watch.message, watch.killing, logs, running_seconds(watch, now)

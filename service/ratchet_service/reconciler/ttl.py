@@ -1,12 +1,5 @@
-"""Housekeeping by time. It deletes jobs past their ``ttl``, finishes deletions (of jobs, of checkpoints) that a crash
-interrupted, and deletes code snapshots that no job names and no attempt of a job ran.
-
-A ttl goes by the database's clock, which all services share. After a jump of that clock, no process deletes expired jobs or
-unused snapshots for a while (``clock_jumps``), not even a process that starts then. Interrupted deletions are finished all the
-same. The same pause follows a reboot of this machine if the database's clock shows a time more than a minute after, or before,
-that of the newest event. A job's end has the time of the machine that wrote it: if that machine's clock was set back when the job
-ended, the job is deleted too early by that difference.
-"""
+"""Housekeeping by time: deletes jobs past their ``ttl`` and unused code snapshots, and finishes interrupted deletions. A ttl
+goes by the database's clock; after a jump of that clock, these jobs and snapshots stay for a while."""
 
 from __future__ import annotations
 
@@ -41,9 +34,7 @@ round."""
 
 
 class Expiry:
-    """Deletes jobs past their ttl and unused code snapshots, and finishes interrupted deletions. The reconciler calls ``run``
-    about every ``interval`` seconds; several processes may do so concurrently. ``grace``: seconds for which an unused code
-    snapshot is kept."""
+    """Deletes jobs past their ttl and code snapshots unused for ``grace`` seconds, and finishes interrupted deletions."""
 
     interval = INTERVAL
 
@@ -57,8 +48,7 @@ class Expiry:
         self._jumps = clock_jumps.Jumps(database.clock, clock_jumps.DATABASE, self._database_now)
 
     def run(self) -> None:
-        """Run one round of all kinds of housekeeping that are due; it deletes rows and files. A job that cannot be deleted now is
-        logged, and tried again in the next round."""
+        """Run one round of the housekeeping that is due. Jobs that cannot be deleted now are logged."""
         if not self._swept:
             for job_id in sweep_deleted(self._database, self._home):
                 log.info("%s: its deletion was finished", job_id)
@@ -95,8 +85,7 @@ class Expiry:
             return leases.database_now(session)
 
     def _is_clock_trusted(self) -> bool:
-        """True if jobs may be deleted by the database's clock now; False for ``PAUSE_SECONDS`` after that clock has jumped or may
-        have jumped. Detects jumps of the clock, and stores and logs them."""
+        """True if jobs may be deleted by the database's clock now; False for some time after a possible jump."""
         seconds = self._jumps.observed_jump()
         if seconds is None:
             with self._database.read() as session:
@@ -135,8 +124,8 @@ class Expiry:
         return [i for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl]
 
     def _referenced_snapshots(self) -> set[str]:
-        """Return the digests of the code snapshots, and of files of ``start_from``, that a job names, and of the code that an
-        attempt of it ran: the first checkpoints of a job may come from the code that it had before a resume."""
+        """Return the digests of the code snapshots and ``start_from`` files that jobs name, and of the code that attempts ran."""
+        # a job's first checkpoints may come from the code that it had before a resume
         ran = Attempt.launch["launch_file", "resolved", "code_digest"].as_string()
         with self._database.read() as session:
             keys = [Job.resolved[key].as_string() for key in ("code_digest", "start_digest")]

@@ -1,13 +1,5 @@
-"""The order of the queue and what quotas hold back. Pure: computed from rows of queued jobs and of attempts that have not ended.
-
-A higher priority goes first. Among jobs of one priority, those for which another job was stopped (``Queued.claimed_since``) go
-before the others, the earliest claim first. Then the job goes first whose owner holds fewest GPUs, then fewest ranks; then the
-older job. A placed job counts as held by its owner for later places, unless a quota holds it back, so that owners take turns.
-With one owner and no claims the order is: priority, then age.
-
-A quota holds back a job that would exceed it, and no job of another owner. The owner's later jobs get only what the job leaves of
-the quota: here, too, small jobs do not starve a large one. Nothing is reserved for a job that the quota can never hold.
-"""
+"""The order of the queue and what quotas hold back. Higher priority goes first, then jobs for which another was stopped, then
+the owner who holds least, then age. What a job that waits for its quota needs is reserved for it."""
 
 from __future__ import annotations
 
@@ -33,8 +25,7 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """An owner's quota; None: no limit. ``queued`` limits the jobs that have not ended; ``jobs``, ``ranks`` and ``gpus`` limit
-    what its attempts that have not ended hold together."""
+    """An owner's quota; None: no limit. ``queued``: jobs that have not ended; the others: what attempts hold together."""
 
     queued: int | None = None
     jobs: int | None = None
@@ -42,8 +33,7 @@ class Limit:
     gpus: int | None = None
 
     def exceeded_resource(self, share: Share) -> tuple[str, int, int] | None:
-        """Return the first resource of which a job that takes ``share`` needs more than the whole quota: its name (one of
-        ``HELD``), how much the job takes, and the limit. None: the job fits into the quota if the owner holds nothing else."""
+        """Return the first resource of which ``share`` needs more than the whole quota: name, need and limit; None: none."""
         for name in HELD if self is not UNLIMITED else ():
             limit, wants = getattr(self, name), getattr(share, name)
             if limit is not None and wants > limit:
@@ -51,8 +41,7 @@ class Limit:
         return None
 
     def never_fits_reason(self, share: Share) -> str | None:
-        """Return a message that says why a job that takes ``share`` can never start under this quota; None if it can start once
-        the owner's other jobs have ended."""
+        """Return why a job that takes ``share`` can never start under this quota; None: it can at some time."""
         never = self.exceeded_resource(share)
         if never is None:
             return None
@@ -66,9 +55,8 @@ _NAMES: Final = {"gpus": "GPUs", "ranks": "ranks", "jobs": "jobs"}
 
 
 class Queued(NamedTuple):
-    """A job that waits for an attempt. ``share``: what it takes. ``claimed_since``: when another job was last requested to stop
-    for this one; the value stays until this job leaves the queue, also after the other job has stopped. None: no job was stopped
-    for it."""
+    """A job that waits for an attempt. ``share``: what it takes. ``claimed_since``: when another job was last requested to
+    stop for this one."""
 
     job: str
     owner: str
@@ -84,16 +72,15 @@ class Queued(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A job at its place in the order. ``held_back_reason``: why the owner's quota holds the job back; None: the quota lets it
-    start."""
+    """A job at its place in the order. ``held_back_reason``: why its owner's quota holds it back; None: it may start."""
 
     queued: Queued
     held_back_reason: str | None = None
 
 
 def order_queue(queue: Iterable[Queued], held: Mapping[str, Share], limit: Callable[[str], Limit]) -> list[Place]:
-    """Return every job of ``queue`` once, in the launch order; jobs that a quota holds back are included, with the reason.
-    ``held``: what attempts that have not ended hold, by owner. ``limit``: returns the quota of an owner."""
+    """Return every job of ``queue`` in the launch order. ``held``: what attempts hold, by owner. ``limit``: returns an owner's
+    quota."""
     lines: dict[str, list[Queued]] = defaultdict(list)
     for one in queue:
         lines[one.owner].append(one)
@@ -101,16 +88,14 @@ def order_queue(queue: Iterable[Queued], held: Mapping[str, Share], limit: Calla
 
 
 def line_key(one: Queued) -> tuple[int, float, datetime, str]:
-    """Sort key of the jobs of one owner: priority (high ones first), ``claimed_since`` (the earliest first, jobs without one
-    last), age (the oldest first), id."""
+    """Sort key of one owner's jobs: by priority (high ones first), ``claimed_since``, age (the oldest first), id."""
     return (-one.priority, one.claim_key, one.created_at, one.job)
 
 
 def iter_turns(
     lines: Mapping[str, Iterator[Queued]], held: Mapping[str, Share], limit: Callable[[str], Limit]
 ) -> Iterator[Place]:
-    """Like ``order_queue``, for jobs that are read only as far as the caller iterates. ``lines``: for each owner an iterator over
-    its jobs, sorted by ``line_key``."""
+    """Like ``order_queue``, but lazy. ``lines``: for each owner an iterator over its jobs, sorted by ``line_key``."""
     counted = defaultdict(Share, held)  # and placed jobs: decides whose turn it is
     used = defaultdict(Share, held)  # and jobs that wait for the quota: what is left of it
     heads = ((owner, next(line, None)) for owner, line in lines.items())
@@ -134,16 +119,13 @@ def iter_turns(
 
 
 def _heap_entry(head: Queued, held: Share) -> tuple[int, float, int, int, datetime, str, Queued]:
-    """Return the entry for the heap of owners, whose least entry is the next job: by priority (high ones first), claim, what the
-    owner holds, age. ``head``: the owner's first job that is not placed yet; ``held``: what the owner holds, the jobs placed so
-    far included. No two entries are equal, and an owner's later job never sorts before its earlier one."""
+    """Return the entry for the heap of owners, whose least entry is the next job. ``held``: with the jobs placed so far."""
     return (-head.priority, head.claim_key, held.gpus, held.ranks, head.created_at, head.job, head)
 
 
 def _quota_reason(share: Share, used: Share, held: Share, quota: Limit) -> str | None:
-    """Return a message that names the first limit of ``quota`` that a job which takes ``share`` would exceed; None: it fits.
-    ``used``: what the owner's attempts hold, plus what the owner's jobs ahead take or reserve; ``held``: what the attempts alone
-    hold."""
+    """Return which limit a job that takes ``share`` would exceed, as a message; None: none. ``used``: ``held`` and what jobs
+    ahead take."""
     never = quota.never_fits_reason(share)
     if never is not None:
         return never

@@ -1,8 +1,5 @@
-"""What the machine that trains has: GPUs and cores, detected without importing torch.
-
-Where API and reconciler are separate processes, possibly in separate containers, the reconciler (or agent host) writes what its
-machine has to ``machine.json`` in the run directory, and the API checks specs against that.
-"""
+"""GPUs and cores of the machine that trains, detected without torch. ``machine.json`` in the run directory gives them to an
+API elsewhere."""
 
 from __future__ import annotations
 
@@ -26,12 +23,8 @@ MACHINE_FILE: Final = "machine.json"
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots``: the CPU slots to lend; None: as many as ``cpus``.
-
-    ``is_this_machine`` False: it is the machine or container of another process, or a node of an engine; its interpreters,
-    secrets and files cannot be inspected from here. ``torch_cuda``: what the other process found, or for an engine, whether the
-    job needs CUDA. ``runs_jobs`` False: jobs run elsewhere, so their code is not run here for inspection either.
-    """
+    """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots`` None: as many as ``cpus``. ``is_this_machine`` False: its
+    files cannot be inspected from here. ``runs_jobs`` False: jobs run elsewhere."""
 
     gpus: tuple[int, ...] = ()
     cpus: int = 1
@@ -58,8 +51,7 @@ class _MachineFile(BaseModel):
 
 
 def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
-    """Write what this machine has to ``machine.json`` in the run directory ``home``, for an API in another process. The file is
-    replaced by rename. ``torch_cuda``: torch of this machine's interpreter can use CUDA."""
+    """Write what this machine has to ``machine.json`` in the run directory ``home``. ``torch_cuda``: torch can use CUDA here."""
     content = _MachineFile(
         gpus=machine.gpus,
         cpus=machine.cpus,
@@ -74,8 +66,7 @@ def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
 
 
 def read_machine(home: Path) -> Machine | None:
-    """Return the machine that ``machine.json`` in the run directory ``home`` describes: that of the reconciler or agent host that
-    wrote the file last. Its ``is_this_machine`` is False. None if the file does not exist or cannot be read."""
+    """Return the machine that ``machine.json`` in the run directory ``home`` describes; None: it cannot be read."""
     try:
         found = _MachineFile.model_validate_json((home / MACHINE_FILE).read_bytes())
     except (OSError, ValidationError):
@@ -86,15 +77,13 @@ def read_machine(home: Path) -> Machine | None:
 
 
 def detect_machine(cpu_slots: int | None = None, gpus: tuple[int, ...] | None = None) -> Machine:
-    """Return what this machine has: its GPUs, and the cores that this process may use. If ``gpus`` is not None, these GPUs are
-    used and none are detected; ``cpu_slots`` None: as many CPU slots as cores. Raises ``ValueError`` as ``find_gpus`` does."""
+    """Return what this machine has; ``gpus`` None: its GPUs are detected. Raise ``ValueError`` as ``find_gpus`` does."""
     return Machine(find_gpus() if gpus is None else gpus, len(os.sched_getaffinity(0)), cpu_slots)
 
 
 def find_gpus() -> tuple[int, ...]:
-    """Return the indices of this machine's GPUs, sorted; empty if there is none. They come from ``nvidia-smi``, or from the names
-    ``/dev/nvidia<N>`` if it cannot be run. If CUDA_VISIBLE_DEVICES is set, only the GPUs that it names are returned, in its
-    order. Raises ``ValueError`` if that variable names a GPU that cannot be identified or is named twice."""
+    """Return the indices of this machine's GPUs that CUDA_VISIBLE_DEVICES leaves. Raise ``ValueError`` as ``visible_gpus``
+    does."""
     listed = _query_smi("index")
     if listed is None:
         names = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
@@ -105,11 +94,8 @@ def find_gpus() -> tuple[int, ...]:
 
 
 def visible_gpus(text: str, available: Collection[int], uuids: Callable[[], Mapping[str, int]]) -> tuple[int, ...]:
-    """Return the GPUs of ``available`` that CUDA_VISIBLE_DEVICES=``text`` leaves, in the order of ``text``. The text is read as
-    CUDA reads it: comma-separated indices or prefixes of UUIDs, up to the first entry that is neither or whose GPU is not
-    available. ``uuids`` returns UUID -> index of all GPUs; it is called only for a text with UUIDs. Raises ``ValueError`` for a
-    GPU that is named twice, for a UUID prefix that does not match exactly one GPU, and for a part of a GPU (MIG), which has no
-    index."""
+    """Return the GPUs of ``available`` that CUDA_VISIBLE_DEVICES=``text`` leaves, in that order. ``uuids`` returns UUID ->
+    index. Raise ``ValueError`` for some names, such as a repeated one."""
     out: list[int] = []
     for word in (part.strip() for part in text.split(",")):
         if re.fullmatch(r"-?\d+", word):
@@ -125,6 +111,7 @@ def visible_gpus(text: str, available: Collection[int], uuids: Callable[[], Mapp
             )
         else:
             break
+        # as CUDA does: the rest is ignored
         if index not in available:
             break
         if index in out:
@@ -140,8 +127,7 @@ def _uuids() -> dict[str, int]:
 
 
 def _query_smi(fields: str) -> list[str] | None:
-    """Return the lines that ``nvidia-smi`` prints for these comma-separated fields; None if it is missing, fails or takes longer
-    than 20 s."""
+    """Return the lines that ``nvidia-smi`` prints for these comma-separated fields; None: it cannot be run or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

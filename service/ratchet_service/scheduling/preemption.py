@@ -1,9 +1,4 @@
-"""Chooses which attempts are stopped, with a checkpoint, for a waiting job of higher priority: only those that are needed to free
-enough slots. Pure.
-
-No attempt is stopped if that would not free enough slots, if attempts that are being stopped already free enough, or for a job
-whose slots would go to jobs ahead of it.
-"""
+"""Chooses which attempts are stopped, with a checkpoint, for a waiting job of higher priority: only those that are needed."""
 
 from __future__ import annotations
 
@@ -23,9 +18,8 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 @dataclass(frozen=True)
 class Running:
-    """An attempt that holds slots. ``holds``: its numbers of GPUs and CPU slots. ``stopping``: it is ending already, and will
-    return them. ``is_protected``: it must not be stopped for another job now. ``unsaved_seconds``: seconds of training since its
-    last checkpoint, which are lost if the save during the stop fails."""
+    """An attempt that holds slots (``holds``: GPUs and CPU slots). ``stopping``: it is ending already. ``is_protected``: it
+    must not be stopped now. ``unsaved_seconds``: training since its last checkpoint."""
 
     job: str
     attempt: int
@@ -39,9 +33,8 @@ class Running:
 
 
 class PreemptionPlanner:
-    """Tracks which slots can become free during one scheduling pass, and chooses attempts to stop. ``running``: the attempts that
-    hold slots; ``scope``: whose may be stopped. The caller must pass the waiting jobs in the order of the queue, since each
-    reserves slots. Nothing is stopped here: the caller does that."""
+    """Chooses attempts for the caller to stop, in one scheduling pass. Pass the waiting jobs in the order of the queue.
+    ``scope``: whose attempts may be stopped."""
 
     def __init__(self, running: Iterable[Running], scope: Scope) -> None:
         self._scope = scope
@@ -54,10 +47,9 @@ class PreemptionPlanner:
         self._candidates = sorted((a for a in attempts if not a.stopping and not a.is_protected), key=_stop_order)
 
     def can_help(self, priority: int) -> bool:
-        """True if some attempt of lower priority may still be stopped for a job of this priority that needs CPU slots. The owner
-        is not compared, so the result may be True although no attempt of the job's owner can be stopped: such a job must be
-        examined, too, so that what it lacks is reserved for it."""
+        """True if some attempt may still be stopped for a job of this priority that needs CPU slots."""
         return (
+            # owners are not compared: such a job must be examined, too, so that what it lacks is reserved for it
             self._scope != "off"
             and not self._owed.cpus
             and bool(self._candidates)
@@ -65,18 +57,12 @@ class PreemptionPlanner:
         )
 
     def covers_shortfall(self, shortfall: Need) -> bool:
-        """True if the attempts that are being stopped will return at least ``shortfall``, without the slots that are reserved for
-        jobs ahead."""
+        """True if the attempts that are being stopped will return ``shortfall``, besides the slots reserved for jobs ahead."""
         return self._freeing.gpus >= shortfall.gpus and self._freeing.cpus >= shortfall.cpus
 
     def choose_victims(self, owner: str, priority: int, need: Need, shortfall: Need) -> Sequence[Running]:
-        """Return the attempts to stop for a job that needs ``need`` and lacks ``shortfall`` of it; they count as stopping from
-        then on.
-
-        The result is empty in three cases: the slots that are becoming free are enough; stopping attempts would not free enough;
-        or the freed slots would go to jobs ahead. Slots that are becoming free are reserved for the job. If slots that it lacks
-        cannot be freed, no attempt is stopped for later jobs that need slots of that kind (GPU or CPU).
-        """
+        """Return the attempts to stop, if any, for a job that needs ``need`` and lacks ``shortfall`` of it. Slots that become
+        free are reserved for the job."""
         remaining = self._reserve_freeing(shortfall)
         if remaining == NOTHING:
             return ()
@@ -92,14 +78,13 @@ class PreemptionPlanner:
         return victims
 
     def _reserve_freeing(self, shortfall: Need) -> Need:
-        """Reserve for the job as much of its ``shortfall`` as is becoming free, and return the rest, which it still lacks."""
+        """Reserve for the job as much of its ``shortfall`` as is becoming free, and return the rest."""
         gpus, cpus = min(self._freeing.gpus, shortfall.gpus), min(self._freeing.cpus, shortfall.cpus)
         self._freeing = Need(self._freeing.gpus - gpus, self._freeing.cpus - cpus)
         return Need(shortfall.gpus - gpus, shortfall.cpus - cpus)
 
     def _stoppable(self, owner: str, priority: int) -> Iterator[Running]:
-        """Yield the attempts that may be stopped for a job of this owner and priority, in the order of ``_stop_order``: those of
-        lower priority whose owner ``scope`` allows."""
+        """Yield the attempts that may be stopped for a job of this owner and priority, in the order of ``_stop_order``."""
         for one in self._candidates:
             if one.priority >= priority:
                 return
@@ -107,8 +92,8 @@ class PreemptionPlanner:
                 yield one
 
     def _fewest_victims(self, owner: str, priority: int, shortfall: Need) -> Sequence[Running]:
-        """Choose attempts in the order of ``_stop_order`` until they free ``shortfall``; then drop those that are not needed
-        after all, the last chosen first. Return none if all together do not free enough."""
+        """Return attempts that together free ``shortfall``, without any that is not needed; none if all together free too
+        little."""
         chosen: list[Running] = []
         for one in self._stoppable(owner, priority):
             if _covers(chosen, shortfall):

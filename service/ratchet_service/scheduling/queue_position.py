@@ -1,9 +1,4 @@
-"""Positions of queued jobs: in the launch order, read only as far as requested, and by counting where that is enough.
-
-The order is that in which a scheduling pass goes through all jobs, with one exception: jobs that need more GPUs than the machine
-has, which a pass puts last, are not recognised here and have a usual place. Jobs whose attempt could not be created come last,
-but count for their owners where they would otherwise be.
-"""
+"""Positions of queued jobs: by counting where that is enough, else by reading the queue in launch order."""
 
 from __future__ import annotations
 
@@ -28,25 +23,21 @@ _MIN_FIRST_ROWS: Final = 16
 
 @dataclass(frozen=True)
 class Standing:
-    """Position of a job in the queue. ``position``: counted from 1; None if the job is too far back for its position to be
-    computed, or if it is in a back-off or not queued. ``ahead``: with a position, how many jobs are ahead; without one, a lower
-    bound of that number, or None if the job is in a back-off or not queued."""
+    """A job's place in the queue. ``position``: from 1; None: not known. ``ahead``: how many jobs are ahead; without a
+    position, at least."""
 
     position: int | None = None
     ahead: int | None = None
 
     @property
     def min_ahead(self) -> int | None:
-        """The lower bound of the number of jobs ahead, for a job without a position; None if it has a position, is in a back-off
-        or is not queued."""
+        """The lower bound of the number of jobs ahead, for a job without a position; else None."""
         return self.ahead if self.position is None else None
 
 
 def find_position(session: Session, now: datetime, job: Job, max_depth: int) -> Standing:
-    """Return the position of a job. It is computed if the job is among the first ``max_depth``, or if no other owner has jobs of
-    the same priority. A job whose attempt could not be created comes last: instead of the latter, it must be the only such job.
-    Otherwise only a lower bound of the jobs ahead is returned (``Standing.ahead``). A job that is in a back-off or not queued has
-    neither."""
+    """Return the position of a job; far back in the queue perhaps only a lower bound. A job that is in a back-off or not
+    queued has neither."""
     if session.scalar(sa.select(Job.id).where(Job.id == job.id, queue_queries.is_due(now))) is None:
         return Standing()
     if job.reason == CREATION_FAILED:
@@ -65,8 +56,7 @@ def queue_length(session: Session, now: datetime) -> int:
 
 
 def _walk_queue(session: Session, now: datetime, job_id: str, max_depth: int, ahead: int) -> Standing:
-    """Return the job's position, by reading the queue in order up to ``max_depth`` jobs. If the job is not among them, return a
-    standing without a position. ``ahead``: how many jobs are known to be ahead of it."""
+    """Return the job's position if it is among the first ``max_depth`` jobs. ``ahead``: how many are certainly ahead."""
     for n, row in enumerate(iter_queue(session, now, max_depth, ahead + 1), 1):
         if row.queued.job == job_id:
             return Standing(n, n - 1)
@@ -76,9 +66,8 @@ def _walk_queue(session: Session, now: datetime, job_id: str, max_depth: int, ah
 
 
 def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_owner: int | None = None) -> Iterator[Row]:
-    """Yield the whole queue of all launchers, without jobs in a back-off, in the launch order; jobs whose attempt could not be
-    created come last. ``expected_rows``: about how many rows the caller will take in all; ``rows_per_owner``: about how many of
-    them may be of one owner (None: any number). Both determine only how many rows are read at once, not how many are yielded."""
+    """Yield the queued jobs without a back-off, of all launchers, in the launch order. The two numbers only estimate how much
+    the caller will read."""
     claims: dict[str, list[Row]] = {}
     for row in queue_queries.claiming_jobs(session, now):
         claims.setdefault(row.queued.owner, []).append(row)
@@ -109,9 +98,7 @@ def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_own
 
 
 def _count_ahead(session: Session, now: datetime, job: Job) -> tuple[int, bool]:
-    """Return how many jobs are certainly ahead of ``job``, and whether that number is exact. Certainly ahead are all jobs of a
-    higher priority, and those of the same owner and priority before it, except for jobs in a back-off and jobs whose attempt
-    could not be created. The number is exact if no other owner has jobs of this priority."""
+    """Return how many jobs are certainly ahead of ``job``, and whether that is their exact number."""
     higher, others = 0, False
     for owner, priorities in queue_queries.priorities_by_owner(session).items():
         higher += sum(count for priority, count in priorities if priority > job.priority)
@@ -135,9 +122,8 @@ def _count_ahead_in_line(session: Session, now: datetime, job: Job) -> int:
 
 
 def _count_not_in_line(session: Session, now: datetime, condition: sa.ColumnElement[bool]) -> int:
-    """Return how many queued jobs that match ``condition`` are held by a back-off, or come last because their attempt could not
-    be created. Both groups are usually small and have their own indexes, so they are found first, and ``condition`` only selects
-    what is counted of them."""
+    """Return how many queued jobs that match ``condition`` are in a back-off or come last after a failed creation."""
+    # both groups are usually small and indexed: ``condition`` only selects what is counted of them
     held = sa.and_(Job.phase == JobPhase.QUEUED, Job.not_before > now, ~queue_queries.is_due(now))
     last = sa.and_(QUEUED, Job.reason == CREATION_FAILED, queue_queries.is_due(now))
     counted = sa.select(sa.func.count(sa.case((condition, 1))))

@@ -1,10 +1,5 @@
-"""Queries on the queue: which jobs wait, what owners hold, and what stands in the way. All but ``store_waiting_reason`` only
-read.
-
-The first ``EXAMINED_PER_OWNER`` jobs of each owner, in order, are examined, so that one owner's many jobs hide no other owner's.
-The index on phase, owner, priority and age finds them, however many rows the table has. Jobs that cannot start do not count
-towards ``EXAMINED_PER_OWNER``.
-"""
+"""Queries on the queue: which jobs wait, what owners hold and what stands in the way. The first jobs of each owner are
+examined, so that one owner's many jobs hide no other owner's."""
 
 from __future__ import annotations
 
@@ -45,8 +40,7 @@ ALIVE_PHASES: Final = tuple(phase for phase in AttemptPhase if phase is not Atte
 
 
 class Row(NamedTuple):
-    """A queued job, and reason and message of its row, which say why it waits (None: not stored yet). ``kind``: its launcher's
-    name; empty in a result of a query for any launcher."""
+    """A queued job, with the reason and message in its row. ``kind``: its launcher's name; may be empty."""
 
     queued: Queued
     kind: str
@@ -55,8 +49,8 @@ class Row(NamedTuple):
 
 
 def launcher_kind() -> sa.ColumnElement[str]:
-    """Return the SQL expression for the launcher's name in a job's spec. A spec that names none counts as ``local``, so that one
-    reconciler reports it."""
+    """Return the SQL expression for the launcher's name in a job's spec; ``local`` if it names none."""
+    # so that one reconciler reports a spec that names no launcher
     return sa.func.coalesce(Job.spec["launcher"]["kind"].as_string(), "local")
 
 
@@ -66,8 +60,8 @@ def launched_by(kinds: Collection[str]) -> sa.ColumnElement[bool]:
 
 
 def is_due(now: datetime) -> sa.ColumnElement[bool]:
-    """Return the SQL condition that a job is queued and no back-off holds it at ``now``. A back-off that ends later than
-    ``decide.MAX_BACKOFF_AHEAD`` from ``now`` does not count: it was stored before the clock was set back."""
+    """Return the SQL condition that a job is queued and no back-off holds it at ``now``."""
+    # a back-off that ends later than that was stored before the clock was set back
     over = sa.or_(Job.not_before.is_(None), Job.not_before <= now, Job.not_before > now + MAX_BACKOFF_AHEAD)
     return (Job.phase == JobPhase.QUEUED) & over
 
@@ -78,15 +72,8 @@ def startable_jobs(
     kinds: Collection[str] | None = None,
     never_reason: Callable[[Queued], str | None] = lambda _: None,
 ) -> list[Row]:
-    """Return the queued jobs, in no back-off, that a scheduling pass examines, of launchers ``kinds`` (None: any), unordered:
-
-    - of each owner, the first ``EXAMINED_PER_OWNER`` jobs that may start;
-    - of the owner's other jobs that are read to find these, up to ``EXAMINED_PER_OWNER`` that can never start and whose message
-      does not say so yet, and up to as many whose attempt could not be created;
-    - every job for which another job was stopped (``claiming_jobs``), wherever it is in the queue.
-
-    ``never_reason`` returns why a job can never start, even if all others end; None: it can.
-    """
+    """Return the queued jobs that a scheduling pass examines, of launchers ``kinds`` (None: any), unordered. ``never_reason``
+    returns why a job can never start; None: it can."""
     out = {row.queued.job: row for row in claiming_jobs(session, now, kinds)}
     lines = Lines(session, now, kinds)
     for owner, priorities in priorities_by_owner(session).items():
@@ -115,8 +102,7 @@ def jobs_by_id(session: Session, now: datetime, kinds: Collection[str] | None, i
 
 
 def claiming_jobs(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:
-    """Return the queued jobs, in no back-off, for which another job was stopped (``preempting_since`` is set), of launchers
-    ``kinds`` (None: any), unordered."""
+    """Return the queued jobs, in no back-off, for which another job was stopped, of launchers ``kinds`` (None: any)."""
     ids = session.scalars(sa.select(Job.id).where(Job.preempting_since.is_not(None))).all()
     return jobs_by_id(session, now, kinds, ids)
 
@@ -131,8 +117,8 @@ def creation_failed_jobs(session: Session, now: datetime) -> list[Row]:
 def ids_without_reason(
     session: Session, now: datetime, kinds: Collection[str], known_reasons: Collection[str]
 ) -> list[str]:
-    """Return the ids of jobs of launchers ``kinds`` that are queued, in no back-off, and whose reason is none of
-    ``known_reasons``; at most ``MAX_REASONS_PER_PASS``, unordered. Jobs without a reason are included."""
+    """Return the ids of due jobs of launchers ``kinds`` whose reason is none of ``known_reasons``; at most
+    ``MAX_REASONS_PER_PASS``."""
     reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
     out: list[str] = []
     for reason in (reason for reason in reasons if reason not in known_reasons):
@@ -145,9 +131,7 @@ def ids_without_reason(
 def store_waiting_reason(
     session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
 ) -> None:
-    """Store reason and message in the rows of those jobs of ``ids`` that are still queued, in no back-off, and have one of the
-    launchers ``kinds``. A row whose reason is that the attempt could not be created keeps that reason. The rows' versions, and so
-    the jobs' ETags, do not change."""
+    """Store reason and message in the rows of jobs that still wait, except after a failed creation. Their ETags do not change."""
     still = is_due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != CREATION_FAILED)
     for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT):
         told = (
@@ -159,8 +143,7 @@ def store_waiting_reason(
 
 
 def priorities_by_owner(session: Session) -> dict[str, list[tuple[int, int]]]:
-    """Return for each owner a list of (priority, number of its queued jobs of that priority), high priorities first. Jobs in a
-    back-off are counted, too."""
+    """Return for each owner a list of (priority, number of its queued jobs of that priority), high priorities first."""
     counts = sa.select(Job.owner, Job.priority, sa.func.count()).where(Job.phase == JobPhase.QUEUED)
     out: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for owner, priority, count in session.execute(counts.group_by(Job.owner, Job.priority)):
@@ -169,8 +152,7 @@ def priorities_by_owner(session: Session) -> dict[str, list[tuple[int, int]]]:
 
 
 class Lines:
-    """Reads the jobs that may start now, of launchers ``kinds`` (None: any), one owner after another. The statements are built
-    once."""
+    """Reads the jobs that may start now, of launchers ``kinds`` (None: any), one owner after another."""
 
     def __init__(self, session: Session, now: datetime, kinds: Collection[str] | None) -> None:
         self._session = session
@@ -184,8 +166,8 @@ class Lines:
         self._priority_range_query = query.where(Job.priority.between(low, high))
 
     def for_owner(self, owner: str, priorities: list[tuple[int, int]], first: int) -> Iterator[Row]:
-        """Yield the owner's jobs by priority (high ones first), then age (oldest first). They are read only as far as the caller
-        iterates: about ``first`` rows, then more and more. ``priorities``: the owner's value in ``priorities_by_owner``."""
+        """Yield the owner's jobs by priority (high ones first), then age (oldest first). ``first``: about how many are read at
+        once. ``priorities``: as in ``priorities_by_owner``."""
         for low, high in _priority_blocks(priorities, first):
             if low != high:  # about as many jobs as requested
                 yield from map(
@@ -204,8 +186,8 @@ class Lines:
 
 
 def _priority_blocks(priorities: list[tuple[int, int]], block_size: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of priorities (lowest, highest), high ones first, each with at most ``block_size`` jobs or a single priority:
-    many priorities with few jobs are read by one query. ``priorities``: (priority, number of jobs), high ones first."""
+    """Yield ranges of priorities (lowest, highest), high ones first, each with at most ``block_size`` jobs or a single
+    priority."""
     high, jobs = None, 0
     for i, (priority, count) in enumerate(priorities):
         high, jobs = priority if high is None else high, jobs + count
@@ -216,8 +198,7 @@ def _priority_blocks(priorities: list[tuple[int, int]], block_size: int) -> Iter
 
 
 def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]:
-    """Return the query for the columns that ``_parse_row`` reads, of jobs that are queued and in no back-off, of launchers
-    ``kinds``. If ``kinds`` is None, jobs of all launchers are selected and the column ``kind`` is empty."""
+    """Return the query for the columns that ``_parse_row`` reads, of due jobs of launchers ``kinds`` (None: any)."""
     kind = sa.literal("") if kinds is None else launcher_kind()
     columns: list[Any] = [
         Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message,
@@ -240,10 +221,10 @@ def _share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
 
 
 def job_share(world: Any, device: str | None) -> Share:
-    """Return the GPUs, ranks and jobs (1) that a job takes, from its spec's ``world`` and its resolved device. A ``world`` that
-    cannot be read takes nothing: the job's launch reports what is wrong with it."""
+    """Return the GPUs, ranks and jobs (1) that a job takes; nothing if its ``world`` cannot be read."""
     try:
         ranks = int(world["nodes"]) * int(world["ranks_per_node"])
+    # the job's launch reports what is wrong with it
     except (TypeError, KeyError, ValueError):
         return Share()
     return Share(gpus=ranks if device == "cuda" else 0, ranks=ranks, jobs=1)
@@ -272,8 +253,7 @@ def held_by_owner(session: Session) -> dict[str, Share]:
 
 
 def active_grants(session: Session) -> list[Grant]:
-    """Return the slots of every node of all attempts that have not ended, one ``Grant`` per node that holds any. An attempt whose
-    agent has written its result still counts, since the agent may be alive."""
+    """Return the slots of every node of all attempts that have not ended, one ``Grant`` per node that holds any."""
     query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, AttemptNode.job_id).join(
         Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
     )
@@ -282,10 +262,8 @@ def active_grants(session: Session) -> list[Grant]:
 
 
 def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:
-    """Return the attempts that hold slots and have not ended. Those that an engine runs hold none and are left out. An attempt is
-    protected from preemption in four cases: ``policy.preemptible`` of its spec is false; it is a script without a Session, whose
-    state nothing saves; the job's preemptions have reached ``policy.max_preemptions``; or the attempt before it was stopped for a
-    job of higher priority, and this one has not trained for ``min_run_seconds`` seconds yet."""
+    """Return the attempts that hold slots and have not ended. ``min_run_seconds``: training after a preemption without another
+    one."""
     before = aliased(Attempt)
     query = (
         sa.select(

@@ -1,10 +1,5 @@
-"""What an owner may have in the queue and hold at one time: the limits, and the admission to the queue.
-
-The limit ``queued`` is on the number of jobs that have not ended. It is checked when a job enters the queue (submission, fork,
-resume after an end), in the transaction that admits the job and under the owner's lock, so that of two concurrent admissions the
-second sees the first. The limits on what attempts hold together (``jobs``, ``ranks``, ``gpus``) are checked when attempts are
-launched (``scheduler``); the admission refuses only a job that exceeds one of them alone.
-"""
+"""Quotas of owners, and the admission to the queue, which checks the number of jobs that have not ended. What attempts hold
+together is checked when they are launched (``scheduler``)."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ NOT_ENDED: Final = tuple(phase for phase in JobPhase if not phase.terminal)
 
 
 def limits(session: Session) -> Callable[[str], Limit]:
-    """Read all quotas, and return a function from an owner to its limits. An owner without a quota of its own has that of
-    ``EVERYBODY``, or no limit."""
+    """Read all quotas, and return a function from an owner to its limits: its own, else those of ``EVERYBODY``."""
     rows = {q.owner: Limit(q.queued, q.jobs, q.ranks, q.gpus) for q in session.scalars(sa.select(Quota))}
     rest = rows.get(EVERYBODY, UNLIMITED)
     return lambda owner: rows.get(owner, rest)
@@ -50,12 +44,10 @@ def count_queued(session: Session, owner: str) -> int:
 def admit(
     session: Session, owner: str, spec: JobSpec, resolved: Resolved, *, pointer: str = "", is_new: bool = True
 ) -> None:
-    """Check the owner's quota for one more job, or, with ``is_new`` False, for another spec of a job that is counted already.
-    Writes nothing. If ``is_new`` and the owner has a limit ``queued``, a lock on the owner is held until the transaction ends.
-    ``pointer``: JSON pointer of the spec in the request body.
+    """Check the owner's quota for one more job; ``is_new`` False: for another spec of a counted job. ``pointer``: JSON pointer
+    of the spec in the request body. May lock the owner until the transaction ends.
 
-    Raises ``SpecError`` if the job could never start because it alone takes more than the quota. With ``is_new``, raises
-    ``Conflict`` (``quota-exceeded``) if the owner already has as many jobs that have not ended as its quota allows.
+    Raise ``SpecError`` if the job alone exceeds the quota, ``Conflict`` if the owner has too many jobs.
     """
     limit = limits(session)(owner)
     takes = job_share({"nodes": spec.world.nodes, "ranks_per_node": spec.world.ranks_per_node}, resolved.device)
@@ -74,8 +66,7 @@ def admit(
 
 
 def _check_queued(session: Session, owner: str, limit: Limit) -> None:
-    """Raise ``Conflict`` (``quota-exceeded``) if the owner already has ``limit.queued`` jobs that have not ended. If there is
-    such a limit, take the owner's lock, which is held until the transaction ends."""
+    """Raise ``Conflict`` if the owner already has ``limit.queued`` jobs that have not ended. May lock the owner."""
     if limit.queued is None:
         return
     lock_until_commit(session, owner)
@@ -89,8 +80,7 @@ def _check_queued(session: Session, owner: str, limit: Limit) -> None:
 
 
 def lock_until_commit(session: Session, name: str) -> None:
-    """Hold a lock on ``name`` until the transaction ends; blocks while another transaction holds it. On SQLite there is nothing
-    to lock, since write transactions run one after another."""
+    """Hold a lock on ``name`` until the transaction ends; blocks while another transaction holds it. No effect on SQLite."""
     if session.get_bind().dialect.name != "sqlite":  # SQLite runs write transactions one after another
         key = int.from_bytes(zlib.crc32(name.encode()).to_bytes(4), signed=True)
         session.execute(

@@ -1,10 +1,5 @@
-"""A scheduling pass over the queue: which jobs start, why the others wait, which attempts are stopped for them.
-
-``fair_order`` determines the order, ``slots`` what is free, ``preemption`` which attempts are stopped for whom. ``DryRunPass`` is
-a dry run of the whole pass, in a session that only reads. ``LaunchPass`` repeats the pass for the jobs that it concerns, within
-the transaction that launches: it requests the stops and stores the reasons, and its caller creates the attempts. So the lock
-under which slots are lent is held only briefly, however long the queue is.
-"""
+"""A scheduling pass over the queue: which jobs start, why others wait, which attempts are stopped. ``LaunchPass`` repeats in
+the launching transaction what ``DryRunPass`` has found, so that the lock of the slots is held briefly."""
 
 from __future__ import annotations
 
@@ -40,8 +35,8 @@ QUOTA: Final = "quota"
 
 @dataclass(frozen=True)
 class Preemption:
-    """Settings of preemption. ``scope``: whose jobs may be stopped for a job of higher priority. ``min_run_seconds``: after a job
-    was stopped for another one, the seconds that it must train before it may be stopped for another one again."""
+    """Settings of preemption. ``scope``: whose jobs may be stopped for one of higher priority. ``min_run_seconds``: least
+    training between two such stops."""
 
     scope: Scope = "owner"
     min_run_seconds: float = 60.0
@@ -49,7 +44,7 @@ class Preemption:
 
 @dataclass(frozen=True)
 class Turn:
-    """A job that starts now, with its validated spec and the slots that it gets. In a ``LaunchPass`` the job's row is locked."""
+    """A job that starts now, with its spec and its slots. In a ``LaunchPass`` its row is locked."""
 
     job: Job
     spec: JobSpec
@@ -59,18 +54,9 @@ class Turn:
 
 @dataclass(frozen=True)
 class Plan:
-    """Result of a dry run; its truth value is False if there is nothing to do.
-
-    ``starts``: the jobs to start, as far as the dry run can determine them: (job id, number of its newest attempt) -> the slots
-    that it gets.
-
-    ``examined``: the ids of the jobs that the launching pass must read. These are all jobs up to the last one for which there is
-    something to do; if there are any, the jobs whose attempt could not be created are added. Left out are jobs whose row already
-    says that a quota holds them back, if no job of their owner gets a new reason: they do not affect the order of the others.
-
-    ``no_slot_jobs``: ids of the jobs that get the reason that no slot is left; if there are any, the jobs that reserve slots are
-    in ``examined``, too.
-    """
+    """Result of a dry run, falsy if there is nothing to do. ``starts``: (job id, number of its newest attempt) -> slots.
+    ``examined``: ids of the jobs that the launching pass must read. ``no_slot_jobs``: ids of jobs that get the reason
+    ``NO_SLOT``."""
 
     starts: Mapping[tuple[str, int], Grant]
     examined: Sequence[str]
@@ -81,12 +67,12 @@ class Plan:
 
 
 class SchedulingPass:
-    """Base class of scheduling passes: goes through the queue in order and determines which jobs start. Subclasses define where
-    the jobs are read from, and whether a result is stored or only noted."""
+    """Base class of scheduling passes: goes through the queue and determines which jobs start. Subclasses read the jobs and
+    handle the results."""
 
     def __init__(self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption) -> None:
-        """Read from the database which slots are held, and the running attempts. ``slots``: the launchers of this reconciler, by
-        name; True: Ratchet manages their slots."""
+        """Read which slots are held, and the running attempts. ``slots``: this reconciler's launchers, by name; True: Ratchet
+        manages their slots."""
         self._session = session
         self._slots = slots
         self._capacity = capacity
@@ -99,19 +85,12 @@ class SchedulingPass:
         self._reasons_stored = 0
 
     def reserve(self, turn: Turn) -> None:
-        """Keep the slots of ``turn`` reserved for the rest of this pass, although its job does not start in it. The caller calls
-        it before it takes the next item of ``turns``; otherwise the slots of a job that is still queued then are free for later
-        jobs."""
+        """Keep the slots of ``turn`` although its job does not start. Call it before the next item of ``turns``."""
         self._reserved.add(turn.job.id)
 
     def turns(self) -> Iterator[Turn]:
-        """Yield the jobs to start, in order. The caller starts each job before it takes the next one. If the job is still queued
-        then, and the caller has not called ``reserve`` for it, its slots are free for later jobs.
-
-        At most ``BATCH`` jobs of launchers with slots are started or reserved, and as many of launchers without slots. During the
-        iteration the subclass's methods are called for jobs that wait (to store the reason), for attempts to stop, and for jobs
-        that cannot be read or must end.
-        """
+        """Yield the jobs to start, in order. The caller starts each job before it takes the next one; otherwise its slots are
+        free again, unless ``reserve`` was called."""
         rows = {row.queued.job: row for row in self._rows_to_examine()}
         started: Counter[bool] = Counter()
         unstarted: list[Row] = []
@@ -145,14 +124,11 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _load_queued(self, job_id: str) -> Job | None:
-        """Read the job's whole row; return None if the job is no longer queued, or is skipped because its row is locked
-        (``LaunchPass``)."""
+        """Read the job's whole row; None: the job is no longer queued, or is skipped because its row is locked."""
         raise NotImplementedError
 
     def _set_wait_reason(self, row: Row, *, reason: str, message: str) -> None:
-        """Have the reason stored why a job waits; called for a job whose need was not evaluated (``_evaluate``). If its row has
-        this reason and message already, only ``_reason_unchanged`` is called. Otherwise ``_store_reason`` is called, for at most
-        ``MAX_REASONS_STORED`` jobs in a pass; later passes store the others."""
+        """Have the reason stored why a job waits, if it is new; at most ``MAX_REASONS_STORED`` in a pass."""
         if (row.reason, row.message) == (reason, message):
             self._reason_unchanged(row)
             return
@@ -172,8 +148,7 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _handle_unreadable(self, job: Job, error: ValidationError) -> None:
-        """Handle a job whose stored spec cannot be validated, as when another version stored it: the rest of the queue must still
-        run."""
+        """Handle a job whose stored spec cannot be validated; the rest of the queue must still run."""
         raise NotImplementedError
 
     def _end_job(self, job: Job, decision: Decision) -> None:
@@ -186,8 +161,7 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
-        """Store the reason ``NO_SLOT`` for the jobs that wait for slots and whose need was not evaluated, since no CPU slot is
-        left. ``unstarted``: those of them that this pass has examined; jobs that it has not examined may get the reason, too."""
+        """Store the reason ``NO_SLOT`` for waiting jobs. ``unstarted``: those of them that this pass has examined."""
         raise NotImplementedError
 
     def _no_slot_message(self) -> str:
@@ -195,8 +169,7 @@ class SchedulingPass:
         return f"waits for CPU slots: all {self._capacity.cpus} are in use or reserved for jobs ahead of it"
 
     def _ordered_places(self, rows: Sequence[Row]) -> list[Place]:
-        """Return all jobs of ``rows`` in the order of the pass: fair order, then jobs whose attempt could not be created, then
-        jobs that need more GPUs than this machine has. Nothing of their owner's quota is reserved for the latter."""
+        """Return all jobs of ``rows`` in the order of the pass: fair order, but hopeless jobs last."""
         gpus = len(self._capacity.gpus)
         hopeless = [row.queued for row in rows if self._slots[row.kind] and row.queued.share.gpus > gpus]
         ids = {queued.job for queued in hopeless}
@@ -204,18 +177,16 @@ class SchedulingPass:
         places = order_queue(hopeful, queue_queries.held_by_owner(self._session), quotas.limits(self._session))
         unmade = {row.queued.job for row in rows if row.reason == CREATION_FAILED}
         places.sort(key=lambda place: place.queued.job in unmade)
+        # nothing of a quota is reserved for these
         return places + [Place(queued) for queued in hopeless]
 
     def _is_full(self, queued: Queued) -> bool:
-        """True if the job need not be evaluated, since no CPU slot is free and no attempt can be stopped for a job of its
-        priority. Always False for a job for which another job was stopped before: it is evaluated to store whether slots are
-        still being freed for it."""
+        """True if the job need not be evaluated, since it can get no CPU slot."""
+        # a job for which another was stopped is evaluated, to store whether slots are still being freed
         return queued.claimed_since is None and self._board.exhausted and not self._planner.can_help(queued.priority)
 
     def _evaluate(self, row: Row, slots: bool) -> Turn | None:
-        """Return the job with the slots that it gets; None if it does not start now. If it ends, waits for slots or has an
-        unreadable spec, the subclass's method for that has been called; a job whose attempt could not be created keeps that
-        reason instead. ``slots``: Ratchet manages the slots of its launcher; if False, the job gets an empty grant."""
+        """Return the job with its slots; None: it does not start now. ``slots``: Ratchet manages the slots of its launcher."""
         job = self._load_queued(row.queued.job)
         if job is None:
             return None
@@ -239,9 +210,7 @@ class SchedulingPass:
         return None
 
     def _free_slots(self, job: Job, need: Need, waiting: Waiting) -> bool:
-        """Stop attempts of lower priority if that frees enough slots for the job. Return True if slots are being freed for the
-        job, by stops that were requested now or in an earlier pass. ``waiting``: what the job lacks; if this machine can never
-        provide it, nothing is stopped and the result is False."""
+        """Stop attempts of lower priority if that frees enough slots for the job. Return True if slots are being freed for it."""
         if waiting.shortfall is None:
             return False
         before = job.preempting_since is not None and self._planner.covers_shortfall(waiting.shortfall)
@@ -250,9 +219,8 @@ class SchedulingPass:
 
 
 class LaunchPass(SchedulingPass):
-    """The pass within the transaction that launches: it carries out ``plan``, as far as that still holds, except that the caller
-    starts the jobs. It locks the rows of the jobs that it evaluates and of those that are stopped, and stores the reasons of
-    waiting jobs in their rows."""
+    """The pass within the launching transaction: carries out what still holds of ``plan``. The rows that it changes are
+    locked; the caller starts the jobs."""
 
     def __init__(
         self, session: Session, slots: Mapping[str, bool], capacity: Capacity, preemption: Preemption, plan: Plan
@@ -267,14 +235,12 @@ class LaunchPass(SchedulingPass):
         )
 
     def _load_queued(self, job_id: str) -> Job | None:
-        """Lock the job's row and return it. None if the job is no longer queued, or if another transaction holds the row: the job
-        then waits for a later pass."""
+        """Lock the job's row and return it; None: the job is no longer queued, or another transaction holds the row."""
         query = sa.select(Job).where(Job.id == job_id, Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
         return self._session.scalar(query.execution_options(populate_existing=True))
 
     def _preempt(self, job: Job, victims: Sequence[Running]) -> bool:
-        """Request the stop of all ``victims`` and record the present time as ``preempting_since`` of ``job``. Return False,
-        without a change, if a victim's row is locked or has changed so that its attempt may not be stopped any more."""
+        """Request the stop of all ``victims`` for ``job``. Return False, without a change, if one may not be stopped now."""
         if not self._still_stoppable(job, victims):
             return False
         for one in victims:
@@ -296,10 +262,9 @@ class LaunchPass(SchedulingPass):
         return True
 
     def _still_stoppable(self, job: Job, victims: Sequence[Running]) -> bool:
-        """Lock the victims' rows and return True if all may still be stopped for ``job``. An agent's report or a stop request may
-        have arrived since they were read; then the next round decides. A row that another transaction holds is not waited for,
-        since that transaction may wait for a row that is locked here: the result is False."""
+        """Lock the victims' rows; True if all could be locked and may still be stopped for ``job``."""
         attempts = {one.job: one.attempt for one in victims}
+        # no wait for a locked row: its transaction may wait for a row that is locked here
         query = sa.select(Job).where(Job.id.in_(attempts)).with_for_update(skip_locked=True)
         rows = list(self._session.scalars(query.execution_options(populate_existing=True)))
         return len(rows) == len(attempts) and all(
@@ -311,8 +276,7 @@ class LaunchPass(SchedulingPass):
         )
 
     def _store_reason(self, row: Row, reason: str, message: str) -> None:
-        """Store the reason and its message in the job's row if the job is still queued. The row's version, and so the job's ETag,
-        does not change."""
+        """Store the reason in the job's row if the job is still queued. Its ETag does not change."""
         self._session.flush()
         told = sa.update(Job).where(Job.id == row.queued.job, Job.phase == JobPhase.QUEUED)
         values = told.values(reason=reason, message=message)
@@ -343,8 +307,7 @@ class LaunchPass(SchedulingPass):
 
 
 def store_wait_reason(job: Job, reason: str, message: str) -> bool:
-    """Set reason and message of the job, and return True; return False if it has both already. The row's version, and so the
-    job's ETag, does not change."""
+    """Set reason and message of the job; False if it has both already. Its ETag does not change."""
     if (job.reason, job.message) == (reason, message):
         return False
     job.reason, job.message = reason, message

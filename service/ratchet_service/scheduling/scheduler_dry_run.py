@@ -1,4 +1,4 @@
-"""Dry run of a scheduling pass, in a session that only reads: no lock is held meanwhile, and nothing is written."""
+"""Dry run of a scheduling pass, in a session that only reads and holds no lock."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from ratchet_service.scheduling.slots import Capacity, Grant, too_few_gpus
 
 
 class DryRunPass(SchedulingPass):
-    """Dry run of a scheduling pass: it determines the plan and changes nothing in the database. It examines the first jobs of
-    each owner and some others (``queue_queries.startable_jobs``)."""
+    """Dry run of a scheduling pass over some jobs (``queue_queries.startable_jobs``). Changes nothing in the database."""
 
     _action_upto = 0
 
@@ -34,15 +33,13 @@ class DryRunPass(SchedulingPass):
         preemption: Preemption,
         tried: Collection[tuple[str, int]],
     ) -> None:
-        """Read from the database which slots are held, and the running attempts. ``slots``: as in ``SchedulingPass``. ``tried``:
-        (job id, number of its newest attempt) of the jobs that the caller has just tried to start without success; they are not
+        """Read which slots are held, and the running attempts. ``tried``: (job id, newest attempt) of jobs that are not to be
         planned again."""
         super().__init__(session, slots, capacity, preemption)
         self._tried = tried
 
     def plan(self) -> Plan:
-        """Run the pass and return what is to be done now; the plan's truth value is False if that is nothing. The rows may have
-        changed by the time the plan is carried out. Call it only once per object."""
+        """Run the pass, once per object, and return what is to be done; falsy if that is nothing."""
         self._no_slot_jobs: list[str] = []
         self._creation_failed: list[str] = []
         self._loaded: list[str] = []
@@ -67,13 +64,11 @@ class DryRunPass(SchedulingPass):
         return Plan(starts, list(looked_at), self._no_slot_jobs)
 
     def _mark_action(self) -> None:
-        """Record that there is something to do for the job examined last: the plan includes all jobs examined up to it, without
-        those that ``Plan.examined`` leaves out."""
+        """Record that there is something to do for the job examined last, so that the plan includes it."""
         self._action_upto = len(self._examined)
 
     def _rows_to_examine(self) -> Iterator[Row]:
-        """Yield the jobs of launchers with slots, then those of launchers without, each up to its own limit: neither group hides
-        the other."""
+        """Yield the jobs of launchers with slots, then those of launchers without; neither group hides jobs of the other."""
         for slots in (True, False):
             kinds = [kind for kind, needs in self._slots.items() if needs is slots]
             if kinds:
@@ -85,8 +80,7 @@ class DryRunPass(SchedulingPass):
                     yield row
 
     def _never_reason(self, slots: bool) -> Callable[[Queued], str | None]:
-        """Return a function that returns why a job can never start, by this machine's GPUs and its owner's quota; None: it can.
-        ``slots``: the jobs' launchers use slots of this machine; if False, the GPUs are not checked."""
+        """Return a function that returns why a job can never start; None: it can. ``slots``: this machine's GPUs count, too."""
         limit = quotas.limits(self._session)
 
         def why(queued: Queued) -> str | None:
@@ -111,7 +105,7 @@ class DryRunPass(SchedulingPass):
         self._mark_action()
 
     def _store_slot_wait(self, job: Job, message: str) -> None:
-        """Record that there is something to do if the job's row does not have this reason and message yet; write nothing."""
+        """Record that there is something to do if the job's row does not have this reason and message yet."""
         if (job.reason, job.message) != (NO_SLOT, message):
             self._mark_action()
 
@@ -129,10 +123,7 @@ class DryRunPass(SchedulingPass):
         return True
 
     def _store_no_slot(self, unstarted: Sequence[Row]) -> None:
-        """Collect in ``_no_slot_jobs`` the ids of the jobs that must get the reason that no slot is left; write nothing. These
-        are the jobs of ``unstarted`` whose row still gives a quota as the reason. They are also the waiting jobs that have none
-        of the reasons no slot, quota and creation failed (``ids_without_reason``; later passes find the rest of them), if this
-        pass has found no other reason for them."""
+        """Collect in ``_no_slot_jobs`` the ids of the jobs whose row must get the reason that no slot is left."""
         kinds = [kind for kind, slots in self._slots.items() if slots]
         examined = set(self._examined).difference(row.queued.job for row in unstarted)
         untold = queue_queries.ids_without_reason(

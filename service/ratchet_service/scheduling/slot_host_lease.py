@@ -1,9 +1,5 @@
-"""The lease of a database's slots to one host. Slot numbers refer to one machine: two hosts would lend the same slots twice.
-
-The host holds one row, which expires by the server's clock unless it is renewed; several reconcilers of the host share it. A
-SQLite file belongs to one host anyway. An expiry time later than any lease can have was written before the server's clock was set
-back: as with job leases, it counts as expired.
-"""
+"""The lease of a database's slots to one host, shared by the host's reconcilers: slot numbers refer to one machine. A SQLite
+file belongs to one host anyway."""
 
 from __future__ import annotations
 
@@ -30,13 +26,14 @@ def own_host() -> str:
 
 
 def acquire(session: Session, seconds: float) -> str | None:
-    """Take or renew the lease of the slots for this host, for ``seconds`` from now. Return None if this host has it then,
-    otherwise the name of the host that holds it. On SQLite always None, and nothing is written."""
+    """Take or renew the lease of the slots for this host, for ``seconds``. Return None, or the name of the host that has it
+    instead. On SQLite always None."""
     if session.get_bind().dialect.name == "sqlite":
         return None
     now, host = database_now(session), own_host()
     until = now + timedelta(seconds=seconds)
     first = postgresql.insert(SlotHost).values(id=_ROW_ID, host=host, expires_at=until)
+    # a time later than any lease can have was written before the server's clock was set back
     free = (SlotHost.host == host) | (SlotHost.expires_at < now) | (SlotHost.expires_at > now + MAX_LEASE)
     upsert = first.on_conflict_do_update(index_elements=["id"], set_={"host": host, "expires_at": until}, where=free)
     if session.scalar(upsert.returning(SlotHost.host)) is not None:
@@ -45,8 +42,7 @@ def acquire(session: Session, seconds: float) -> str | None:
 
 
 def find_other_host(session: Session) -> str | None:
-    """Return the name of another host that holds an unexpired lease of the slots; None: there is none, so that ``acquire`` would
-    succeed. Writes nothing."""
+    """Return the name of another host that holds an unexpired lease of the slots; None: ``acquire`` would succeed."""
     row = None if session.get_bind().dialect.name == "sqlite" else session.get(SlotHost, _ROW_ID)
     if row is None or row.host == own_host():
         return None
@@ -54,18 +50,15 @@ def find_other_host(session: Session) -> str | None:
 
 
 def shorten(session: Session, seconds: float) -> None:
-    """Shorten this host's lease so that it ends in ``seconds``; a lease that ends earlier, or that another host has, stays as it
-    is. Another reconciler of this host may renew the lease before its end."""
+    """Shorten this host's lease so that it ends in ``seconds``, if it would end later."""
     until = database_now(session) + timedelta(seconds=seconds)
     own_row = (SlotHost.id == _ROW_ID) & (SlotHost.host == own_host()) & (SlotHost.expires_at > until)
     session.execute(sa.update(SlotHost).where(own_row).values(expires_at=until))
 
 
 def acquire_or_other_host(database: Database, seconds: float) -> str | None:
-    """Take the lease of the slots for this host for ``seconds``, and return None. If another host has the lease, wait until it
-    ends or its time of expiry moves later. If it ends, this host takes it, and None is returned. If the time moves later, as when
-    the other host renews the lease, that host counts as alive, and its name is returned. An earlier time does not count: a host
-    that exits cleanly shortens its lease. On SQLite return None at once."""
+    """Take the lease of the slots for this host and return None. May wait for another host's lease to end; return that host's
+    name if it is renewed."""
     seen = None
     while True:
         with database.write() as session:
@@ -73,6 +66,7 @@ def acquire_or_other_host(database: Database, seconds: float) -> str | None:
             row = session.get(SlotHost, _ROW_ID)
         if other is None or row is None:
             return None
+        # only a later time is a sign of life: a clean exit shortens the lease
         if seen is not None and row.expires_at > seen:
             return other
         seen = row.expires_at

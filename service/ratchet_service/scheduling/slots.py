@@ -1,13 +1,5 @@
-"""GPU indices and CPU slots: who holds them and who gets them next. Reads and writes no database: a ``Board`` is made from the
-grants of active attempts, and keeps in memory what is free during one scheduling pass.
-
-A CPU slot is a promise between jobs, not a core: slot numbers keep two jobs from counting on the same core by accident. A job
-that requests more CPU slots than the machine has takes all of them and so runs alone. GPUs cannot be shared at all.
-
-The caller asks for the jobs' slots in the order of the queue (``fair_order``). If a job does not fit, the free slots that it
-needs are reserved for it, so that a large job is not starved by small ones that come later. Nothing is reserved for a job that
-needs more GPUs than the machine has.
-"""
+"""GPU indices and CPU slots: who holds them and who gets them next in one scheduling pass. A CPU slot is a promise between
+jobs, not a core. Free slots may be reserved for a waiting job, so that small jobs do not starve a large one."""
 
 from __future__ import annotations
 
@@ -43,8 +35,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Grant:
-    """GPU and CPU slot indices that a job holds until its attempt has ended. ``job``: the holder's id, for messages to jobs that
-    wait; grants that differ in it alone are equal."""
+    """GPU and CPU slot indices that a job holds until its attempt has ended. ``job``: the holder's id, not compared."""
 
     gpus: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
@@ -53,8 +44,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a job gets no slots now: ``message``, for users. ``shortfall``: what it needs beyond the free slots; None: it needs
-    more GPUs than this machine has."""
+    """Why a job gets no slots now. ``shortfall``: what it needs beyond the free slots; None: too many GPUs."""
 
     message: str
     shortfall: Need | None = field(default=None, compare=False)
@@ -67,8 +57,7 @@ def need_of(spec: JobSpec, resolved: Resolved) -> Need:
 
 
 def is_oversubscribed(need: Need, capacity: Capacity) -> bool:
-    """True if the job requests more CPU slots than the machine has: it gets all of them, runs alone, and slower than
-    requested."""
+    """True if the job requests more CPU slots than the machine has: it gets all of them and runs alone."""
     return need.cpus > capacity.cpus
 
 
@@ -96,17 +85,16 @@ class Board:
 
     @property
     def exhausted(self) -> bool:
-        """True if every CPU slot is taken or reserved: no job that needs one can start any more in this pass."""
+        """True if every CPU slot is taken or reserved: no job that needs one can start now."""
         return not self._cpus
 
     def allocate(self, job_id: str, need: Need) -> Grant | Waiting:
-        """Take the slots for the next job of the queue and return them as a ``Grant``. If too few are free, reserve the free ones
-        that the job needs, so that later jobs cannot get them, and return a ``Waiting`` that says why the job waits. For a job
-        that needs more GPUs than the machine has, a ``Waiting`` is returned and nothing is reserved. A job that needs more CPU
-        slots than the machine has needs all of them."""
+        """Return the slots that the next job of the queue gets, or why it waits. In that case, free ones may be reserved for
+        it."""
         never = too_few_gpus(need.gpus, self._capacity)
         if never is not None:  # so nothing is reserved for it
             return Waiting(never)
+        # a job that requests more than the machine has gets all
         cpus = min(need.cpus, self._capacity.cpus)
         if need.gpus <= len(self._gpus) and cpus <= len(self._cpus):
             grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), job_id)
@@ -126,8 +114,7 @@ class Board:
         self._held = [held for held in self._held if held is not grant]
 
     def _wait_message(self, need: Need, cpus: int) -> str:
-        """Return why a job with this need waits: what is missing, who holds it, and the first job that has reserved slots.
-        ``cpus``: the CPU slots that it needs, at most all of the machine."""
+        """Return why a job with this need waits. ``cpus``: the CPU slots that it needs, at most all."""
         wants = []
         if need.gpus > len(self._gpus):
             wants.append(
@@ -141,9 +128,8 @@ class Board:
         return f"waits for {' and '.join(wants)}{behind}"
 
     def _describe_free(self, free: list[int], kind: str, name: str) -> str:
-        """Return for example ``0 free; job-a has GPU 0, 1, job-b has GPU 2``: how many of the slots are free, and who holds the
-        others, at most ``_MAX_NAMED_HOLDERS`` by name. ``kind``: the field of ``Grant``; ``name``: the slots' name, empty to give
-        only the number of each holder's slots."""
+        """Return for example ``0 free; job-a has GPU 0, 1``. ``kind``: the field of ``Grant``; ``name``: the slots' name;
+        empty: only numbers of slots."""
         holders = [(getattr(grant, kind), grant.job) for grant in self._held if getattr(grant, kind) and grant.job]
         holder_texts = [
             f"{job} has {name} {', '.join(map(str, taken))}" if name else f"{job} has {len(taken)}"

@@ -39,8 +39,8 @@ same threads serve agents' reports and stop requests."""
 
 
 class LocalSubmission:
-    """Implements ``SubmissionPorts`` with this machine's files, processes and launchers. It checks specs, takes snapshots and
-    plans launches. The machine that jobs run on is that of the reconciler, which may be another machine."""
+    """Implements ``SubmissionPorts`` with this machine's files, processes and launchers. The reconciler may run on another
+    machine."""
 
     def __init__(
         self,
@@ -53,10 +53,8 @@ class LocalSubmission:
         roots: Roots | None = None,
         sandbox: Sandbox = NO_SANDBOX,
     ) -> None:
-        """``home``: the run directory; ``machine``: this machine. ``wake`` wakes the reconciler of this process; None: it runs
-        none. ``reconciler_here`` False: jobs run on the machine of a reconciler elsewhere, which describes that machine in the
-        run directory. ``roots``: the directories and object stores that specs may name; None: any. ``sandbox``: the user and
-        limits for inspections of users' code."""
+        """``wake``: wakes the reconciler of this process, if any. ``reconciler_here`` False: jobs run on another machine.
+        ``roots``: what specs may name; None: anything. ``sandbox``: for inspections of users' code."""
         self._home = home
         self._own_machine = machine
         self._reconciler_here = reconciler_here
@@ -70,12 +68,8 @@ class LocalSubmission:
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems that forbid the job; the parameters
-        are those of ``SubmissionPorts.resolve``. What the spec names outside the allowed roots is a problem and is not inspected.
-        If the sandbox has a user of its own and there is no snapshot of the code yet, the code is first copied into the run
-        directory, so that this user can read it. Raises ``Refused``: ``busy`` if the spec has a hook or an interpreter of the
-        user's own that runs here and too many inspections of users' code run now, ``disk-full`` if there is no space for that
-        copy."""
+        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems; see ``SubmissionPorts.resolve``.
+        What is outside the allowed roots is not inspected. Raise ``Refused``."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
@@ -104,9 +98,8 @@ class LocalSubmission:
         return preflight.resize(spec, resolved, warnings, self._machine_of(spec), self._launchers)
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return the warnings and the problems of another hook in a stored job's ``spec``; see
-        ``SubmissionPorts.check_hook_change``. Raises ``Refused`` (``busy``) if the hook is the user's own and too many
-        inspections of users' code run now."""
+        """Return the warnings and the problems of another hook; see ``SubmissionPorts.check_hook_change``. Raise ``Refused``
+        if too many inspections run."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(isinstance(spec.hook, CustomSpec)):
             report = hook.check_changed_hook(spec, resolved, self._machine_of(spec), probe)
@@ -121,16 +114,12 @@ class LocalSubmission:
         return spec.model_copy(update={"code": code})
 
     def _with_readable_code(self, spec: JobSpec, report: Report) -> JobSpec:
-        """Return ``spec`` with a new snapshot of its code, if another user than the service's inspects the code (the sandbox's
-        user), since that user may have no right to read the code's directory. Warnings about the code are then added to
-        ``report``. Raises ``Refused`` (``disk-full``).
-
-        ``spec`` is returned unchanged if the sandbox has no such user, if the code is a snapshot already or is only on the nodes,
-        or if it has a fault and cannot be copied; a later check reports that fault.
-        """
+        """Return ``spec``, with a new snapshot of its code if the sandbox's user inspects that. Raise ``Refused`` if the disk
+        is full."""
         code, user = spec.code, self._sandbox.user
         if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
             return spec
+        # that user may have no right to read the code's directory; a later check reports a fault of the code
         with suppress(SpecError):
             copied = self._with_snapshot(spec, self.snapshot(Path(code.path), code.include))
             preflight.check_code(spec, None, report, self._roots.allows_path)
@@ -151,8 +140,8 @@ class LocalSubmission:
         return git_facts(path, list_entries(self._home.code / digest, UNLIMITED), self._roots.allows_path)
 
     def keep_uploaded(self, digest: str) -> str:
-        """Keep the uploaded code ``digest`` for another ten minutes, and return the digest. A job that names it can be stored
-        meanwhile. Raises ``SpecError`` (``code-not-uploaded``) if the service does not have the code."""
+        """Keep the uploaded code ``digest`` for another ten minutes, and return it. Raise ``SpecError`` if the service does
+        not have it."""
         if not snapshot.keep_alive(digest, self._home.code):
             problem = snapshot.not_uploaded_problem(digest)
             raise SpecError(f"{problem.pointer}: {problem.detail}", errors=[problem])
@@ -167,23 +156,19 @@ class LocalSubmission:
         return self._roots.allows_path(real)
 
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
-        """Return the printable plan of a job's first attempt, with commands and variables. The job's id and the GPU indices are
-        placeholders, since they are only known once there is an attempt. Starts nothing."""
+        """Return the printable plan of a job's first attempt, with placeholders for what is known only at its launch."""
         gpus = tuple(self._machine_of(spec).gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()
         launch = build_launch_file(self._home, _NO_JOB, 1, spec, resolved, gpus, token="", desired=Desired.RUN)
         return self._launchers[spec.launcher.kind].plan(launch).printable()
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
-        """Return the bytes that the hook's state will hold on each rank; None if they are not known. If they depend on the shapes
-        of the model's parameters and the job trains on this machine, its task is queried for them in a separate process. Raises
-        ``Refused`` (``busy``) if they depend on the shapes and too many inspections of users' code run now."""
+        """Return the bytes of the hook's state on each rank; None: not known. May run the job's task. Raise ``Refused``."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(needs_shapes(spec.hook)):
             return hook.state_bytes(spec, self._machine_of(spec), probe)
 
     def _probe(self, spec: JobSpec, resolved: Resolved) -> tuple[JobSpec, Probe]:
-        """Return ``spec`` with its snapshot in place of the directory, and the probe of its hook. The probe uses the interpreter
-        of the job's next attempt."""
+        """Return ``spec`` with its snapshot in place of the directory, and the probe of its hook."""
         spec = self._with_snapshot(spec, resolved.code_digest)
         python = self._machine_of(spec).python if spec.python is None else resolved.python
         return spec, Probe(python, spec, preflight.code_path(spec), os.environ, sandbox=self._sandbox)
@@ -194,8 +179,7 @@ class LocalSubmission:
         return spec.python is not None and machine.is_this_machine and machine.runs_jobs
 
     def _inspection_slot(self, runs_code: bool) -> AbstractContextManager[None]:
-        """Return a context that holds one inspection slot, or no slot if ``runs_code`` is False: no users' code will run.
-        Entering the context raises ``Refused`` (``busy``) if no slot is free."""
+        """Return a context that holds one inspection slot if ``runs_code``. Entering it raises ``Refused`` if none is free."""
         return self._inspections.acquire() if runs_code else nullcontext()
 
     def _machine_of(self, spec: JobSpec) -> Machine:
@@ -203,8 +187,7 @@ class LocalSubmission:
         return launcher.machine_of(spec, self._machine(), self._launchers.get(spec.launcher.kind))
 
     def _machine(self) -> Machine:
-        """Return the reconciler's machine. If a reconciler elsewhere has not described its machine yet, this machine is returned
-        in its place, with ``is_this_machine`` False."""
+        """Return the reconciler's machine, or this one with ``is_this_machine`` False if that is not known yet."""
         if self._reconciler_here:
             return self._own_machine
         return read_machine(self._home.home) or replace(self._own_machine, is_this_machine=False)

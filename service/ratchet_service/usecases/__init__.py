@@ -1,2 +1,1 @@
-"""The control plane's use cases, independent of HTTP. One module per subject. A write is one transaction, except for
-``prune_checkpoints``, which needs several."""
+"""The control plane's use cases, independent of HTTP; one module per subject. Most writes are one transaction."""

@@ -1,9 +1,5 @@
-"""Prepares and stores a new job that continues from the newest checkpoint of a run without a service (a Session under plain
-python or torchrun).
-
-The checkpoint is copied into the job's directory, and the job starts from it as a fork does from its source. The run's
-directory is not changed.
-"""
+"""Makes a new job that continues from the newest checkpoint of a run without a service (a Session under plain python or
+torchrun)."""
 
 from __future__ import annotations
 
@@ -44,8 +40,8 @@ _SETTINGS_SUFFIXES = frozenset({".yaml", ".yml", ".json", ".toml", ".ini", ".cfg
 
 @dataclass(frozen=True)
 class PreparedAdoption:
-    """A checked submission with the copied checkpoint. ``job_id``: the new job's id, whose directory exists already; ``source``:
-    the copy, which the job starts from."""
+    """A checked submission with the copied checkpoint. ``job_id``: the new job's id, whose directory exists; ``source``: the
+    copy."""
 
     prepared: submit.Prepared
     job_id: str
@@ -53,20 +49,16 @@ class PreparedAdoption:
 
 
 def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
-    """Check the submitted spec ``data`` and the run in ``directory``, as a dry run: the checkpoint is not copied, and no job is
-    made. The run's lock is held meanwhile. Return only the warnings that adopting the run adds to those of the spec. Raises as
-    ``prepare`` does."""
+    """Check the spec ``data`` and the run in ``directory``; no job is made. Return the warnings about adopting the run. Raises
+    as ``prepare`` does."""
     run = _open_run(directory, ports)
     with _locked_run(run, directory):
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
 
 
 def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths) -> PreparedAdoption:
-    """Check the spec ``data`` and take its snapshots as at submission (``submit.prepare``), and copy the newest checkpoint of
-    the run in ``directory`` into the directory of a new job; ``store`` stores that job later. The run's lock, if there is one,
-    is held meanwhile, so that no process trains with its checkpoints. If the copy fails, the new job's directory is removed.
-    Raises ``SpecError``, ``Conflict`` (``directory-in-use``, ``nothing-left``), ``Refused`` (``disk-full``, ``busy``),
-    ``CheckpointError``."""
+    """Check the spec ``data`` as at submission, and copy the run's newest checkpoint into the directory of a new job, for
+    ``store``. Raise ``SpecError``, ``Conflict``, ``Refused`` or ``CheckpointError``."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
@@ -85,8 +77,7 @@ def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths)
 
 
 def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomePaths) -> Job:
-    """Store the new job and return its row. If this call fails, the job's directory with the copied checkpoint is removed; if the
-    caller's transaction fails later, it stays. Raises as ``submit.store`` does."""
+    """Store the new job and return its row; remove the copied checkpoint if this fails. Raises as ``submit.store`` does."""
     source = adoption.source
     columns: dict[str, Any] = {
         "fork_source": source.model_dump(mode="json"),
@@ -105,8 +96,7 @@ def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomeP
 
 
 def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
-    """Return the run in ``directory``. Raises ``SpecError`` if the path is not absolute, not allowed, or not the directory of a
-    run."""
+    """Return the run in ``directory``. Raise ``SpecError`` if the path is not allowed or is no run's directory."""
     path = Path(directory)
     if not path.is_absolute():
         raise _directory_error("relative-path", f"{directory!r} must be an absolute path on the service's machine")
@@ -135,8 +125,8 @@ def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
 
 @contextmanager
 def _locked_run(run: RunDirectory, directory: str) -> Iterator[None]:
-    """Hold the run's lock within the block, so that no process trains with its checkpoints. Does not wait: raises ``Conflict``
-    (``directory-in-use``) if a process holds it, ``SpecError`` if the directory cannot be read."""
+    """Hold the run's lock within the block. Raise ``Conflict`` if a process holds it, ``SpecError`` if the directory cannot be
+    read."""
     with ExitStack() as stack:
         try:
             stack.enter_context(run.locked())
@@ -151,9 +141,8 @@ def _locked_run(run: RunDirectory, directory: str) -> Iterator[None]:
 
 
 def _newest_manifest(run: RunDirectory, directory: str) -> Manifest:
-    """Return the manifest of the run's newest checkpoint. Raises ``SpecError`` if there is no checkpoint, the newest one is
-    damaged, or the directory cannot be read, and ``CheckpointError`` for any other fault of the checkpoint, such as an unreadable
-    file."""
+    """Return the manifest of the run's newest checkpoint. Raise ``SpecError`` or ``CheckpointError`` if there is no usable
+    one."""
     try:
         return run.newest_manifest()
     except CheckpointError as error:
@@ -171,8 +160,8 @@ def _unreadable_error(error: OSError, directory: str) -> SpecError:
 
 
 def _damaged_error(error: CheckpointError, directory: str) -> SpecError | CheckpointError:
-    """Return the ``SpecError`` for a damaged newest checkpoint; it is not raised. If ``error`` does not report damage, return
-    ``error`` itself."""
+    """Return the ``SpecError`` for a damaged newest checkpoint; ``error`` itself if it reports another fault. Nothing is
+    raised."""
     if error.code != DAMAGED:
         return error
     return _directory_error(
@@ -183,11 +172,8 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
-    """Return a warning for each difference in script, ``ddp``, ``determinism`` or threads per rank between the job and the run:
-    the resume is then not exact. Without the run's launch file, these and the seed are not compared. A run that has finished
-    gives one more warning. Raises ``SpecError`` for a job that cannot continue from a checkpoint of a run, and for a difference
-    that forbids the resume (under strict determinism: for any difference). Raises ``Conflict`` (``nothing-left``) if the job
-    would certainly train no further steps."""
+    """Return the warnings about the resume, such as differences that make it inexact. Raise ``SpecError`` if it is impossible,
+    ``Conflict`` if it would certainly train no further steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(
@@ -240,10 +226,7 @@ def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, d
 
 
 def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
-    """Return True if the job would certainly do the same number of steps as the run; the caller has found that the script's
-    arguments are the same. The job must have the same number of ranks, no env, no secrets and no settings files (YAML, JSON and
-    the like) in its code directory, and its script's main file must be the only code that the run recorded, unchanged. False if
-    that is not certain, as for uploaded code, which is not at the spec's path."""
+    """True if the job would certainly do as many steps as the run, whose script arguments are the same."""
     if (
         spec.snapshot_code is None
         or spec.snapshot_code.digest is not None
@@ -255,6 +238,7 @@ def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
         return False
     root = Path(spec.snapshot_code.path)
     try:
+        # a settings file may change the number of steps
         settings = any(entry.source.suffix in _SETTINGS_SUFFIXES for entry in list_entries(root, UNLIMITED))
         return not settings and manifest.code_digest == script_digest({"__main__": root / spec.script[0]})
     except (OSError, TreeError):
@@ -262,8 +246,7 @@ def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
 
 
 def _copy_checkpoint(run: RunDirectory, manifest: Manifest, target: JobPaths, directory: str) -> None:
-    """Copy the checkpoint of ``manifest`` into ``target``. Raises ``SpecError`` for damaged or unreadable files, ``Refused``
-    (``disk-full``), and ``CheckpointError`` for any other fault of the checkpoint."""
+    """Copy the checkpoint of ``manifest`` into ``target``. Raise ``SpecError``, ``Refused`` or ``CheckpointError``."""
     try:
         run.copy_checkpoint(manifest, target)
     except CheckpointError as error:

@@ -38,8 +38,8 @@ STORED: tuple[State, ...] = ("committed", "quarantined")
 def list_checkpoints(
     session: Session, job_id: str, states: tuple[State, ...], limit: int, cursor: str | None
 ) -> Page[CheckpointView]:
-    """Return a page of the job's checkpoints, newest step first. ``states``: only checkpoints in these states; empty: committed
-    and quarantined ones. Raises ``NotFound`` for an unknown job, ``Refused`` (``bad-cursor``)."""
+    """Return a page of the job's checkpoints, newest step first. ``states`` empty: the stored ones. Raise ``NotFound`` or
+    ``Refused``."""
     job = find_job(session, job_id)
     wanted = sorted(states or STORED)
     digest = pagination.query_digest(of="checkpoints", job=job_id, states=wanted)
@@ -60,8 +60,7 @@ def _views(session: Session, job: Job, rows: Sequence[Checkpoint]) -> list[Check
 
 
 def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) -> CheckpointDetail:
-    """Return a checkpoint with its manifest; the manifest is None if the disk has none that is valid and can be read. Raises
-    ``NotFound``."""
+    """Return a checkpoint with its manifest; None: no valid one can be read from the disk. Raise ``NotFound``."""
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
         with as_owner(homes.job(job_id).root):
@@ -73,14 +72,9 @@ def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: 
 
 
 def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: HomePaths) -> tuple[VerifyOutcome, float]:
-    """Verify every byte of a checkpoint, and that its manifest is the recorded one. A checkpoint that only the object store has
-    is fetched first. Return the outcome, and the seconds that the verification took, without the fetching. In the checkpoint's
-    directory, the marker file of a verified checkpoint is created if the checkpoint is sound, and removed if it is damaged. The
-    database is not changed (``record_verification``), and no transaction is open meanwhile.
-
-    Raises ``Conflict`` (``checkpoint-gone``) if there is nothing to verify, ``CheckpointError`` if the files cannot be fetched or
-    read, ``NotFound``.
-    """
+    """Verify every byte of a checkpoint, which may be fetched from the object store first. Return the outcome and the seconds
+    that it took. The database is not changed; the marker file of a verified checkpoint is. Raise ``Conflict`` if there is
+    nothing to verify, ``CheckpointError`` or ``NotFound``."""
     with database.read() as session:
         row, job = find_checkpoint(session, job_id, checkpoint_id), find_job(session, job_id)
     if row.state != "committed":
@@ -94,8 +88,8 @@ def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: Hom
 
 
 def _verify_and_mark(directory: Path, row: Checkpoint) -> VerifyOutcome:
-    """Return the outcome of verifying the checkpoint in ``directory``, and create or remove its marker file. Raises as
-    ``verify_bytes`` does, and ``Conflict`` (``checkpoint-gone``) if it was deleted meanwhile."""
+    """Verify the checkpoint in ``directory``, create or remove its marker file, and return the outcome. Raises as
+    ``verify_bytes`` does."""
     try:
         outcome = verify(directory)
     except CheckpointError as error:
@@ -111,9 +105,8 @@ def _verify_and_mark(directory: Path, row: Checkpoint) -> VerifyOutcome:
 
 
 def _mark_verified(directory: Path, ok: bool) -> None:
-    """Create (``ok``) or remove the marker file of a verified checkpoint, which the worker's retention reads. Failures are
-    ignored: nothing is deleted from a directory that cannot be written to. The change is synced: if the marker file of a damaged
-    checkpoint came back after a crash, that checkpoint would be kept in place of a good one."""
+    """Create (``ok``) or remove, durably, the marker file of a verified checkpoint, which the worker's retention reads.
+    Failures are ignored."""
     with suppress(OSError):
         if ok:
             (directory / VERIFIED_NAME).touch()
@@ -125,14 +118,8 @@ def _mark_verified(directory: Path, ok: bool) -> None:
 def record_verification(
     session: Session, job_id: str, checkpoint_id: str, result: tuple[VerifyOutcome, float], homes: HomePaths
 ) -> VerifyResult:
-    """Record the result of ``verify_bytes`` in the checkpoint's row and as an event, and return the API's view of the result.
-
-    If the checkpoint is damaged and no attempt of the job may be alive, it is also quarantined, with the exceptions that
-    ``cleanup.quarantine`` names (such as a fork that has not begun yet). If it was the job's newest one, the one before it is
-    then recorded as the newest. While an attempt may be reading it, it is only recorded as damaged; it is quarantined later, once
-    the attempt has ended or when a resume reads it. Raises ``Conflict`` (``checkpoint-gone``) if the checkpoint was deleted after
-    ``verify_bytes``.
-    """
+    """Record the result of ``verify_bytes`` and return the API's view of it. A damaged checkpoint may be quarantined. Raise
+    ``Conflict`` if the checkpoint was deleted meanwhile."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state == "deleted":
@@ -162,8 +149,7 @@ def record_verification(
 
 
 def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> None:
-    """If ``quarantined`` was the job's newest checkpoint, record in the job's row the newest remaining one of its lineage. If
-    there is none, record the step of the fork's source, or 0 for a job that is no fork, without an attempt."""
+    """If ``quarantined`` was the job's newest checkpoint, record the newest remaining one of its lineage in the job's row."""
     if (job.committed_step, job.committed_attempt) != (quarantined.step, quarantined.attempt):
         return
     newest = next(iter(committed_in_lineage(session, job)), None)
@@ -176,9 +162,7 @@ def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> 
 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
-    """Pin or unpin a checkpoint, and return it. Retention never deletes a pinned checkpoint. Raises ``NotFound``, and
-    ``Conflict``: ``checkpoint-gone`` if the checkpoint is not committed, or if it is to be pinned and its manifest cannot be read
-    (its other files are not checked); ``checkpoint-in-use`` if it is to be unpinned and a fork has not started from it yet."""
+    """Pin or unpin a checkpoint, and return it. Raise ``NotFound``, or ``Conflict`` if it is gone or a fork needs the pin."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":
@@ -197,13 +181,7 @@ def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: 
 
 
 def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -> None:
-    """Create or remove the marker file of the pin, which is next to the checkpoint's files and is read by the worker's retention;
-    then set the row.
-
-    The marker file is created durably before the manifest is checked: a deletion removes the manifest before it checks for the
-    marker file, so one of the two notices the other (``ratchet_store.retention.delete``). Raises ``Conflict``
-    (``checkpoint-gone``).
-    """
+    """Create or remove the marker file of the pin, and set the row. Raise ``Conflict`` if the checkpoint to pin is gone."""
     directory = homes.job(row.job_id).checkpoint(row.step, row.attempt)
     name = row.name
     with as_owner(directory):
@@ -212,13 +190,14 @@ def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -
 
 
 def _set_pin_marker(directory: Path, name: str, pinned: bool) -> None:
-    """Create or remove the marker file of a pin. Creating it raises ``Conflict`` (``checkpoint-gone``) if the checkpoint cannot
-    be read any more; a marker file that this call created is then removed."""
+    """Create or remove the marker file of a pin. Raise ``Conflict`` if the checkpoint to pin cannot be read."""
     mark, made = directory / PINNED_NAME, False
     if not pinned:
         mark.unlink(missing_ok=True)
         return
     try:
+        # before the manifest is read: a deletion removes the manifest before it checks for the marker file, so that
+        # one of the two notices the other
         made = _create_marker(mark)
         fsync_dir(directory)
         read_manifest(directory)

@@ -1,4 +1,4 @@
-"""Serve a job's code and the file that it starts from, by digest, to a node that cannot access the run directory."""
+"""Gives a node without access to the run directory a job's code and start file, by digest."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ from ratchet_service.db.models import Job
 
 
 def parse_attempt_number(text: str) -> int:
-    """Return the attempt number that a part of a URL path (``text``) stands for. If it is not a number or too long, return 0,
-    which no attempt has."""
+    """Return the attempt number in a part of a URL path; 0, which no attempt has, if it is invalid."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else 0
 
 
 def find_tree(
     session: Session, homes: HomePaths, job_id: str, number: str, digest: str, token: str | None
 ) -> list[Entry]:
-    """Return the files (``Entry``) of the snapshot with ``digest`` in the run directory, if it is the job's code or the file that
-    the job starts from. ``number``, ``token``: number and report token of the attempt that requests it.
-
-    Raises ``Refused`` (``token-missing``, ``token-wrong``), ``NotFound`` (``attempt-not-found``; ``code-not-found`` also for the
-    digest of another job's code), ``Stale`` (``stale-attempt``) if the attempt has ended or is not the job's newest one.
-    """
+    """Return the files of the snapshot ``digest``, if it is the job's code or start file. ``number``, ``token``: of the
+    requesting attempt. Raise ``Refused``, ``NotFound``, or ``Stale`` for an old attempt."""
     found = read_authorised_rows(session, job_id, parse_attempt_number(number), token)
     raise_if_stale(found.job, found.attempt)
     resolved = session.get_one(Job, job_id).resolved

@@ -71,16 +71,8 @@ class Comparer:
     def compare(
         self, job_id: str, other_id: str, checkpoint_id: str | None = None, other_checkpoint_id: str | None = None
     ) -> ComparisonView:
-        """Return the comparison of two jobs: of their checkpoints at the first common step at which they differ, or at the newest
-        common step if none differs. Without ids, only committed checkpoints of each job's lineage count. If both checkpoint ids
-        are given, these two are compared; if one is given, it is compared with the other job's checkpoint of the same step. If a
-        difference is found, the result also names the first step at which the recorded fingerprints of the steps differ, if any
-        do.
-
-        Two checkpoints whose manifests record the same files, with the same digests, count as equal, and their data are not read.
-        A checkpoint that only the object store has is fetched first. Raises ``NotFound``, ``Conflict`` (``no-common-step``,
-        ``checkpoint-gone``), ``CheckpointError``, ``Refused`` (``busy``).
-        """
+        """Return the comparison of two jobs: of the checkpoints that the ids name, else at the first common step at which they
+        differ, or at the newest. Raise ``NotFound``, ``Conflict``, ``CheckpointError`` or ``Refused``."""
         pairs = self._pairs(job_id, other_id, checkpoint_id, other_checkpoint_id)
         equal: int | None = None
         with self.permits.acquire():
@@ -96,8 +88,7 @@ class Comparer:
     def _pairs(
         self, job_id: str, other_id: str, checkpoint_id: str | None, other_checkpoint_id: str | None
     ) -> list[tuple[_Stored, _Stored]]:
-        """Return the pairs of checkpoints to compare, oldest step first, at least one. Raises ``NotFound``, and ``Conflict``
-        (``no-common-step``, or ``checkpoint-gone`` if one is not committed)."""
+        """Return the pairs of checkpoints to compare, oldest step first, at least one. Raise ``NotFound`` or ``Conflict``."""
         with self.database.read() as session:
             jobs = find_job(session, job_id), find_job(session, other_id)
             rows = []
@@ -123,8 +114,7 @@ class Comparer:
         return [(self._stored_checkpoint(jobs[0], a), self._stored_checkpoint(jobs[1], b)) for a, b in pairs]
 
     def _first_difference(self, *job_ids: str) -> tuple[int, Part] | None:
-        """Return the first step at which the recorded fingerprints of the two jobs differ on any rank, and the part that differs.
-        Only the first 64 ranks are compared. None if no common step differs, or none is recorded."""
+        """Return the first step at which recorded fingerprints of the two jobs differ, and the part; None: there is none."""
         with self.database.read() as session:
             jobs = [find_job(session, job_id) for job_id in job_ids]
             attempts = [
@@ -142,9 +132,7 @@ class Comparer:
         return min(found, key=lambda one: (one[0], PARTS.index(one[1])), default=None)
 
     def _fingerprints(self, job_id: str, attempts: list[int], rank: int) -> dict[int, StepFingerprint]:
-        """Return step -> fingerprint of one rank, from the files of the last 100 of ``attempts``, which must be in ascending
-        order. If a step was done several times, the fingerprint of the newest attempt counts. Files that are missing or cannot be
-        read are left out."""
+        """Return step -> fingerprint of one rank, from readable files of the last 100 attempts; the newest attempt counts."""
         out: dict[int, StepFingerprint] = {}
         for number in attempts[-_MAX_ATTEMPTS:]:
             ring = self.homes.job(job_id).attempt(number).ring(rank)
@@ -158,10 +146,10 @@ class Comparer:
         return _Stored(job, row, self.homes.job(job.id).checkpoint(row.step, row.attempt))
 
     def _compare_pair(self, a: _Stored, b: _Stored) -> ComparisonView:
-        """Compare two checkpoints. The tensors are read only if the two manifests record different files. Raises as
-        ``_fetch_manifest`` does, and ``CheckpointError`` for files that are damaged or cannot be read."""
+        """Compare two checkpoints; tensors are read only if their files differ. Raise ``Conflict`` or ``CheckpointError``."""
         manifests = self._fetch_manifest(a), self._fetch_manifest(b)
         tensors = len({entry.name for manifest in manifests for entry in manifest.tensors})
+        # equal digests: no data are read
         compared = None if same_files(*manifests) else compare_opened(_Reader(a.directory), _Reader(b.directory))
         found, unsaved = ([], []) if compared is None else (differences(compared), compared.unsaved)
         return ComparisonView(
@@ -182,9 +170,8 @@ class Comparer:
         )
 
     def _fetch_manifest(self, stored: _Stored) -> Manifest:
-        """Return the manifest of a checkpoint, which is fetched first if only the object store has it. Raises ``Conflict``
-        (``checkpoint-gone``) if the checkpoint no longer exists, and ``CheckpointError`` if it cannot be fetched or its manifest
-        is not valid."""
+        """Return the manifest of a checkpoint, fetched first if necessary. Raise ``Conflict`` if it no longer exists, or
+        ``CheckpointError``."""
         object_store.ensure_local(self.homes, stored.job, stored.row)
         try:
             with as_owner(stored.directory):

@@ -1,8 +1,4 @@
-"""Export a checkpoint as files for other programs, by a process with torch, which is never imported here.
-
-The process runs on the service's machine, so nothing that a submitter chose decides what it runs, unless the submitter's code
-runs on that machine anyway: then the job's interpreter is used. It never gets the job's variables.
-"""
+"""Exports a checkpoint as files for other programs, by a separate process with torch, which never gets the job's variables."""
 
 from __future__ import annotations
 
@@ -38,9 +34,8 @@ MEDIA_TYPES: Final[dict[Format, str]] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """A complete export of a checkpoint; what it contains was verified when it was read. ``file``: open, without a name on the
-    disk, positioned at its start; closing it frees its space. ``size``: its bytes; ``digest``: SHA-256 of its content; ``notes``:
-    sentences for the reader of the file."""
+    """A complete export of a checkpoint. ``file``: open at its start, without a name. ``digest``: SHA-256; ``notes``:
+    sentences for the reader."""
 
     file: BufferedRandom
     size: int
@@ -50,10 +45,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """Exports checkpoints, each in a separate process. ``permits``: limit on concurrent exports, held while a file is made, not
-    while it is sent. ``seconds``: time limit for making one file. ``trains_here``: returns whether jobs of a launcher kind run on
-    the service's machine; for jobs of other kinds the service's own interpreter makes the files. ``sandbox``: the user and the
-    limits of the process."""
+    """Exports checkpoints, each in a separate process. ``permits``: limit on concurrent exports. ``seconds``: time limit for
+    one file. ``trains_here``: returns whether jobs of a launcher kind run on this machine."""
 
     database: Database
     homes: HomePaths
@@ -65,13 +58,8 @@ class Exporter:
     def export(
         self, job_id: str, checkpoint_id: str, file_format: Format, abandoned: Callable[[], bool] = lambda: False
     ) -> Exported:
-        """Export a checkpoint and return the result as one open file, which the caller must close. Blocks until the file is
-        complete; no transaction is open meanwhile. ``abandoned`` is polled meanwhile, and returns True if the caller no longer
-        needs the file: the export then ends with ``export-failed``. A checkpoint that only the object store has is fetched first.
-
-        Raises ``NotFound``, ``Conflict`` (``checkpoint-gone``, ``export-failed``), ``CheckpointError`` for a checkpoint that is
-        damaged or cannot be read or fetched, ``Refused`` (``busy``, ``disk-full``, ``export-timeout``).
-        """
+        """Export a checkpoint as one open file, which the caller must close. Blocks; ``abandoned`` returns True to end the
+        export. Raise ``NotFound``, ``Conflict``, ``CheckpointError`` or ``Refused``."""
         with self.database.read() as session:
             row = find_checkpoint(session, job_id, checkpoint_id)
             job = find_job(session, job_id)
@@ -95,10 +83,10 @@ class Exporter:
                 raise
 
     def _interpreter(self, job: Job, name: str) -> str:
-        """Return the path of the interpreter that exports. It is the job's if jobs with its launcher run on this machine, else
-        the service's own. Raises ``Conflict`` (``export-failed``) if the job runs elsewhere and the service's interpreter has no
-        torch. ``name``: the checkpoint's, for the error."""
+        """Return the interpreter that exports, the job's or the service's. Raise ``Conflict`` if that must be the service's
+        and has no torch."""
         kind = job.spec.get("launcher", {}).get("kind", "local")
+        # nothing that a submitter chose runs here, unless the submitter's code runs here anyway
         if self.trains_here(kind):
             own = job.spec.get("python") is None  # as for the job's next attempt
             return sys.executable if own else str(job.resolved["python"])
@@ -113,8 +101,8 @@ class Exporter:
 
 
 def _unnamed_file(directory: Path) -> BufferedRandom:
-    """Return a file without a name on the disk of ``directory``: nothing is left over, whichever process is killed. Raises
-    ``Conflict`` (``checkpoint-gone``) if the directory is missing, and ``Refused`` (``disk-full``)."""
+    """Return a file without a name on the disk of ``directory``. Raise ``Conflict`` if that is missing, ``Refused`` if it is
+    full."""
     try:
         with as_owner(directory):
             return tempfile.TemporaryFile(dir=directory)
@@ -130,8 +118,7 @@ def _unnamed_file(directory: Path) -> BufferedRandom:
 
 @dataclass(frozen=True)
 class _Asked:
-    """The export process. Of what a user chose it runs at most the job's interpreter (``python``), with the packages of that
-    interpreter; it has no variables of a job and no credentials, and uses no GPU."""
+    """The export process. It has no variables of a job and no credentials, and uses no GPU."""
 
     python: str
     seconds: float
@@ -139,9 +126,8 @@ class _Asked:
     sandbox: Sandbox
 
     def run(self, request: Mapping[str, Any], file: BufferedRandom) -> dict[str, Any]:
-        """Start the process, have it write the export into ``file``, wait for it, and return its answer: ``notes`` and
-        ``digest``. A failure is returned, not raised, as a dict with ``error`` (a text) and ``code``. This includes the time
-        limit, an abandoned request and a process that cannot be started."""
+        """Have the process write the export into ``file``, and return its answer. A failure is a dict with ``error`` and
+        ``code``."""
         directory = str(Path(request["checkpoint"]).parent)
         with tempfile.TemporaryFile() as stderr:
             try:

@@ -31,8 +31,8 @@ from ratchet_service.usecases.views import labels_of
 
 @dataclass(frozen=True)
 class PreparedFork:
-    """A checked fork. ``prepared``: the new job's spec; ``parent_id``: the job that owns the source checkpoint, which may be an
-    ancestor of the requested job; ``checkpoint_id``: the source checkpoint."""
+    """A checked fork. ``prepared``: the new job's spec; ``parent_id``, ``checkpoint_id``: the source checkpoint and the job
+    that owns it."""
 
     prepared: submit.Prepared
     parent_id: str
@@ -42,14 +42,10 @@ class PreparedFork:
 def prepare(
     database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
-    """Return the new job's spec, checked as at submission, and its source checkpoint; ``store`` stores the job later. The
-    request's spec is merged over that of job ``job_id``, its labels and priority included; the name is the request's, else
-    ``_fork_name``. That job's snapshot of the code is reused, unless the request names ``code``: then a new snapshot is taken. A
-    source that only the object store has is fetched. No transaction is open meanwhile.
+    """Return the new job's spec, checked as at submission, and its source checkpoint, for ``store``. The request's spec is
+    merged over that of job ``job_id``. A source in the object store is fetched.
 
-    Raises ``SpecError``, also if the new spec may not start from that checkpoint; ``NotFound``; ``Conflict``
-    (``checkpoint-gone``; ``nothing-left`` if the checkpoint certainly has all steps already); ``Refused`` (``busy``,
-    ``disk-full``); ``CheckpointError``.
+    Raise ``SpecError``, ``NotFound``, ``Conflict``, ``Refused`` or ``CheckpointError``.
     """
     with database.read() as session:
         parent = find_job(session, job_id)
@@ -83,8 +79,7 @@ _STEP_COUNT_KEYS = ("task", "script", "env", "secrets", "python", "image", "volu
 
 
 def _has_no_steps_left(prepared: submit.Prepared, origin: Job, source: Checkpoint) -> bool:
-    """Return True if the checkpoint's job, ``origin``, has done all the steps that this fork would do; False if that is not
-    certain."""
+    """True if the checkpoint's job, ``origin``, has certainly done all the steps that this fork would do."""
     if not source.finished or origin.total_steps is None or source.step < origin.total_steps:
         return False
     spec, before = prepared.spec.model_dump(mode="json"), JobSpec.model_validate(origin.spec)
@@ -96,8 +91,8 @@ def _has_no_steps_left(prepared: submit.Prepared, origin: Job, source: Checkpoin
 
 
 def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) -> Conflict:
-    """Return the error for a fork that would train no steps; it is not raised. ``earlier``: ids of the committed checkpoints
-    before ``source``, newest first."""
+    """Return, not raise, the error for a fork that would train no steps. ``earlier``: ids of earlier checkpoints, newest
+    first."""
     more = (
         "increase its steps with --set of the option that its code reads (task.args, script; if its data have grown: any "
         "change of env)"
@@ -113,8 +108,8 @@ def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) ->
 
 
 def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
-    """Remove ``start_from`` from the spec ``data`` and return the parent's value of it, which the new job keeps as a record; None
-    if the parent has none, or the request sets it to null. Raises ``SpecError`` if the request sets it to anything else."""
+    """Remove ``start_from`` from the spec ``data``, and return the value that the new job records. Raise ``SpecError`` if the
+    request sets one."""
     start = data.pop("start_from", None)
     if request.spec.get("start_from") is None:
         return None if start is None else StartSpec.model_validate(start)
@@ -124,9 +119,7 @@ def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | N
 
 
 def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) -> Job:
-    """Store the new job and return its row. The source checkpoint is pinned, so that no retention deletes it before the fork has
-    started. Raises ``NotFound`` if the source's job was deleted, ``Conflict`` (``checkpoint-gone``) if the source checkpoint is
-    no longer committed or cannot be read, and as ``submit.store`` does."""
+    """Store the new job, pin its source and return its row. Raise ``NotFound`` or ``Conflict``, and as ``submit.store`` does."""
     parent = find_job_for_update(session, fork.parent_id)
     check_transition(parent, Event.FORK)
     row = find_checkpoint(session, parent.id, fork.checkpoint_id)
@@ -152,8 +145,7 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
 
 
 def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
-    """Return the error with pointers into the request's body, where the spec is below ``/spec``. ``named``: the request has its
-    own ``name``, so ``/name`` stays."""
+    """Return the error with pointers into the request's body, where the spec is below ``/spec``. ``named``: ``/name`` stays."""
     errors = [
         e if named and e.pointer == "/name" else e.model_copy(update={"pointer": f"/spec{e.pointer}"})
         for e in error.errors
@@ -163,14 +155,14 @@ def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
 
 
 def _source_checkpoint(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
-    """Return the checkpoint that the new job starts from. ``checkpoint_id`` None: the newest of the parent's lineage; if
-    ``parent`` is a fork without a checkpoint of its own yet, the checkpoint of another job that ``parent`` itself starts from.
-    Raises ``NotFound`` if there is no checkpoint, ``Conflict`` (``checkpoint-gone``) if it is not committed."""
+    """Return the checkpoint that the new job starts from; ``checkpoint_id`` None: the newest. Raise ``NotFound`` if there is
+    none, or ``Conflict``."""
     if checkpoint_id is not None:
         row = find_checkpoint(session, parent.id, checkpoint_id)
         _require_committed(row)
         return row
     committed = committed_in_lineage(session, parent)
+    # a fork without a checkpoint of its own yet: what it starts from itself
     if not committed and parent.forked_from is not None:
         job_id, _, name = parent.forked_from.partition("/")
         row = find_checkpoint(session, job_id, name)
@@ -197,8 +189,7 @@ def _fork_name(name: str) -> str:
 
 
 def _require_loadable(prepared: submit.Prepared, checkpoint: Path) -> None:
-    """Raise ``SpecError`` if a job with the new spec may not start from the checkpoint (``resize.mismatches``), so that this is
-    not first found in an attempt."""
+    """Raise ``SpecError`` if a job with the new spec may not start from the checkpoint."""
     found = resize.mismatches(prepared.spec, checkpoint, prepared.resolved.code_digest)
     problems = [p.model_copy(update={"pointer": f"/spec{p.pointer}"}) for p in found]
     if problems:

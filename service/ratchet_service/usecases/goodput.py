@@ -18,16 +18,16 @@ from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 
 
 class Saves(NamedTuple):
-    """Saves of one attempt. ``stall``: seconds for which training stood still for saves, without the save that a stop led to.
-    ``stop``: when the checkpoint that a stop led to was committed; None: there is none."""
+    """Saves of one attempt. ``stall``: seconds for which training stood still for them, except for that of a stop. ``stop``:
+    when the latter was committed."""
 
     stall: float = 0.0
     stop: datetime | None = None
 
 
 class Spent(NamedTuple):
-    """The time of one attempt. ``notice_seconds``: seconds that a stopped attempt had for its last save; ``notice_used``: seconds
-    of these that it used. Both are None if the attempt was not stopped; ``notice_used`` is also None if it is not known."""
+    """The time of one attempt. ``notice_seconds``: what it had for its last save before a stop; ``notice_used``: what it used
+    of that; None: no stop, or not known."""
 
     goodput: GoodputView
     notice_seconds: float | None
@@ -35,16 +35,14 @@ class Spent(NamedTuple):
 
 
 def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -> dict[int, Spent]:
-    """Return, by attempt number, the goodput of each of ``attempts`` and how much of its stop notice it used. An attempt that has
-    not ended counts until now."""
+    """Return, by attempt number, the goodput of each of ``attempts`` and how much of its stop notice it used."""
     now = now_in(session)
     saves = _save_times(session, job.id, [attempt.number for attempt in attempts])
     return {a.number: _attempt_spent(job.spec["policy"], a, saves.get(a.number, Saves()), now) for a in attempts}
 
 
 def job_goodput(session: Session, job: Job) -> GoodputView:
-    """Return the goodput of the whole job, from its submission until it ended or was suspended, or until now. The time between
-    attempts is included; earlier pauses, in which the job was suspended, or had ended and was resumed later, are not."""
+    """Return the goodput of the whole job, until it ended or was suspended, or until now."""
     now = now_in(session)
     saves = _save_times(session, job.id)
     verdict = Attempt.resume_report["verdict"].as_string()
@@ -57,8 +55,7 @@ def job_goodput(session: Session, job: Job) -> GoodputView:
 
 
 def _save_times(session: Session, job_id: str, attempts: Collection[int] | None = None) -> dict[int, Saves]:
-    """Return the saves of the job's attempts, by attempt number. ``attempts``: only of these attempts; None: of all. Attempts
-    without a checkpoint are absent."""
+    """Return the saves of ``attempts`` (None: all) by attempt number. Attempts without a checkpoint are absent."""
     stopped = Checkpoint.reason == "stop"
     query = sa.select(
         Checkpoint.attempt,
@@ -89,8 +86,7 @@ def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: dateti
 
 
 def _span(row: Any, saves: Saves, now: datetime) -> Span:
-    """Return the times and steps of an attempt's ``row`` for the goodput computation; ``now`` is the end of an attempt that
-    runs."""
+    """Return the times and steps of an attempt's ``row``; ``now`` is the end of an attempt that runs."""
     _, created, ended, begun, training, stop, over, base, last, lost, verdict = row
     return Span(
         created=created, until=ended or now, begun=begun, training=training, stop=stop, end_began=over,

@@ -1,5 +1,5 @@
-"""Requests to suspend, resume, cancel, preempt or checkpoint a job, where the transition table permits it in the job's phase.
-They are stored here; reconciler and agents start and stop attempts, and have the ranks save, as requested."""
+"""Requests to suspend, resume, cancel, preempt or checkpoint a job. They are stored here; reconciler and agents carry them
+out."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ from ratchet_service.usecases import resize
 
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
-    """Request that a job is suspended, cancelled or preempted, according to ``event``, and return its row. If no attempt may be
-    alive, the job's phase changes at once; otherwise the request is stored, and the reconciler and the agent stop the attempt
-    later. If the action is in progress or done already, nothing is changed, and that is no error. Raises ``NotFound``, and
-    ``Conflict`` if the job's phase does not allow the action."""
+    """Request that a job is suspended, cancelled or preempted, according to ``event``, and return its row. Raise ``NotFound``,
+    or ``Conflict`` if its phase does not allow that."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
@@ -37,9 +35,8 @@ def apply_action(session: Session, job_id: str, event: Event) -> Job:
 
 
 def request_checkpoint(session: Session, job_id: str) -> Job:
-    """Request a checkpoint at the next step that the ranks of the running attempt agree on, and return the job's row. Does not
-    wait for the checkpoint. Raises ``NotFound``, and ``Conflict`` if the job's phase does not allow it, or for a script without a
-    Session (``checkpoint-needs-session``)."""
+    """Request a checkpoint soon, without waiting for it, and return the job's row. Raise ``NotFound``, or ``Conflict`` if that
+    is not possible."""
     job = find_job_for_update(session, job_id)
     check_transition(job, Event.CHECKPOINT)
     attempt, script = session.get(Attempt, (job.id, job.attempt)), job.spec.get("script")
@@ -51,9 +48,7 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
 
 
 def _makes_no_session(job: Job, attempt: Attempt) -> bool:
-    """Return True if the job's script is known to create no Session: by the attempt's resume report, or, before there is one, by
-    the check of the script's main file at submission. False if that is not known, as for a main file that mentions the Session
-    and an attempt that has reported nothing yet."""
+    """True if the job's script is known to create no Session, by the resume report or the check at submission."""
     if attempt.resume_report is None:
         return unmanaged_script.WARNING in {warning["code"] for warning in job.warnings}
     return unmanaged_script.is_reported_unmanaged(attempt.resume_report)
@@ -61,9 +56,8 @@ def _makes_no_session(job: Job, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """A checked resume request. ``spec``: the changed and checked spec, None if nothing changes or an attempt may be alive;
-    ``warnings``: those about the hook of ``spec``; ``code``: the requested code, None if none is requested or it was not
-    checked."""
+    """A checked resume request. ``spec``: the changed spec, if any; ``warnings``: about its hook; ``code``: the requested
+    code, if checked."""
 
     request: ResumeRequest
     spec: JobSpec | None
@@ -72,10 +66,8 @@ class PreparedResume:
 
 
 def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
-    """Check a changed hook and requested code as at submission, and take a snapshot of that code; no transaction is open
-    meanwhile. While an attempt may be alive, neither is checked, since ``resume`` will refuse the changes. Raises ``SpecError``,
-    ``NotFound``, ``Refused`` (``busy``); with code, also ``Conflict`` if the job cannot be resumed, and ``Refused`` as
-    ``submit.prepare`` does."""
+    """Check a changed hook and requested code, and take a snapshot of the code, unless an attempt may be alive. Raise
+    ``SpecError``, ``NotFound``, ``Refused`` or ``Conflict``."""
     with database.read() as session:
         job = find_job(session, job_id)
     spec = resize.requested_spec(job, request)
@@ -89,23 +81,11 @@ def prepare_resume(database: Database, job_id: str, request: ResumeRequest, port
 
 
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
-    """Queue a job again and return its row. The job may continue from an older checkpoint of its lineage, or with another number
-    of ranks, another hook, other code or another ``policy.on_hook_mismatch``; these changes are permanent. A job that had failed
-    or was cancelled gets fresh budgets. Without changes, a request for a job that is already queued or running changes nothing,
-    and a job that is being suspended is queued again once it has stopped.
+    """Queue a job again and return its row; it may continue from an older checkpoint, or with changes such as another hook. A
+    failed or cancelled job gets fresh budgets.
 
-    Raises ``Conflict``:
-
-    - ``job-ended`` if the job has succeeded, ``wrong-phase`` while it is being cancelled;
-    - ``from-step-needs-stop``, ``code-``, ``hook-``, ``world-`` or ``policy-needs-stop`` while an attempt may be alive;
-    - ``world-size-mismatch``, ``hook-mismatch`` or ``code-mismatch`` where the policy or strict determinism forbids carrying the
-      checkpoint over;
-    - ``changed-meanwhile`` if the job has changed since ``prepare_resume``;
-    - ``quota-exceeded`` if a job that had ended would be one more than its owner's quota permits.
-
-    Raises ``NotFound`` for an unknown job and for a step without a checkpoint. Raises ``SpecError`` for a change that the rules
-    of a spec do not allow, for a number of ranks with which the job cannot run, and for a job that alone takes more than the
-    quota.
+    Raise ``Conflict`` if the phase, the checkpoint or the quota does not allow that, or the job has changed since
+    ``prepare_resume``. Raise ``NotFound`` or ``SpecError`` for the request.
     """
     job, request = find_job_for_update(session, job_id), prepared.request
     spec = resize.requested_spec(job, request, prepared.code)
@@ -145,8 +125,7 @@ def _job_spec(job: Job) -> JobSpec:
 
 
 def _check_quota(session: Session, job: Job, change: resize.Change | None) -> None:
-    """Check the quota of the job's owner: a job that had ended counts as one more, and a changed number of ranks must fit. Raises
-    ``Conflict`` or ``SpecError`` (``quota-exceeded``)."""
+    """Check the owner's quota for a job that had ended or a change. Raise ``Conflict`` or ``SpecError``."""
     if change is None and not job.phase.terminal:
         return
     spec = _job_spec(job) if change is None else change.spec
@@ -155,8 +134,7 @@ def _check_quota(session: Session, job: Job, change: resize.Change | None) -> No
 
 
 def _needs_stop_error(job: Job, request: ResumeRequest) -> Conflict:
-    """Return (not raise) the error for a change that is possible only while no attempt of the job is active. Its code names the
-    first such change of the request."""
+    """Return (not raise) the error for a change that is possible only while no attempt of the job is active."""
     if request.from_step is not None:
         code, what = "from-step-needs-stop", f"from step {request.from_step}"
     elif request.code is not None:
@@ -171,16 +149,14 @@ def _needs_stop_error(job: Job, request: ResumeRequest) -> Conflict:
 
 
 def _is_already_applied(job: Job, event: Event) -> bool:
-    """Return True if ``event`` would change neither phase, desired state nor budgets. Raises ``Conflict`` if the job's phase does
-    not allow it."""
+    """True if ``event`` would change nothing. Raise ``Conflict`` if the job's phase does not allow it."""
     step = check_transition(job, event)
     return step.phase is job.phase and step.desired in (None, job.desired) and not step.reset_budgets
 
 
 def _checkpoint_at(session: Session, job: Job, step: int) -> dict[str, int]:
-    """Return step and attempt of the job's own committed checkpoint of ``step`` from which its next attempt could start. Raises
-    ``NotFound`` if there is none. Checkpoints of abandoned branches, and of the job that this one was forked from, do not
-    count."""
+    """Return step and attempt of the job's own checkpoint of ``step`` from which its next attempt could start. Raise
+    ``NotFound``."""
     committed = committed_in_lineage(session, job)
     found = next((row for row in committed if row.step == step), None)
     if found is None:

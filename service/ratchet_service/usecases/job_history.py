@@ -44,14 +44,12 @@ def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
 
 
 def attempt_environment(homes: HomePaths, job_id: str, number: int) -> EnvironmentView | None:
-    """Return the environment that the attempt trained with, from the file that its rank 0 wrote; None if there is no such file,
-    or it cannot be read."""
+    """Return the environment that the attempt trained with; None: its rank 0 has left no readable file."""
     return read_message(homes.job(job_id).attempt(number).environment_file, EnvironmentView)
 
 
 def newest_environment(homes: HomePaths, job_id: str, newest: int) -> EnvironmentView | None:
-    """Return the environment that attempt ``newest`` recorded; if it has recorded none yet, that of the attempt before it. None
-    if neither has recorded one."""
+    """Return the environment that attempt ``newest`` recorded, else that of the attempt before it, else None."""
     looks = (attempt_environment(homes, job_id, number) for number in (newest, newest - 1) if number > 0)
     return next((found for found in looks if found is not None), None)
 
@@ -69,8 +67,8 @@ def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[
 def list_events(
     session: Session, job_id: str, limit: int, cursor: str | None, attempt: int | None = None, kind: str | None = None
 ) -> Page[EventView]:
-    """Return a page of the job's events, oldest first. ``attempt`` and ``kind`` (``EventView.type``), if given, limit the page to
-    the events of one attempt and of one type. Raises ``NotFound`` for an unknown job, ``Refused`` (``bad-cursor``)."""
+    """Return a page of the job's events, oldest first; may be limited to one attempt or type. Raise ``NotFound`` or
+    ``Refused``."""
     find_job(session, job_id)
     filters = {column: value for column, value in (("attempt", attempt), ("type", kind)) if value is not None}
     digest = pagination.query_digest(of="events", job=job_id, **filters)
@@ -82,8 +80,7 @@ def list_events(
 
 
 def events_after(session: Session, job_id: str, last_id: int, limit: int, **filters: Any) -> list[EventView]:
-    """Return at most ``limit`` events with an id greater than ``last_id``, oldest first. ``filters``: values that columns of the
-    events must have."""
+    """Return at most ``limit`` events with an id greater than ``last_id``, oldest first. ``filters``: values of columns."""
     query = sa.select(Event).where(Event.job_id == job_id, Event.id > last_id).filter_by(**filters)
     query = query.order_by(Event.id).limit(limit)
     return [event_view(row) for row in session.scalars(query)]

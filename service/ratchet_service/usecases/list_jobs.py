@@ -1,9 +1,5 @@
-"""Lists of jobs: filters, order, pages. As fast with a million jobs in the database as with a thousand.
-
-A filter that few jobs meet is evaluated first, and only those jobs are read and sorted. Where many jobs meet each filter, the
-list is read in its own order along an index: creation by phase, name, owner or label. One case remains that takes longer the
-more jobs exist: many jobs meet each single filter, but hardly any job meets all of them.
-"""
+"""Lists of jobs: filters, order, pages. A filter that few jobs meet is evaluated first; otherwise the list is read along an
+index. Slow only if many jobs meet each filter, but hardly any meets all."""
 
 from __future__ import annotations
 
@@ -32,8 +28,7 @@ _COLUMNS: Final = {"created": "created_at", "name": "name", "priority": "priorit
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Filters and order of a list of jobs. A job must meet all conditions; of several ``phases``, it must be in one. A condition
-    that is None or empty is met by every job."""
+    """Filters and order of a list of jobs. A job must meet all that are not empty, and be in one of ``phases``."""
 
     phases: tuple[JobPhase, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()
@@ -63,9 +58,8 @@ def parse_label(text: str) -> tuple[str, str]:
 
 
 def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str | None) -> Page[JobView]:
-    """Return one page of the jobs that ``job_filter`` selects, at most ``limit``. ``cursor``: that of the page before; None: the
-    first page. The cursor holds the last job's place in the order (keyset paging): a job that is inserted between two requests
-    never makes another job appear twice or not at all. Raises ``Refused`` (``bad-cursor``)."""
+    """Return one page of the jobs that ``job_filter`` selects. ``cursor``: that of the page before. Raise ``Refused`` for a
+    bad one."""
     descending = job_filter.sort.startswith("-")
     key = job_filter.sort.removeprefix("-")
     selective_ids = _selective_ids(session, job_filter)
@@ -87,8 +81,7 @@ def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str |
 
 
 def _selective_ids(session: Session, job_filter: JobFilter) -> list[str] | None:
-    """Return the ids of all jobs that meet one filter, the first that at most ``MAX_SELECTIVE_JOBS`` jobs meet; the other filters
-    are not applied. None if more jobs meet each filter, or there is no filter."""
+    """Return the ids of all jobs that meet one filter, if at most ``MAX_SELECTIVE_JOBS`` do; else None."""
     for query in _single_filter_queries(job_filter):
         ids = list(session.scalars(query.limit(MAX_SELECTIVE_JOBS + 1)))
         if len(ids) <= MAX_SELECTIVE_JOBS:
@@ -97,7 +90,7 @@ def _selective_ids(session: Session, job_filter: JobFilter) -> list[str] | None:
 
 
 def _single_filter_queries(job_filter: JobFilter) -> Iterator[sa.Select[str]]:
-    """Yield for each filter a query for the ids of the jobs that meet it; each query needs only an index."""
+    """Yield for each filter a query for the ids of the jobs that meet it."""
     if job_filter.name is not None:
         yield sa.select(Job.id).where(Job.name == job_filter.name)
     for key, value in job_filter.labels:
@@ -112,8 +105,7 @@ def _matching_query(
     job_filter: JobFilter, selective_ids: list[str] | None, key: str
 ) -> tuple[sa.Select[Job], Any, Any]:
     """Return the query for the jobs that meet all filters, its sort column and its id column. ``selective_ids``: the only jobs
-    that can meet them, None if unknown; ``key``: the name of the sort key. If the ids are unknown and ``key`` is ``created``,
-    jobs with a label are read along the label's own index, which has them in order of creation."""
+    that can meet them, if known."""
     source, query, labels = Job, sa.select(Job), list(job_filter.labels)
     column, ident = getattr(Job, _COLUMNS[key]), Job.id
     if selective_ids is not None:
@@ -121,6 +113,7 @@ def _matching_query(
         found = sa.select(Job).where(Job.id.in_(selective_ids)).cte("few").prefix_with("MATERIALIZED")
         source = aliased(Job, found)
         query, column, ident = sa.select(source), getattr(source, _COLUMNS[key]), source.id
+    # along the label's own index, which has them in order of creation
     elif labels and key == "created":
         label, value = labels.pop(0)
         query = query.join(JobLabel, JobLabel.job_id == Job.id).where(JobLabel.key == label, JobLabel.value == value)

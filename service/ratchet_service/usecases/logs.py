@@ -1,9 +1,4 @@
-"""Logs of ranks, read directly from their files: these outlive worker, node and server. The agent keeps an index of times next to
-each log, and limits the log's size.
-
-A line's id is ``<attempt>.<rank>.<byte offset after the line>``. ``read_lines`` and ``page`` order lines by attempt, then by
-rank; a ``Follower`` returns the new lines of each poll in that order.
-"""
+"""Logs of ranks, read directly from their files. A line's id is ``<attempt>.<rank>.<byte offset after the line>``."""
 
 from __future__ import annotations
 
@@ -26,8 +21,7 @@ _ID: Final = re.compile(r"(\d{1,9})\.(\d{1,6})\.(\d{1,18})", re.ASCII)
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """A position in a job's logs. The log of ``rank`` in ``attempt`` has been read up to byte ``offset``, and all logs before it
-    in order of attempt and rank have been read completely."""
+    """A position in a job's logs, in order of attempt and rank: byte ``offset`` in the log of ``rank`` in ``attempt``."""
 
     attempt: int
     rank: int
@@ -43,8 +37,7 @@ def parse_position(text: str) -> Position:
 
 
 def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = None) -> Iterator[LogLine]:
-    """Yield the lines that exist now and that the filter selects, by attempt and rank, also a last line that has no line end yet.
-    ``after``: only lines after this position."""
+    """Yield the existing lines that the filter selects, by attempt and rank. ``after``: only lines after this position."""
     for attempt, rank, path in log_files(job, log_filter):
         if after is not None and (attempt, rank) < (after.attempt, after.rank):
             continue
@@ -54,8 +47,7 @@ def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = No
 
 
 def first_offset(path: Path, log_filter: LogFilter) -> int:
-    """Return the byte offset at which reading a log begins: where the lines begin that both ``tail`` and ``since`` of the filter
-    select; 0 without these two."""
+    """Return the byte offset at which reading a log begins, by the filter's ``tail`` and ``since``; 0 without these two."""
     since = 0 if log_filter.since is None else since_offset(path, log_filter.since)
     return max(since, tail_offset(path, log_filter.tail))
 
@@ -83,12 +75,8 @@ def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: 
 
 
 class Follower:
-    """Reads lines as they are written, from all logs that the filter selects, new attempts included. Not thread-safe.
-
-    Every line comes with a *mark*: the position reached in each rank's log of that attempt, as line ids joined by commas. A
-    follower that starts after ``mark`` reads every later line once; a single line's id is also a mark, for that rank's log alone.
-    Raises ``Refused`` for a malformed mark.
-    """
+    """Reads lines as they are written, from all logs that the filter selects, new attempts included. Every line comes with a
+    *mark*, from which another follower can continue; also a line's id is a mark. Raise ``Refused`` for a malformed one."""
 
     def __init__(self, job: JobPaths, log_filter: LogFilter, mark: str | None = None) -> None:
         """``mark``: continue after this mark; None: begin as the filter's ``tail`` and ``since`` request."""
@@ -100,9 +88,8 @@ class Follower:
         self._filter = replace(log_filter, first=first, tail=log_filter.tail if mark is None else None)
 
     def poll(self, limit: int, *, is_final: bool = False) -> list[tuple[str, LogLine]]:
-        """Return at most ``limit`` new lines, each with its mark; empty if there are none now. Does not wait for new lines.
-        ``is_final``: nothing is written any more, so a last line without a line end is returned, too. Lines that stand for a gap
-        in a log are returned whatever the filter's ``grep`` is."""
+        """Return at most ``limit`` new lines, each with its mark. ``is_final``: nothing is written any more, so a last line
+        without an end is returned, too."""
         out: list[tuple[str, LogLine]] = []
         files = log_files(self._job, self._filter)
         for attempt, rank, path in files:
@@ -119,8 +106,7 @@ class Follower:
         return out
 
     def _start_offset(self, attempt: int, path: Path) -> int:
-        """Return the byte offset at which reading the log of an attempt begins. The log of an attempt before the one of the mark
-        is skipped: lines are ordered by attempt, so it was read completely."""
+        """Return the byte offset at which reading the log of an attempt begins; its end for attempts before the mark."""
         if self._resumed_at is not None and attempt < self._resumed_at:
             with as_owner(path):
                 return path.stat().st_size  # lines are ordered by attempt: earlier attempts were read completely

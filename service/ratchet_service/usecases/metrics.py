@@ -1,6 +1,5 @@
-"""Metrics and hook summaries over steps. Points of an abandoned branch are left out: once a later attempt has started from step
-s, the earlier attempts' points above s belong to steps that are redone. Only metric values that differ from those of the redone
-steps are shown, separately (``superseded``)."""
+"""Metrics and hook summaries over steps. Points of abandoned branches, whose steps a later attempt did again, are left out;
+replaced metric values are shown separately (``superseded``)."""
 
 from __future__ import annotations
 
@@ -39,8 +38,7 @@ _FIGURES: Final = (
 
 
 def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
-    """Return the condition that a row of ``table`` belongs to no abandoned branch: no later attempt started from a step before
-    the row's."""
+    """Return the condition that no later attempt started from a step before that of the row of ``table``."""
     later = sa.exists().where(
         Attempt.job_id == table.job_id, Attempt.number > table.attempt, Attempt.base_step < table.step
     )
@@ -48,14 +46,8 @@ def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
 
 
 def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
-    """Return the metric series ``names`` in this order; a name without points gives an empty series. If ``names`` is empty,
-    return all series with points, sorted by name. Points of abandoned branches are left out.
-
-    A series with more than ``max_points`` points is reduced to that number of its own points, evenly spaced, first and last
-    included; values are never averaged or interpolated. ``max_points`` is at least 2. If steps were done again with another
-    value, a series also has the earlier points of these steps that are stored (``superseded``), unless ``max_points`` is 2.
-    Raises ``NotFound`` for an unknown job.
-    """
+    """Return the metric series ``names``, or all if ``names`` is empty. A series is reduced to at most ``max_points`` (at
+    least 2) of its own points, evenly spaced. Raise ``NotFound``."""
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:
@@ -81,8 +73,7 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
 
 
 def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
-    """Return ``max_count`` (at least 2) of the items, evenly spaced by position, the first and the last included; all items if
-    there are no more than ``max_count``."""
+    """Return at most ``max_count`` (at least 2) of the items, evenly spaced by position, with the first and the last."""
     if len(items) <= max_count:
         return list(items)
     last, parts = len(items) - 1, max_count - 1
@@ -90,9 +81,7 @@ def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
 
 
 def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points: int) -> dict[str, list[int]]:
-    """Return, by series name, the ascending steps of the points outside abandoned branches. If ``max_points`` is 2, as when a
-    client watches a job, these are only the first and the last step. Steps are read from the key alone, which costs a quarter of
-    reading the rows."""
+    """Return, by series name, the ascending steps outside abandoned branches; only first and last if ``max_points`` is 2."""
     if not names:
         return {}
     shown = Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
@@ -101,6 +90,7 @@ def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points
         ends = session.execute(sa.select(Metric.name, first, last).where(*shown).group_by(Metric.name))
         return {name: sorted({first, last}) for name, first, last in ends}
     out: dict[str, list[int]] = {}
+    # from the key alone, which costs a quarter of reading the rows
     for name, step in session.execute(
         sa.select(Metric.name, Metric.step).where(*shown).order_by(Metric.name, Metric.step)
     ):
@@ -111,8 +101,7 @@ def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points
 def _points(
     session: Session, job_id: str, names: Sequence[str], steps: Sequence[int] | None
 ) -> dict[str, list[MetricPoint]]:
-    """Return the points by series name, in order of steps. ``steps``: the steps to read; None: all points outside abandoned
-    branches."""
+    """Return the points by series name, in order of ``steps``; None: all points outside abandoned branches."""
     out: dict[str, list[MetricPoint]] = {name: [] for name in names}
     columns = (Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at)
     query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
@@ -124,8 +113,7 @@ def _points(
 
 
 def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[str, list[MetricPoint]]:
-    """Return, for those series of ``names`` that have any, the stored earlier points of steps that a later attempt did again with
-    another value, in order of steps and attempts."""
+    """Return, by series name, the stored earlier points of steps that a later attempt did again with another value."""
     table = SupersededMetric
     query = sa.select(table.name, table.step, table.attempt, table.value, table.at).where(table.job_id == job_id)
     out: dict[str, list[MetricPoint]] = {}
@@ -137,10 +125,8 @@ def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[s
 
 
 def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
-    """Return the state of the job's hook: the newest summary of every rank of the active attempt. If no attempt is active, or the
-    active one has reported no summary, return the summaries in the checkpoint that the next attempt starts from; what a lost
-    attempt reported for later steps is not the job's state. Without such summaries (``_checkpoint_summaries``) there are no
-    figures. Figures that are not per rank are those of the lowest rank. Raises ``NotFound``."""
+    """Return the state of the job's hook, from the active attempt's summaries or the checkpoint that the next attempt starts
+    from. Raise ``NotFound``."""
     job = find_job(session, job_id)
     spec = JobSpec.model_validate(job.spec).hook
     view = HookView(
@@ -160,8 +146,7 @@ def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
 
 
 def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datetime]]:
-    """Return the newest summary of each rank of the current attempt, with its time, in order of ranks. Summaries of earlier
-    attempts are left out: the current attempt may have other ranks and may have started from an earlier step."""
+    """Return the newest summary of each rank of the current attempt, with its time, in order of ranks."""
     newest = sa.func.row_number().over(partition_by=HookSample.rank, order_by=HookSample.step.desc())
     samples = sa.select(HookSample, newest.label("age"))
     ranked = samples.where(HookSample.job_id == job.id, HookSample.attempt == job.attempt).subquery()
@@ -172,9 +157,7 @@ def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datet
 def _checkpoint_summaries(
     session: Session, job: Job, homes: HomePaths, hook: HookSpec
 ) -> tuple[list[HookSummary], datetime] | None:
-    """Return the summaries, by rank, and the time of the checkpoint that the next attempt starts from. None if there is no such
-    checkpoint, if it has no summaries or cannot be read now, or if it was written by another hook than ``hook``. The same hook
-    with parameters that give other bits counts as another (``hook_change``)."""
+    """Return the ranks' summaries in the checkpoint that the next attempt starts from, and its time; None: none of this hook."""
     start = next_start(session, job, job.resume_from, homes)
     if start is None:
         return None
@@ -192,7 +175,7 @@ def _checkpoint_summaries(
 def _with_figures(
     view: HookView, source: Literal["live", "checkpoint"], ranks: list[HookSummary], at: datetime
 ) -> HookView:
-    """Return ``view`` with the summaries of the ranks and the time ``at``; the single figures are those of the first summary."""
+    """Return ``view`` with the summaries of the ranks and the time ``at``; single figures are the first rank's."""
     update: dict[str, Any] = {key: getattr(ranks[0], key) for key in _FIGURES}
     update |= {
         "source": source,
@@ -214,9 +197,8 @@ def _saved_iteration(session: Session, job: Job) -> int | None:
 def hook_history(
     session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
 ) -> Page[HookSampleView]:
-    """Return a page of the stored hook summaries outside abandoned branches, by step and rank, lowest first. ``rank``: only this
-    rank's; None: all. Long histories are thinned when they are stored. Raises ``NotFound`` for an unknown job, ``Refused``
-    (``bad-cursor``)."""
+    """Return a page of the stored hook summaries, by step and rank. ``rank``: only this rank's. Raise ``NotFound`` or
+    ``Refused``."""
     find_job(session, job_id)
     digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
     query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))

@@ -1,6 +1,5 @@
-"""Files in a job's working directory: list them, read one, pack a directory as a tar. Lists and archives leave out files and
-directories of the job's code that are unchanged, unless the caller includes them. One page of a list, or one archive, compares at
-most ``Limits.compared_bytes`` of files with the code; a file that exceeds the rest of this counts as changed."""
+"""Files in a job's working directory: list them, read one, pack a directory as a tar; by default without unchanged files of
+the job's code."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ _NOT_TEXT: Final = "name-not-utf8"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one response. ``entries``: files and directories in an archive; ``total_bytes``: bytes of its files;
-    ``compared_bytes``: bytes read per page of a list, or per archive, to find out which files are unchanged files of the code."""
+    """Limits of one response. ``entries``, ``total_bytes``: of an archive; ``compared_bytes``: read to find unchanged files of
+    the code."""
 
     entries: int = 100_000
     total_bytes: int = 256 << 30
@@ -51,8 +50,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Content:
-    """One open file of a working directory. ``size``: its bytes when it was opened; ``etag``: its ETag, with quotes. ``file``
-    stays open, and a permit for concurrent responses stays held, until the caller closes ``resources`` after the response."""
+    """One open file of a working directory. ``size``: in bytes; ``etag``: with quotes. The caller must close ``resources``."""
 
     file: BinaryIO
     name: str
@@ -61,17 +59,16 @@ class Content:
     resources: ExitStack
 
     def read_range(self, begin: int, end: int) -> Iterator[bytes]:
-        """Yield the bytes from position ``begin`` up to and without ``end``, in blocks. Raises ``OSError`` if the file has become
-        shorter: the response is then cut off."""
+        """Yield the bytes from ``begin`` up to and without ``end``, in blocks. Raise ``OSError`` if the file has become
+        shorter."""
         self.file.seek(begin)
         yield from _read_exactly(self.file, end - begin, self.name)
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar of files and directories, which is made while it is sent. ``parts``: yields its bytes. ``entries`` and ``size``:
-    number of the planned members, and bytes of their content. ``notes``: sentences about what is left out. The caller must close
-    ``resources`` after the response; until then a permit for concurrent responses is held."""
+    """A tar that is made while it is sent. ``entries``, ``size``: planned members and bytes. ``notes``: sentences about what
+    is left out. The caller must close ``resources``."""
 
     parts: Iterator[bytes]
     name: str
@@ -93,15 +90,9 @@ class Files:
     def page(
         self, job_id: str, path: str, *, recursive: bool, include_unchanged: bool, limit: int, cursor: str | None
     ) -> Page[FileView]:
-        """Return a page of the content of the directory ``path``, or the single file ``path``. Paths are relative to the working
-        directory, and ``""`` is the working directory itself. If no attempt has created it yet, the page for ``""`` is empty.
-        ``recursive``: include the content of directories. ``include_unchanged``: include files and directories of the job's code
-        that are unchanged; a single file ``path`` is always included.
-
-        Raises ``NotFound`` (``job-not-found``, ``file-not-found``), ``Refused`` (``unsafe-path``, ``symbolic-link`` for a link on
-        the way to ``path``, ``file-unreadable``, ``too-deep``, ``too-many-files``, ``bad-cursor``). If ``path`` itself is a link
-        or unreadable file, it is listed.
-        """
+        """Return a page of the directory or file ``path``, relative to the working directory, which is ``""``. ``recursive``:
+        with the content of directories. ``include_unchanged``: with unchanged files of the job's code. Raise ``NotFound`` or
+        ``Refused``."""
         job, code = self._job(job_id)
         query = pagination.query_digest(of="files", job=job_id, path=path, recursive=recursive, all=include_unchanged)
         mark = pagination.decode(cursor, query, (str,))
@@ -134,9 +125,7 @@ class Files:
         return Page[FileView](items=items, next_cursor=None)
 
     def content(self, job_id: str, path: str) -> Content:
-        """Return the file ``path``, opened to be read. The caller must close its ``resources``, which hold the file and a permit.
-        Raises as ``page`` does, and ``Refused`` (``symbolic-link`` or ``file-unreadable`` for ``path`` itself, ``special-file``,
-        ``is-directory``, ``busy``)."""
+        """Return the file ``path``, opened; the caller must close its ``resources``. Raise ``NotFound`` or ``Refused``."""
         job, _ = self._job(job_id)
         parts = split_path(path)
         if not parts:
@@ -150,15 +139,8 @@ class Files:
             return Content(file, parts[-1], seen.st_size, etag, held.pop_all())
 
     def archive(self, job_id: str, path: str, *, include_unchanged: bool) -> Archive:
-        """Return a tar of the directory or file ``path``. Member names are relative to the directory that contains ``path``; for
-        ``""``, the working directory itself, they are relative to the working directory. Symbolic links, special files and what
-        cannot be read below ``path`` are left out, which ``notes`` of the result say. The caller must close the result's
-        ``resources``, which hold a permit. ``include_unchanged``: include files of the job's code that are unchanged; a single
-        file ``path`` is always included.
-
-        Raises as ``page`` does, but ``NotFound`` also for ``""`` if no attempt has created the working directory yet; and
-        ``Refused`` (``busy``, ``archive-too-large``; ``symbolic-link`` and similar codes if ``path`` itself cannot be read).
-        """
+        """Return a tar of the directory or file ``path``, without what cannot be read below ``path``; the caller must close
+        its ``resources``. ``include_unchanged``: with unchanged files of the job's code. Raise ``NotFound`` or ``Refused``."""
         job, code = self._job(job_id)
         parts = split_path(path)
         with ExitStack() as held:
@@ -174,10 +156,8 @@ class Files:
             return Archive(stream, f"{name}.tar", len(members), size, notes, held.pop_all())
 
     def _members(self, job: JobPaths, parts: tuple[str, ...], copy: CodeCopy) -> tuple[list[DirEntry], Counter[str]]:
-        """Return the members of an archive, and reason (a code) -> number of entries that are left out for it. Unchanged files of
-        the code (``copy``) are in neither, except for a single file ``parts``. Raises ``NotFound``, and ``Refused``:
-        ``too-many-files``, ``archive-too-large``, and codes such as ``symbolic-link`` if the path ``parts`` itself cannot be
-        read."""
+        """Return the members of an archive, and code -> number of entries left out for that reason. Raise ``NotFound`` or
+        ``Refused``."""
         members: list[DirEntry] = []
         left_out: Counter[str] = Counter()
         size = 0
@@ -209,8 +189,8 @@ class Files:
         return members, left_out
 
     def _job(self, job_id: str) -> tuple[JobPaths, Path | None]:
-        """Return the job's paths, and the directory with the snapshot of its code (None for a job without a snapshot). For a
-        deleted job whose outputs were kept, return its paths and None. Raises ``NotFound`` (``job-not-found``)."""
+        """Return the job's paths and its code's snapshot, if any; also for a deleted job with kept outputs. Raise
+        ``NotFound``."""
         if not is_job_id(job_id):
             raise no_such_job(job_id)
         with self.database.read() as session:
@@ -259,18 +239,17 @@ def _file_view(entry: DirEntry, unchanged: bool) -> FileView:
 
 
 def _timestamp(seconds: float) -> datetime | None:
-    """Return the time as a UTC datetime; None if it is outside the calendar's range, since user code may set any time."""
+    """Return the time as a UTC datetime; None if it is outside the calendar's range."""
     try:
         return datetime.fromtimestamp(seconds, UTC)
+    # user code may set any time
     except (ValueError, OverflowError, OSError):
         return None
 
 
 def _tar_stream(job: JobPaths, members: Sequence[DirEntry], prefix_length: int) -> Generator[bytes]:
-    """Yield the bytes of the archive. Each file has the content that it has when it is sent. A file that has been deleted by
-    then, is no longer a regular file or cannot be read is left out; the client notices that by counting the members. Raises
-    ``OSError`` if a file becomes shorter while it is sent. ``prefix_length``: number of leading characters removed from member
-    names."""
+    """Yield the bytes of the archive. Raise ``OSError`` if a file becomes shorter meanwhile. ``prefix_length``: number of
+    leading characters removed from member names."""
     for found in members:
         info = tarfile.TarInfo(found.path[prefix_length:])
         info.mtime = int(found.stat.st_mtime)
@@ -282,6 +261,7 @@ def _tar_stream(job: JobPaths, members: Sequence[DirEntry], prefix_length: int) 
             *folders, name = found.path.split("/")
             with as_owner(job.root), open_folder(job, tuple(folders)) as folder:
                 file = os.fdopen(open_file(name, folder, found.path), "rb")
+        # left out: the client notices that by counting the members
         except (NotFound, Refused):
             continue
         with file:

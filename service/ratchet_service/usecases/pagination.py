@@ -26,9 +26,8 @@ def encode(query: str, position: list[str | int]) -> str:
 
 
 def decode(cursor: str | None, query: str, kinds: tuple[type, ...]) -> list[Any] | None:
-    """Return the position that was encoded in ``cursor``: a list with one value per type in ``kinds``. None if there is no
-    cursor: the first page. ``query``: digest of the present query. Raises ``Refused`` (``bad-cursor``) for a malformed cursor and
-    for one of another query."""
+    """Return the position in ``cursor``, with values of ``kinds``; None: no cursor. ``query``: digest of the present query.
+    Raise ``Refused`` for a cursor that does not fit."""
     if cursor is None:
         return None
     wrong = Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")

@@ -1,5 +1,4 @@
-"""Delete checkpoints outside a job's lineage, remains of saves, and quarantined checkpoints: only on request, since a user may
-want to fork a branch."""
+"""Deletes checkpoints outside a job's lineage, remains of saves, and quarantined checkpoints; only on request."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ from ratchet_store.retention.rules import Id
 
 
 class _Found(NamedTuple):
-    """The directory of a checkpoint, or what remains of it. ``id``: its step and attempt, None if the directory's name has none;
-    ``size``: bytes. ``pinned``: the directory has the marker file of a pin; ``committed``: it has a manifest."""
+    """The directory of a checkpoint, or what remains of it. ``id``: step and attempt; ``size``: bytes. ``committed``: it has a
+    manifest."""
 
     directory: Path
     id: Id | None
@@ -38,23 +37,15 @@ class _Found(NamedTuple):
 
 
 def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths) -> PruneResult:
-    """Delete the job's checkpoints outside its lineage, and those that were never committed or only partly deleted. Return what
-    was deleted, or, if the request has ``dry_run``, what would be. With ``quarantined``, all quarantined (damaged) checkpoints
-    are deleted, too, even pinned ones.
-
-    Of the checkpoints that are not quarantined, pinned ones are kept (a fork pins its source), and everything of the current
-    attempt while it may be alive. The files on the disk decide, not the rows: an attempt that was fenced may have left
-    checkpoints without rows. If the system refuses a deletion, an event is recorded, and the checkpoint is not in the result.
-    Raises ``NotFound``, and ``CheckpointError`` if the checkpoints cannot be listed.
-
-    Do not call it within a transaction: the rows are marked in one, the files are deleted after it (``removal``), and the
-    deletions are recorded in another.
-    """
+    """Delete the job's checkpoints outside its lineage and remains of saves, except pinned ones; with ``quarantined``, also
+    all quarantined checkpoints. Return what was deleted, or would be in a ``dry_run``. Do not call it within a transaction.
+    Raise ``NotFound`` or ``CheckpointError``."""
     paths = homes.job(job_id)
     with database.read() as session:
         dead = _newest_dead_attempt(
             find_job(session, job_id)
         )  # before the scan: an attempt dead by then writes nothing more
+    # the files decide, not the rows: a fenced attempt may have left checkpoints without rows
     found, quarantined = _scan_checkpoints(paths, dead), _scan_quarantine(paths) if request.quarantined else []
     if request.dry_run:
         with database.read() as session:
@@ -114,9 +105,8 @@ def _select_deletable(session: Session, job: Job, candidates: list[_Found]) -> l
 
 
 def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
-    """Delete the directory of a checkpoint whose row was not marked, and return True. ``pinned`` False: a checkpoint that is
-    pinned by now stays; ``pinned`` True: pins are ignored, as for quarantined checkpoints. Return False if the directory stays;
-    if the system refused the deletion, the reason is added to ``refused``."""
+    """Delete the directory of a checkpoint and return True. False: the directory stays, for a pin, which ``pinned`` overrides,
+    or an error, which is added to ``refused``."""
     with as_owner(one.directory):
         try:
             if not pinned:
@@ -131,8 +121,8 @@ def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
 def _record_deletions(
     session: Session, job: Job, removed: list[_Found], emptied: list[_Found], refused: list[str]
 ) -> None:
-    """Record all deletions as one event, and each refused deletion as an event. Mark the rows of ``emptied``, the deleted
-    quarantined checkpoints, as deleted."""
+    """Record the deletions, and each refused one, as events. Mark the rows of ``emptied``, quarantined checkpoints, as
+    deleted."""
     for one in emptied:
         row = session.get(Checkpoint, (job.id, *one.id)) if one.id is not None else None
         if row is not None and row.state == "quarantined":

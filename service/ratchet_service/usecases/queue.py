@@ -1,5 +1,4 @@
-"""The queue as the API shows it: in the launch order (``queue_position``), with the reason that the reconciler recorded for each
-job, if any."""
+"""The queue as the API shows it: in the launch order, with the reason recorded for each job, if any."""
 
 from __future__ import annotations
 
@@ -28,10 +27,8 @@ MAX_SINGLE_JOB_POSITION: Final = 1_000
 
 
 def page(session: Session, limit: int, cursor: str | None) -> QueueView:
-    """Return the next ``limit`` queued jobs in the launch order (``queue_position``), without those in a back-off. ``cursor``:
-    that of the page before; None: from the first job. Jobs after position ``MAX_POSITION`` are not listed. A cursor holds a
-    position, and positions shift as jobs start and arrive; so a job may be missed or appear twice. Raises ``Refused``
-    (``bad-cursor``)."""
+    """Return the next queued jobs in the launch order, up to ``MAX_POSITION``, without those in a back-off. ``cursor``: that
+    of the page before. Raise ``Refused`` for a bad one."""
     digest, now = pagination.query_digest(of="queue"), now_in(session)
     (after,) = pagination.decode(cursor, digest, (int,)) or [0]
     after = min(max(0, after), MAX_POSITION)
@@ -44,9 +41,7 @@ def page(session: Session, limit: int, cursor: str | None) -> QueueView:
 
 
 def job_entry(session: Session, job_id: str) -> QueueView:
-    """Return the queue with one job as its only item, with what it waits for and its position; without an item if the job is not
-    queued. For a job after ``MAX_POSITION`` there may be only a lower bound of the position, for a job in a back-off there is
-    none. Raises ``NotFound``."""
+    """Return the queue with one job as its only item; without an item if it is not queued. Raise ``NotFound``."""
     job, now = find_job(session, job_id), now_in(session)
     waiting = queue_position.queue_length(session, now)
     if job.phase is not JobPhase.QUEUED:
@@ -60,8 +55,7 @@ def job_entry(session: Session, job_id: str) -> QueueView:
 
 
 def job_position(session: Session, job: Job) -> Standing:
-    """Return the job's position in the queue. For a job after position ``MAX_SINGLE_JOB_POSITION`` it may have only a lower
-    bound. A job that is not queued, or that is in a back-off, gets a ``Standing`` without values."""
+    """Return the job's position in the queue, or only a lower bound; without values if the job does not wait."""
     return (
         queue_position.find_position(session, now_in(session), job, MAX_SINGLE_JOB_POSITION)
         if job.phase is JobPhase.QUEUED
@@ -70,8 +64,7 @@ def job_position(session: Session, job: Job) -> Standing:
 
 
 def _views(session: Session, rows: Iterable[tuple[Standing, Row]]) -> list[QueuedView]:
-    """Return the API's views of ``rows``, without jobs that were deleted after their rows were read. PostgreSQL makes such
-    deletions visible within a transaction."""
+    """Return the API's views of ``rows``, without jobs that were deleted after their rows were read."""
     places = list(rows)
     shown = sa.select(Job.id, Job.name).where(Job.id.in_([row.queued.job for _, row in places]))
     names = {job_id: name for job_id, name in session.execute(shown)}  # noqa: C416

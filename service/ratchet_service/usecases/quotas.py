@@ -24,15 +24,13 @@ def list_quotas(session: Session) -> Page[QuotaView]:
 
 
 def get_quota(session: Session, owner: str) -> QuotaView:
-    """Return the quota that applies to ``owner``: the owner's own, else that of ``*``, else one without limits; and the current
-    use."""
+    """Return the quota that applies to ``owner``: the owner's own, else that of ``*``, else one without limits."""
     row = session.get(Quota, owner) or session.get(Quota, EVERYBODY)
     return _view(session, owner, row, queue_queries.held_by_owner(session))
 
 
 def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
-    """Replace the owner's whole quota, and return it; a limit that ``request`` omits is removed. Running jobs continue and queued
-    jobs stay queued: the limits apply to later submissions and starts."""
+    """Replace the owner's whole quota, and return it. The limits apply to later submissions and starts."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         row = Quota(owner=owner)
@@ -44,8 +42,7 @@ def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
 
 
 def delete_quota(session: Session, owner: str) -> None:
-    """Delete the owner's own quota; from then on that of ``*`` applies, if it is set. Raises ``NotFound`` if the owner has
-    none."""
+    """Delete the owner's own quota; that of ``*`` then applies. Raise ``NotFound`` if the owner has none."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         raise NotFound(f"{owner} has no quota of its own", code="quota-not-found")
@@ -53,8 +50,7 @@ def delete_quota(session: Session, owner: str) -> None:
 
 
 def _view(session: Session, owner: str, row: Quota | None, held: Mapping[str, Share]) -> QuotaView:
-    """Return the API's view of the quota ``row`` (None: no limits) for ``owner``, with what the owner's jobs use now; ``*`` has
-    no use."""
+    """Return the API's view of the quota ``row`` (None: no limits) for ``owner``, with its use."""
     use = None
     if owner != EVERYBODY:
         has = held.get(owner, Share())

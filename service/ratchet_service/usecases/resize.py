@@ -1,9 +1,5 @@
-"""Prepares other ranks, another hook or other code for a job: computes the changed spec, resolved for this machine, and checks
-whether a checkpoint can be carried over. No row is changed here.
-
-What the first attempt would refuse for a reason that is already known is refused now. Whether the user's data can continue with
-another number of ranks is only known to the ranks.
-"""
+"""Prepares other ranks, another hook or other code for a job: computes the changed spec and checks whether a checkpoint can be
+carried over. No row is changed here."""
 
 from __future__ import annotations
 
@@ -37,8 +33,8 @@ from ratchet_store.format.manifest_file import read_manifest
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a job by ``resume``. ``spec``: the job's spec from now on; ``columns``: new values for its row; ``events``:
-    type, message and data of each event to add to its history."""
+    """A change of a job. ``spec``: from now on; ``columns``: new values for its row; ``events``: type, message and data for
+    its history."""
 
     spec: JobSpec
     columns: dict[str, Any] = field(default_factory=dict)
@@ -47,9 +43,8 @@ class Change:
 
 @dataclass(frozen=True)
 class NewCode:
-    """The code that a resume requests, checked as at submission. ``digest``: that of its snapshot; ``git``: what is known of the
-    Git commit that the snapshot was taken from, None if the code is in no repository; ``warnings``: all warnings of the job's
-    spec with this code."""
+    """The code that a resume requests. ``digest``: of its snapshot; ``git``: None if it is in no repository; ``warnings``: all
+    of the job's spec with this code."""
 
     digest: str
     git: GitFacts | None
@@ -66,10 +61,8 @@ class NewCode:
 
 
 def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None) -> JobSpec | None:
-    """Return the job's spec with the changes that ``request`` names; None if they change nothing. The job's row is not changed.
-    ``code``: the requested code, once its snapshot exists (None: it does not exist yet); if it is the job's present code, only
-    its Git commit in the spec can change. Raises ``SpecError`` if the rules of a spec do not allow the changed hook or number of
-    ranks."""
+    """Return the job's spec with the changes of ``request``; None: no change. ``code``: the requested code, once its snapshot
+    exists. Raise ``SpecError``."""
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
     if request.code is not None and (code is None or code.is_new(job)):
@@ -88,9 +81,8 @@ def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None
 
 
 def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
-    """Check ``spec`` with the code that it names, take a snapshot of this code, and return the snapshot's digest and Git commit
-    with the spec's warnings. ``spec`` None: the job's own spec. It may run user code, so never call it within a transaction.
-    Raises ``SpecError``, also for a job that has no snapshot of code, and ``Refused`` as ``submit.prepare`` does."""
+    """Check ``spec`` (None: the job's) with its code, and take a snapshot of that. May run user code: never call it within a
+    transaction. Raise ``SpecError`` or ``Refused``."""
     before = JobSpec.model_validate(job.spec)
     if before.snapshot_code is None:
         text = (
@@ -107,9 +99,8 @@ def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewC
 
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
-    """Return the warnings about a changed hook; empty if ``spec`` is None or keeps the job's hook. It may run user code, so never
-    call it within a transaction. Raises ``SpecError`` for a hook that is faulty or cannot run with what was resolved for the job,
-    such as its device and back end, and ``Refused`` (``busy``)."""
+    """Return the warnings about a changed hook. May run user code: never call it within a transaction. Raise ``SpecError`` for
+    a hook that the job cannot run, or ``Refused``."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
     warnings, problems = ports.check_hook_change(spec, Resolved.model_validate(job.resolved))
@@ -126,9 +117,8 @@ def _is_hook_warning(pointer: str, code: str) -> bool:
 def make_change(
     job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = (), code: NewCode | None = None
 ) -> Change:
-    """Return the new columns of the job's row and the events, if the job gets ``spec``; nothing is stored. ``hook_warnings``:
-    result of ``check_hook`` for a changed hook; ``code``: the new code, None if the code stays. Raises ``SpecError`` if the job
-    cannot run with the new number of ranks."""
+    """Return the new columns of the job's row and the events, if the job gets ``spec``. ``hook_warnings``: about a changed
+    hook; ``code``: the new code, if any. Raise ``SpecError``."""
     old, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
     out = Change(spec, {"spec": spec.model_dump(mode="json"), "spec_digest": spec.digest()})
     warnings = [Warning_.model_validate(w) for w in job.warnings]
@@ -183,9 +173,8 @@ def _pair(old: Any, new: Any) -> dict[str, Any]:
 
 
 def next_start(session: Session, job: Job, source: dict[str, int] | None, homes: HomePaths) -> Path | None:
-    """Return the directory of the checkpoint that the job's next attempt is expected to start from; None: it starts from scratch.
-    That is the checkpoint ``source`` (step and attempt, as in the column ``resume_from``) if it is not None. Otherwise it is the
-    newest committed one of the lineage, or else the source of the fork. The directory may not exist."""
+    """Return the directory of the checkpoint from which the job's next attempt is expected to start, ``source`` if given;
+    None: from scratch."""
     if source is not None:
         return homes.job(job.id).checkpoint(source["step"], source["attempt"])
     committed = committed_in_lineage(session, job)
@@ -196,14 +185,12 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
 
 
 def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list[FieldProblem]:
-    """Return the reasons why ranks with ``spec`` may not start from the checkpoint in the directory ``checkpoint``, each with
-    what to do about it; empty if they may. The number of ranks, the hook and the code that wrote the checkpoint are compared with
-    those of the job; ``policy.on_hook_mismatch`` and ``determinism`` of ``spec`` decide which differences forbid it.
-    ``code_digest``: digest of the job's code; None: the code is not compared, since only the nodes know it. For a checkpoint that
-    cannot be read now the result is empty, too: the attempt reports that, and may find another checkpoint."""
+    """Return why ranks with ``spec`` may not start from the checkpoint in ``checkpoint``, such as another hook; empty: nothing
+    is known. ``code_digest`` None: code is not compared."""
     try:
         with as_owner(checkpoint):
             manifest = read_manifest(checkpoint)
+    # the attempt reports that, and may find another checkpoint
     except (CheckpointError, OSError):
         return []
     return manifest_mismatches(spec, manifest, code_digest)
@@ -212,8 +199,7 @@ def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list
 def manifest_mismatches(
     spec: JobSpec, manifest: Manifest, code_digest: str | None, advice: str = "fork the job with determinism: warn"
 ) -> list[FieldProblem]:
-    """Return the reasons why a group with ``spec`` may not start from the checkpoint of ``manifest``; see ``mismatches``.
-    ``advice``: the text of what to do if the resume would not be exact and determinism is strict."""
+    """Return why ranks with ``spec`` may not start from this checkpoint. ``advice``: what to do if determinism is strict."""
     out = []
     if reason := _rank_mismatch(spec, manifest, advice):
         out.append(FieldProblem(pointer="/world/ranks_per_node", code="world-size-mismatch", detail=reason))
@@ -236,7 +222,7 @@ def manifest_mismatches(
 
 
 def _rank_mismatch(spec: JobSpec, manifest: Manifest, advice: str) -> str | None:
-    """Return why a group with ``spec`` may not start from a checkpoint that another number of ranks wrote; None if it may."""
+    """Return why ranks with ``spec`` may not start from a checkpoint of another number of ranks; None: they may."""
     ranks = manifest.world_size
     if ranks == spec.world.size:
         return None

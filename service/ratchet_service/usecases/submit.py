@@ -1,7 +1,4 @@
-"""Submission: parse, check against the machine, snapshot the code, store; and the dry run that stores nothing.
-
-Job ids: ``job-`` and 12 characters of base 32 (Crockford), of which 9 encode the time, so that ids sort by creation.
-"""
+"""Submission: parse, check against the machine, snapshot the code, store; and the dry run. Job ids sort by creation."""
 
 from __future__ import annotations
 
@@ -37,8 +34,7 @@ def new_job_id() -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked spec that the machine can run. ``resolved``: what is decided once per job, such as device, back end and code
-    digest."""
+    """A checked spec. ``resolved``: what is decided once per job, such as device, back end and code digest."""
 
     spec: JobSpec
     resolved: Resolved
@@ -46,8 +42,8 @@ class Prepared:
 
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
-    """Validate a spec and decide every ``auto``; no job is stored. ``code_digest``: a snapshot that is checked in place of the
-    directory. Raises ``SpecError`` with every problem found, and ``Refused`` as ``SubmissionPorts.resolve`` does."""
+    """Validate a spec and decide every ``auto``. ``code_digest``: a snapshot that is checked instead of the directory. Raise
+    ``SpecError`` with every problem found, or ``Refused``."""
     found = examine_spec(data)
     spec = found.spec
     if spec is None:
@@ -59,14 +55,8 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
 
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
-    """Run ``check``, then take snapshots of the code and of the file to start from, and return the checked spec. The digests of
-    the snapshots are in ``resolved``, the code's Git commit is in the spec. Uploaded code is kept for another ten minutes
-    instead, and code on the nodes is not copied. No job is stored.
-
-    ``code_digest``: an existing snapshot of the code, from a parent job; no snapshot is taken then, and the Git commit in the
-    spec stays. Raises ``SpecError``, ``Refused`` (``busy``, ``disk-full``), and ``OSError`` as ``SubmissionPorts.snapshot_file``
-    does.
-    """
+    """Run ``check``, and take snapshots of the code and of the file to start from. ``code_digest``: an existing snapshot, used
+    instead. Raise ``SpecError``, ``Refused`` or ``OSError``."""
     checked = check(data, ports, code_digest)
     spec, copies = checked.spec, {}
     if spec.start_from is not None:
@@ -80,20 +70,19 @@ def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None
 
 
 def _uploaded_digest(spec: JobSpec) -> str | None:
-    """Return the digest of the code that a client uploaded before the spec; None if the spec names a directory or no code."""
+    """Return the digest of uploaded code; None if the spec names a directory or no code."""
     return spec.code.digest if spec.code is not None else None
 
 
 def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
-    """Return the digest of a new snapshot of the code's directory, or of the uploaded code. Uploaded code is kept for another ten
-    minutes, so that a job can be stored that names it. Raises ``SpecError``, ``Refused`` (``disk-full``)."""
+    """Return the digest of a new snapshot of the code's directory, or of the uploaded code. Raise ``SpecError`` or
+    ``Refused``."""
     return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.keep_uploaded(code.digest)
 
 
 def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
-    """Return what a submission of this spec would run: the spec with secret values masked, the decisions, the warnings, the
-    launch, and the bytes of the hook's state per rank. No job is stored. The code is copied only if another user than the
-    service's inspects it (``--run-as``). Raises as ``check`` does."""
+    """Return what a submission of this spec would run, and the bytes of the hook's state per rank. Secret values are masked.
+    Raises as ``check`` does."""
     checked = check(data, ports)
     resolved = checked.resolved.model_copy(update={"code_digest": _uploaded_digest(checked.spec)})
     return PlanView(
@@ -108,13 +97,8 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
 def store(
     session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
 ) -> Job:
-    """Store the job's row, labels and first event, and return the row. ``columns``: further columns of the row (a fork's origin);
-    ``pointer``: where the spec is in the request's body, for errors; ``job_id``: an unused id from ``new_job_id``, whose
-    directory may already exist; None: a new id is made.
-
-    Raises (``quota-exceeded``) ``Conflict`` if the owner has as many jobs that have not ended as its quota permits, and
-    ``SpecError`` if this job alone takes more than the quota.
-    """
+    """Store the job's row, labels and first event, and return the row. ``columns``: further columns; ``pointer``: where the
+    spec is in the request's body; ``job_id`` None: a new id. Raise ``Conflict`` or ``SpecError`` for the owner's quota."""
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
     while job_id is None or session.get(Job, job_id) is not None:
@@ -144,6 +128,5 @@ def store(
 
 
 def label_rows(job: Job, labels: Mapping[str, str]) -> list[JobLabel]:
-    """Return a job's labels as rows, not yet added to a session. They have the job's time of creation, by which lists are
-    sorted."""
+    """Return a job's labels as rows, not yet added to a session."""
     return [JobLabel(job_id=job.id, key=key, value=value, created_at=job.created_at) for key, value in labels.items()]

@@ -25,14 +25,8 @@ MAX_VALID_TOKENS: Final = 200
 
 
 def create(session: Session, caller: Principal, request: TokenRequest) -> TokenMade:
-    """Create a token and return it with its text, which cannot be read again. Owner and role that ``request`` omits are the
-    caller's; scopes that it omits are all of the role's. If it omits the expiry, the token expires after the default time, but
-    not later than the caller's own token.
-
-    Raises ``SpecError`` (``not-allowed``) for rights or an expiry beyond those of ``caller``, for another owner unless ``caller``
-    is an admin, and for scopes that the role does not include; ``Refused`` (``token-revoked``) if the caller's own token has been
-    revoked meanwhile; ``Conflict`` (``too-many-tokens``).
-    """
+    """Create a token and return it with its text, which cannot be read again. Raise ``SpecError`` for rights, an owner or an
+    expiry that the caller may not give, ``Refused`` if the caller's token was revoked, ``Conflict`` for too many tokens."""
     owner, role = request.owner or caller.owner, request.role or caller.role
     scopes = frozenset(request.scopes) or SCOPES[role]
     expires = None if request.expires_days is None else now_in(session) + timedelta(days=request.expires_days)
@@ -69,8 +63,8 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
 
 
 def _check_token_count(session: Session, owner: str) -> None:
-    """Raise ``Conflict`` (``too-many-tokens``) if the owner already has ``MAX_VALID_TOKENS`` valid tokens. Other creations for
-    this owner wait until the end of the transaction."""
+    """Raise ``Conflict`` if the owner already has ``MAX_VALID_TOKENS`` valid tokens. A lock on this is held until the
+    transaction ends."""
     quotas.lock_until_commit(session, f"tokens of {owner}")
     there = session.scalar(_valid_only(session, sa.select(sa.func.count()).where(ApiToken.owner == owner))) or 0
     if there >= MAX_VALID_TOKENS:
@@ -95,8 +89,8 @@ def _problem(pointer: str, text: str) -> FieldProblem:
 def list_tokens(
     session: Session, caller: Principal, owner: str | None, include_invalid: bool, limit: int, cursor: str | None
 ) -> Page[TokenView]:
-    """Return a page of the caller's tokens, newest first; for an admin, those of all owners. ``owner``: only the tokens of this
-    owner; ``include_invalid``: include revoked and expired tokens. Raises ``Refused`` (``bad-cursor``)."""
+    """Return a page of the caller's tokens, for an admin of all, newest first. ``include_invalid``: with revoked and expired
+    ones. Raise ``Refused`` for a bad cursor."""
     query = sa.select(ApiToken)
     if caller.role is not Role.ADMIN:
         query = query.where(ApiToken.owner == caller.owner)
@@ -119,8 +113,7 @@ def list_tokens(
 
 
 def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
-    """Return the token with this id if ``caller`` owns it or is an admin. Raises ``NotFound`` otherwise, without revealing
-    whether another owner has the token."""
+    """Return the token with this id. Raise ``NotFound`` unless ``caller`` owns it or is an admin."""
     row = session.get(ApiToken, token_id) if len(token_id) <= 16 else None
     if row is None or (row.owner != caller.owner and caller.role is not Role.ADMIN):
         raise NotFound(f"no token {token_id[:64]!r} is visible to you; `ratchet token list` shows the visible ones",
@@ -129,11 +122,8 @@ def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
 
 
 def revoke(session: Session, caller: Principal, token_id: str) -> TokenRevoked:
-    """Revoke a token and all tokens that were created with it, directly or indirectly. Return the token with the number of these
-    other tokens that were not revoked before. Revoking a token again keeps its first time of revocation.
-
-    Raises ``NotFound``; ``Refused`` (``not-allowed``) for a token that has more rights than ``caller``.
-    """
+    """Revoke a token and all tokens created with it, directly or indirectly, and return it. Raise ``NotFound``, or ``Refused``
+    for a token with more rights than ``caller``."""
     row = find(session, caller, token_id)
     its = principal_of(row)
     if not caller.role.includes(its.role):

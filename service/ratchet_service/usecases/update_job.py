@@ -22,10 +22,8 @@ from ratchet_service.usecases.views import labels_of
 
 
 def patch(session: Session, job_id: str, request: PatchRequest, if_match: str | None) -> Job:
-    """Change the job's labels and priority as ``request`` names them, and return its row. A label with the value null is removed;
-    labels that are not named stay. If anything changes, the job gets a new ETag and an event. ``if_match``: the request's
-    If-Match header; None: no ETag is required. Raises ``SpecError`` (``invalid-body``), ``Refused`` (``precondition-failed``),
-    ``NotFound``."""
+    """Change the job's labels and priority, and return its row; a label with the value null is removed. ``if_match``: the
+    If-Match header. Raise ``SpecError``, ``Refused`` or ``NotFound``."""
     job = find_job_for_update(session, job_id)
     check_transition(job, Event.PATCH)
     require_match(job, if_match)

@@ -29,7 +29,7 @@ from ratchet_service.usecases.goodput import Spent
 
 
 def labels_of(session: Session, job_ids: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the labels of each job, by job id and key; the keys are sorted. A job without labels has an empty dict."""
+    """Return the labels of each job, by job id; a job without labels has an empty dict."""
     ids = list(job_ids)
     out: dict[str, dict[str, str]] = {job_id: {} for job_id in ids}
     for row in session.scalars(sa.select(JobLabel).where(JobLabel.job_id.in_(ids)).order_by(JobLabel.key)):
@@ -136,8 +136,8 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
 
 
 def checkpoint_view(row: Checkpoint, segments: Sequence[Segment], metric: float | None = None) -> CheckpointView:
-    """Return the API's view of the checkpoint. ``segments``: the job's lineage, which decides whether it is current or abandoned;
-    ``metric``: the value by which ``keep_best`` ranks it, None if there is none."""
+    """Return the API's view of the checkpoint. ``segments``: the job's lineage; ``metric``: the value by which ``keep_best``
+    ranks it."""
     return CheckpointView.model_validate(
         {
             "id": row.name,

@@ -18,9 +18,8 @@ START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come fro
 
 @dataclass(frozen=True)
 class Probe:
-    """Queries one interpreter about the code of one job, in a separate process without a GPU. ``path``: the directories that
-    come first on ``sys.path``; ``environ``: the launcher's environment; ``seconds``: time limit for the user's code; ``sandbox``:
-    the user and limits of the process."""
+    """Queries one interpreter about the code of one job, in a separate process without a GPU. ``path``: first directories of
+    ``sys.path``; ``seconds``: time limit."""
 
     python: str
     spec: JobSpec
@@ -30,10 +29,8 @@ class Probe:
     sandbox: Sandbox = NO_SANDBOX
 
     def check_hook(self, hook: CustomSpec) -> list[FieldProblem]:
-        """Have the interpreter import the user's own ``hook`` in a separate process, and return its faults, with pointers into
-        the spec; empty if there are none. Blocks meanwhile. If the import takes too long, or the process ends or cannot be
-        started, that is a fault, too. Raises ``StartTimeout`` if torch is not imported within ``START_SECONDS``: then nothing is
-        known about the hook."""
+        """Have the interpreter import ``hook``, and return its faults, with pointers into the spec. Blocks. Raise
+        ``StartTimeout`` if torch is not imported in time."""
         request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
         try:
             answer = self._query(request)
@@ -60,8 +57,7 @@ class Probe:
             return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
 
     def shapes(self) -> list[list[int]] | None:
-        """Return the shapes of the parameters of the job's task, as its own ``parameter_shapes()`` reports them in a separate
-        process. None if there is no task, or if the shapes cannot be found out for any reason."""
+        """Return the parameters' shapes, as the job's task reports them in a separate process; None: they are not known."""
         task = self.spec.task
         if task is None:
             return None
@@ -72,9 +68,8 @@ class Probe:
         return None if shapes is None else [[int(n) for n in shape] for shape in shapes]
 
     def _query(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Start the interpreter in a process, and return its answer to ``request``. Blocks for at most ``START_SECONDS`` until
-        torch is imported, and then for ``seconds``. Raises ``StartTimeout`` or ``TimeoutError`` after that, ``OSError`` if
-        the process cannot be started, ``ValueError`` if it ended without a valid answer."""
+        """Return the interpreter's answer to ``request``. Raise ``StartTimeout``, ``TimeoutError``, ``OSError``, or
+        ``ValueError`` for no valid answer."""
         return subprocess_query.query_process(
             [self.python, "-P", "-m", "ratchet_hooks.probe"],
             {**request, "path": list(self.path)},
@@ -87,9 +82,7 @@ class Probe:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that the ranks will have from the launcher's environment and the spec, secrets with ``from_env``
-        included, with changes for a probe. No GPU is visible, there is one thread, and no bytecode files are written into the
-        user's directory."""
+        """Return the variables that the ranks will have from launcher and spec, secrets included, with changes for a probe."""
         env = inherited_environ(self.environ) | self.spec.env
         secrets = {name: self.environ.get(secret.from_env or "") for name, secret in self.spec.secrets.items()}
         env |= {name: value for name, value in secrets.items() if value is not None}

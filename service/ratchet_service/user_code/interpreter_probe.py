@@ -1,11 +1,5 @@
-"""Queries an interpreter about what it could run, in a separate process, without importing a line of the user's code.
-
-The interpreter may be the user's own, as may what starts with it (``sitecustomize``, ``.pth`` files): it gets no token of Ratchet
-and no access to the database (``inherited_environ``), runs as the jobs' user where there is one, within limits, and leaves no
-process behind (``subprocess_query``), except if the service is killed meanwhile: then the process runs to its own end.
-
-A module is found by walking ``sys.meta_path`` name by name: ``importlib.util.find_spec("a.b")`` would import ``a``.
-"""
+"""Queries an interpreter about what it could run, in a separate process, without importing the user's code. The process gets
+no token of Ratchet."""
 
 from __future__ import annotations
 
@@ -32,6 +26,7 @@ PROBE_SECONDS: Final = 60.0
 CACHE_SECONDS: Final = 30.0
 OLDEST_PYTHON: Final = (3, 11)
 
+# find() walks sys.meta_path name by name: importlib.util.find_spec("a.b") would import a
 _PROGRAM: Final = r"""
 import ast, json, os, sys
 asked = json.load(sys.stdin)
@@ -93,16 +88,9 @@ os.pwrite(asked["answer"], json.dumps(out).encode(), 0)
 
 @dataclass(frozen=True)
 class Findings:
-    """The report of an interpreter about itself and about one module. If ``error`` is set, the interpreter could not be queried,
-    and the other fields have no meaning.
-
-    ``version``: Python's; ``protocol``: the protocol version of its Ratchet, None if ``ratchet_worker`` cannot be imported, with
-    the reason in ``worker_error``. ``missing``: the module or the first of its parent packages that was not found; None: all were
-    found, or no module was requested. ``origin``: the module's source file, None if it has none; ``syntax``: the syntax error in
-    that file, None if there is none. ``missing_packages``: the requested top-level modules that were not found. ``torch``: it is
-    installed; ``torch_cuda``: it is built with CUDA; ``torch_version``: as in torch's files, with its local part
-    (``2.13.0+cpu``).
-    """
+    """The report of an interpreter about itself and one module; without meaning if ``error`` is set. ``missing``: the part of
+    the module's name that was not found. ``origin``: the module's source file; ``syntax``: its syntax error. ``torch_cuda``:
+    torch is built with CUDA."""
 
     error: str | None = None
     version: tuple[int, ...] = ()
@@ -121,8 +109,8 @@ _FINDINGS: Final = TypeAdapter(Findings)
 
 
 class Interpreters:
-    """Queries interpreters, each in a separate process, and caches the results, failures included, for ``CACHE_SECONDS``. Results
-    about a user's directory are never cached. Thread-safe."""
+    """Queries interpreters, each in a separate process, and caches results for ``CACHE_SECONDS``, except those with a user's
+    directory. Thread-safe."""
 
     def __init__(self, sandbox: Sandbox = NO_SANDBOX) -> None:
         self._sandbox = sandbox
@@ -138,9 +126,8 @@ class Interpreters:
         path: Sequence[str] = (),
         names: tuple[str, ...] = (),
     ) -> Findings:
-        """Return what the interpreter ``python`` reports about itself, ``module`` and the top-level modules ``names``. This
-        includes its Ratchet and its torch. ``code`` and ``path``: directories that it searches first for modules, in this order.
-        It blocks for up to ``PROBE_SECONDS``, unless the result is cached; a failure is returned in ``Findings.error``."""
+        """Return what the interpreter reports about itself, ``module`` and the top-level modules ``names``. ``code``,
+        ``path``: directories searched first. May block for ``PROBE_SECONDS``; failures are in ``Findings.error``."""
         if code is not None or path:
             return _query(self._sandbox, python, code, module, path, names)
         key = (python, module, names)
@@ -182,20 +169,17 @@ def _query(
 
 
 def find_interpreter(python: str) -> Path | None:
-    """Return the interpreter that ``spec.python`` names: the file itself, or ``bin/python`` of a virtual environment's directory;
-    None if there is no such file.
-
-    Links are not resolved: the python of a virtual environment is a link, and belongs to the environment only under that name.
-    """
+    """Return the interpreter that ``spec.python`` names: the file, or ``bin/python`` of a directory; None: there is no such
+    file."""
     path = Path(python)
     if exists(path, directory=True):
         path = path / "bin" / "python"
+    # links are not resolved: the python of a virtual environment is a link, and belongs to it only under that name
     return path if exists(path, directory=False) else None
 
 
 def python_fault(path: Path, findings: Findings) -> tuple[str, str] | None:
-    """Return why no rank can run under the interpreter ``path``, as the code and the text of a problem; None if ranks can run.
-    The text has the command that fixes it if there is one. ``findings``: what the interpreter reported."""
+    """Return why no rank can run under the interpreter ``path``, as code and text of a problem; None: ranks can."""
     install = pip_install_command(str(path), "ratchet-train[worker]")
     if findings.error is not None:
         return "python-unusable", f"{path}: {findings.error}"

@@ -1,9 +1,5 @@
-"""Snapshots of user code, named by their content: copied once into ``<home>/code/<digest>`` at submission, so that every attempt
-runs the same files. A directory that a client uploads is stored in the same place.
-
-The digest is that of ``ratchet_contract.code.tree``. Editing the directory later changes nothing for the job; submitting it again
-unchanged makes no second copy.
-"""
+"""Snapshots of user code, copied at submission into ``<home>/code/<digest>``, so that every attempt runs the same files.
+Uploaded code is there, too."""
 
 from __future__ import annotations
 
@@ -41,9 +37,8 @@ _CHUNK: Final = 1 << 20
 def inspect(
     path: str | Path, include: Sequence[str] = (), limits: Limits | None = None, allowed: Allowed = allow_all
 ) -> Choice:
-    """Return what a snapshot of the directory ``path`` would contain and leave out; nothing is copied. ``include``:
-    ``code.include`` of the spec; ``allowed``: returns whether a real path may be read. Raises ``SpecError`` at ``/code/path`` or
-    ``/code/include``."""
+    """Return what a snapshot of ``path`` would contain and leave out. ``include``: ``code.include`` of the spec; ``allowed``:
+    returns whether a path may be read. Raise ``SpecError``."""
     root = Path(path)
     if not root.is_absolute():
         raise _code_error("relative-path", f"{str(root)!r} must be an absolute path on the service's machine")
@@ -63,15 +58,8 @@ def snapshot(
     include: Sequence[str] = (),
     allowed: Allowed = allow_all,
 ) -> str:
-    """Copy what ``inspect`` chooses of the directory ``path`` to ``code_root/<digest>``, and return the digest. The copy is
-    read-only. If there is a copy with this digest already, it is used, and kept for another ``GRACE`` seconds.
-
-    The copy is safe against crashes (temporary directory, fsync, rename) and concurrent calls, which wait for a lock. The digest
-    is computed from the copied bytes, so it is right even if files change while they are copied. Raises ``SpecError`` as
-    ``inspect`` does, and for a file that is missing by now, cannot be opened, is no regular file any more or is no longer
-    allowed. Raises ``Refused`` (``disk-full``) if there is not enough free space, ``OSError`` for other failures. No partial copy
-    remains.
-    """
+    """Copy what ``inspect`` chooses of ``path`` to ``code_root/<digest>``, durably, and return the digest. Raise
+    ``SpecError``, ``Refused`` if the disk is full, or ``OSError``."""
     found = inspect(path, include, limits, allowed).entries
     try:
         return _store_snapshot(found, code_root, allowed)
@@ -83,9 +71,8 @@ def snapshot(
 
 
 def snapshot_file(path: str | Path, code_root: Path, *, allowed: Allowed = allow_all) -> str:
-    """Copy one file of any size to ``code_root/<digest>/``, under its own name, and return the digest. The copy is made as in
-    ``snapshot``. Raises ``SpecError`` at ``/start_from/path``, ``Refused`` (``disk-full``), and ``OSError``, for example if the
-    file does not exist."""
+    """Copy one file to ``code_root/<digest>/``, and return the digest. Raise ``SpecError``, ``Refused`` if the disk is full,
+    or ``OSError``."""
     source = Path(path)
     try:
         return _store_snapshot([file_entry(source)], code_root, allowed)
@@ -102,8 +89,7 @@ def snapshot_file(path: str | Path, code_root: Path, *, allowed: Allowed = allow
 
 
 def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> str:
-    """Copy ``entries`` to ``code_root/<digest>`` under the lock, and return the digest. If that directory exists, the new copy is
-    deleted, and the directory's time is renewed, so that ``remove_unreferenced`` keeps it."""
+    """Copy ``entries`` to ``code_root/<digest>`` under the lock, unless that exists, and return the digest."""
     code_root.mkdir(parents=True, exist_ok=True)
     with _exclusive_lock(code_root):
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=code_root))
@@ -123,9 +109,8 @@ def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> 
 
 
 def store_upload(archive: IO[bytes], code_digest: str, code_root: Path, limits: Limits | None = None) -> bool:
-    """Store an uploaded directory under its digest ``code_digest``, completely or not at all, and return True. ``archive``: the
-    directory as an archive. If that code exists already, the archive is not read, the code is kept for another ``GRACE`` seconds,
-    and False is returned. Raises ``BadArchive``, also if the content has another digest, and ``OSError``."""
+    """Store an uploaded directory under its digest, completely or not at all; False if it exists already. Raise ``BadArchive``
+    or ``OSError``."""
     with _exclusive_lock(code_root):
         new = not (code_root / code_digest).is_dir()
         if new:
@@ -135,8 +120,7 @@ def store_upload(archive: IO[bytes], code_digest: str, code_root: Path, limits: 
 
 
 def keep_alive(code_digest: str, code_root: Path) -> bool:
-    """Keep the code with the digest ``code_digest`` for another ``GRACE`` seconds, even if no job names it, and return True.
-    Return False if there is no such code."""
+    """Keep the code ``code_digest`` for another ``GRACE`` seconds, and return True; False if there is no such code."""
     if not (code_root / code_digest).is_dir():
         return False
     with _exclusive_lock(code_root):
@@ -156,16 +140,13 @@ def not_uploaded_problem(code_digest: str) -> FieldProblem:
 
 
 def remove_unreferenced(code_root: Path, referenced: Callable[[], set[str]], grace: float = GRACE) -> list[str]:
-    """Delete the snapshots whose digests ``referenced`` does not return, and the partial copies that a crash left. Return the
-    names of the deleted directories.
-
-    A directory that was stored or used in the last ``grace`` seconds is kept: a submission takes its snapshot before its job's
-    row exists. ``referenced`` is called under the lock of ``code_root``, and only if there are older directories.
-    """
+    """Delete the directories that ``referenced`` does not name and that were unused for ``grace`` seconds, and return their
+    names."""
     if not _expired_entries(code_root, grace):
         return []
     removed = []
     with _exclusive_lock(code_root):
+        # under the lock; the grace is for submissions, whose snapshot exists before their job's row
         named = referenced()
         for entry in _expired_entries(code_root, grace):
             if entry.name not in named:
@@ -196,8 +177,7 @@ def _code_error(code: str, detail: str) -> SpecError:
 
 
 def exists(path: Path, *, directory: bool) -> bool:
-    """Return True if ``path`` is a directory (``directory`` False: a regular file); links are followed. A path that the system
-    cannot look up (too long, no permission) counts as missing."""
+    """True if ``path`` is a directory (``directory`` False: a regular file), perhaps by a link. False if unknown."""
     try:
         return path.is_dir() if directory else path.is_file()
     except OSError:
@@ -205,8 +185,7 @@ def exists(path: Path, *, directory: bool) -> bool:
 
 
 def names_in(directory: str) -> list[str]:
-    """Return the sorted names in a directory, for messages, without those that a snapshot always ignores; empty if it cannot be
-    read."""
+    """Return the sorted names in a directory, without those that a snapshot always ignores; empty if it cannot be read."""
     try:
         found = sorted(entry.name for entry in Path(directory).iterdir())
     except OSError:
@@ -215,8 +194,8 @@ def names_in(directory: str) -> list[str]:
 
 
 def _copy(entries: list[Entry], target: Path, allowed: Allowed) -> str:
-    """Copy ``entries`` below ``target`` and return the digest of the copy. Files and directories are synced and made read-only.
-    Raises as ``_copy_file`` and ``_recheck_link`` do."""
+    """Copy ``entries`` below ``target``, durable and read-only, and return the digest of the copy. Raise ``SpecError`` or
+    ``OSError``."""
     folders = {target}
 
     def target_path(entry: Entry) -> Path:
@@ -238,8 +217,7 @@ def _copy(entries: list[Entry], target: Path, allowed: Allowed) -> str:
 
 
 def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
-    """Copy one file to ``place`` and return the SHA-256 digest of its content. Raises ``SpecError`` (``unreadable``,
-    ``path-not-allowed``), and ``OSError`` for other failures, such as a full disk."""
+    """Copy one file to ``place`` and return the SHA-256 digest of its content. Raise ``SpecError`` or ``OSError``."""
     inner = hashlib.sha256()
     try:
         fd = os.open(entry.source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -262,8 +240,7 @@ def _copy_file(entry: Entry, place: Path, allowed: Allowed) -> bytes:
 
 
 def _recheck_link(entry: Entry, allowed: Allowed) -> None:
-    """Check that the directory of the link ``entry`` is still allowed, since it may have changed after the link was found. Raises
-    ``SpecError`` if it is not, or cannot be opened. Of a link, only its text is copied."""
+    """Raise ``SpecError`` if the directory of the link ``entry`` is no longer allowed or cannot be opened."""
     try:
         folder = os.open(entry.source.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
@@ -275,8 +252,8 @@ def _recheck_link(entry: Entry, allowed: Allowed) -> None:
 
 
 def _check_opened(allowed: Allowed, fd: int, entry: Entry) -> None:
-    """Raise ``SpecError`` (``path-not-allowed``) if the file or directory that is open as ``fd`` is not allowed. It checks the
-    opened file, not the path of ``entry``: a link may have been put into the path between an earlier check and the copy."""
+    """Raise ``SpecError`` if the file or directory that is open as ``fd`` is not allowed."""
+    # not the path of ``entry``: a link may have been put into it since it was checked
     real = Path(f"/proc/self/fd/{fd}").readlink()
     if not allowed(real):
         text = (

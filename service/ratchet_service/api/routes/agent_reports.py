@@ -50,9 +50,8 @@ async def report(
 def _report(
     service: Service, instruments: Instruments, job_id: str, number: str, body: RawBody, authorization: str | None
 ) -> Response:
-    """Store the report in ``body``, and return the response: the acknowledgement with the job's desired state. It runs in a
-    worker thread. A report with a result also wakes the reconciler. Raises ``Refused``, ``SpecError``, ``NotFound``
-    (``attempt-not-found``) and ``Stale``."""
+    """Store the report in ``body``, and return the acknowledgement with the job's desired state. Raises ``Refused``,
+    ``SpecError``, ``NotFound`` and ``Stale``."""
     begin = time.thread_time()
     data = decode(body, check_storable=False)  # a rank may say anything, and must not be stuck with it
     try:

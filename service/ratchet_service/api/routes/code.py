@@ -1,5 +1,4 @@
-"""Routes that transfer code: from clients whose directories the service cannot read, and to the agents of nodes that do not have
-it."""
+"""Routes that transfer code: from clients to the service, and to agents of nodes that do not have it."""
 
 from __future__ import annotations
 

@@ -142,11 +142,11 @@ def get_archive(service: ServiceDep, job_id: str, path: Below = "", everything: 
 
 
 def _attachment_headers(name: str) -> dict[str, str]:
-    """Return headers that make a browser save the response as a file called ``name`` and not guess its type (RFC 6266, RFC 8187).
-    A browser must not show it: users' code may have written a page with scripts."""
+    """Return headers that make a browser save the response as a file called ``name`` (RFC 6266, RFC 8187)."""
     raw = name.encode("utf-8", "surrogateescape")
     plain = "".join(chr(c) if 0x20 <= c < 0x7F and chr(c) not in '"\\%' else "_" for c in raw)
     return {
+        # users' code may have written a page with scripts
         "Content-Disposition": f"attachment; filename=\"{plain}\"; filename*=UTF-8''{quote(raw, safe='')}",
         **_NO_SNIFFING,
     }

@@ -39,8 +39,7 @@ class Nothing(BaseModel):
 def _run_change(
     service: Service, poster: Poster, change: Callable[[Session], Job], *, accepted: bool = False
 ) -> Response:
-    """Run ``change`` on the job in a write transaction, once per Idempotency-Key, then wake the reconciler, and return the job as
-    the response. ``accepted``: the status is always 202; otherwise it is as in ``_job_reply``."""
+    """Run ``change`` in a write transaction, wake the reconciler, and return the job. ``accepted``: the status is 202."""
 
     def effect(session: Session, _: None) -> Reply:
         return _job_reply(session, change(session), accepted=accepted)
@@ -51,15 +50,13 @@ def _run_change(
 
 
 def _job_reply(session: Session, job: Job, *, accepted: bool = False) -> Reply:
-    """Return the job as an answer, with its ETag. The status is 202 if ``accepted``, or while a requested stop of the job is not
-    complete; else 200, also for a resumed job that is queued."""
+    """Return the job as an answer, with its ETag. The status is 202 if ``accepted`` or the desired state is not run."""
     status = 202 if accepted or job.desired is not Desired.RUN else 200
     return reply(status, job_view(session, job), ETag=queries.etag(job))
 
 
 def _run_event(service: Service, post: tuple[Poster, Any], job_id: str, event: Event) -> Response:
-    """Apply ``event`` to the job, for an action without parameters, and return the job as the response. Raises ``SpecError`` if
-    the body has a parameter."""
+    """Apply ``event`` to the job, and return the job as the response. Raises ``SpecError`` if the body has a parameter."""
     poster, data = post
     parse(Nothing, data)
     return _run_change(service, poster, lambda session: job_actions.apply_action(session, job_id, event))

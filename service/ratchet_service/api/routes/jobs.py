@@ -79,8 +79,7 @@ def submit_job(
 
 
 def _plan(data: Any, adopt: str | None, ports: SubmissionPorts) -> PlanView:
-    """Return the plan of a submission; nothing is stored. ``adopt``: the directory of a run to continue, which is checked, too,
-    and for which warnings are added; None: there is none. Raises as ``submit.dry_run`` and ``adoption.check`` do."""
+    """Return the plan of a submission; nothing is stored. ``adopt``: the directory of a run to continue, also checked."""
     plan = submit.dry_run(data, ports)
     if adopt is None:
         return plan

@@ -105,7 +105,7 @@ def get_events(
         find_job(session, job_id)
 
     def poll() -> PollResult:
-        """Return the events after the last one, as chunks of the stream. It is finished if the job has ended or was deleted."""
+        """Return the events after the last one, as chunks. Finished once the job has ended or was deleted."""
         nonlocal last
         try:
             with service.database.read() as session:
@@ -195,8 +195,7 @@ def get_logs(
     follower = logs.Follower(paths, log_filter, last_event_id or None)
 
     def poll() -> PollResult:
-        """Return the new lines as chunks of the stream. It is finished if the job has ended or was deleted, and all lines are
-        returned."""
+        """Return the new lines as chunks. Finished once the job is over and no line is left."""
         ended = _has_ended(service, job_id)  # asked before the files are read, or a last line could be missed
         found = follower.poll(_BATCH, is_final=ended)
         return PollResult([write(mark, line) for mark, line in found], ended and len(found) < _BATCH)
@@ -205,8 +204,7 @@ def get_logs(
 
 
 def _writer(form: str, prefix: bool) -> Any:
-    """Return the function that formats one line for the media type ``form``. It takes the line's mark and the line. ``prefix``:
-    in plain text, attempt and rank stand before each line."""
+    """Return the function that formats one line for ``form``. ``prefix``: put attempt and rank before plain text."""
 
     def text(_mark: str, line: LogLine) -> str:
         return f"[{line.attempt}.{line.rank}] {line.text}\n" if prefix else line.text + "\n"
@@ -236,8 +234,7 @@ def _refuse_cursor(cursor: str | None) -> None:
 
 
 def _stream(service: Service, poll: Any, form: str) -> StreamingResponse:
-    """Return a response in the media type ``form`` that sends the chunks of ``poll`` until its result is finished. A stream of
-    events also ends when the service shuts down."""
+    """Return a response in the media type ``form`` that sends the chunks of ``poll`` until its result is finished."""
     settings = service.settings
     events_form = form == dependencies.EVENTS
     chunks = follow(

@@ -1,6 +1,4 @@
-"""Web pages for a browser without internet access. All that they load comes from the installed packages, and the
-Content-Security-Policy allows nothing else. The pages themselves contain no data: the browser reads it from the REST API, with a
-token if the service requires one."""
+"""Web pages for a browser without internet access. They load only installed files; their data come from the REST API."""
 
 from __future__ import annotations
 
@@ -30,8 +28,7 @@ _SWAGGER_POLICY: Final = _POLICY + "script-src 'self'; style-src 'self' 'unsafe-
 
 @cache
 def _jobs_policy() -> str:
-    """Return the Content-Security-Policy of the page of jobs. Of inline scripts and styles it allows only the page's own, by
-    their digests."""
+    """Return the Content-Security-Policy of the page of jobs, which allows only its own inline script and style."""
     text = (_WEB / "jobs.html").read_text()
     [script], [style] = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
     allowed = (
@@ -77,8 +74,8 @@ def _bundled(name: str) -> Path:
 
 
 def _page(path: Path, policy: str) -> Response:
-    """Return the file as a response with ``policy`` as its Content-Security-Policy. Browsers may cache it, but must ask each time
-    whether it has changed."""
+    """Return the file as a response with ``policy`` as its Content-Security-Policy. Browsers must ask each time whether it has
+    changed."""
     headers = {
         "Content-Security-Policy": policy,
         "X-Content-Type-Options": "nosniff",

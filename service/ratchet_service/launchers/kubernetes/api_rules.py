@@ -1,9 +1,4 @@
-"""Some of the rules for a Job that only an API server enforces: neither the published schemas nor the client's models contain
-them.
-
-They are checked on the finished manifest, after a job's own patch is applied, so that a fault is reported when the job is
-submitted to Ratchet and not when it is launched.
-"""
+"""Some rules for a Job that only an API server enforces, so that faults are reported when a job is submitted to Ratchet."""
 
 from __future__ import annotations
 
@@ -43,16 +38,14 @@ _TOLERATION_ENUMS: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A reason for which a server would refuse the Job. ``path``: keys and indices from the Job's root to the faulty value;
-    ``detail``: the message."""
+    """A reason for which a server would refuse the Job. ``path``: keys and indices to the faulty value."""
 
     path: tuple[str, ...]
     detail: str
 
 
 def find_faults(job: dict[str, Any]) -> list[Fault]:
-    """Return the faults of the Job by the rules of this module; empty if there are none. ``job``: the complete manifest. A server
-    may have further reasons to refuse it."""
+    """Return the faults of the complete manifest ``job`` by these rules. A server may have further reasons to refuse it."""
     return [*_check_job(job), *_check_pod(job["spec"]["template"]["spec"], ("spec", "template", "spec"))]
 
 
@@ -67,7 +60,7 @@ def is_dns_label(text: str) -> bool:
 
 
 def _check_job(job: dict[str, Any]) -> Iterator[Fault]:
-    """Yield the faults of the Job itself, and of the pod template's restart policy if there is a pod failure policy."""
+    """Yield the faults of the Job itself and of its pod failure policy."""
     spec, name = job["spec"], job["metadata"]["name"]
     indexed = spec.get("completionMode") == "Indexed"
     last = f"{name}-{max(spec.get('completions', 1) - 1, 0)}"
@@ -97,8 +90,8 @@ def _check_job(job: dict[str, Any]) -> Iterator[Fault]:
 def _check_rule(
     rule: dict[str, Any], path: tuple[str, ...], spec: dict[str, Any], containers: set[str | None]
 ) -> Iterator[Fault]:
-    """Yield the faults of one rule of the pod failure policy. ``path``: the rule's path; ``spec``: the Job's; ``containers``:
-    names of the pod's containers."""
+    """Yield the faults of one rule of the pod failure policy. ``spec``: the Job's. ``containers``: names of the
+    pod's containers."""
     yield from _check_enum(rule, "action", path, _RULE_ENUMS["action"])
     if rule.get("action") == "FailIndex" and "backoffLimitPerIndex" not in spec:
         yield Fault((*path, "action"), "FailIndex needs backoffLimitPerIndex")
@@ -173,8 +166,7 @@ def _check_toleration(toleration: dict[str, Any], path: tuple[str, ...]) -> Iter
 
 
 def _check_enums(value: Any, path: tuple[str, ...]) -> Iterator[Fault]:
-    """Yield the faults of enumerations that have the same values wherever they occur in a pod. ``value``: any part of the pod's
-    spec."""
+    """Yield the faults of enumerations in ``value``, any part of the pod's spec."""
     if isinstance(value, list):
         for i, item in enumerate(value):
             yield from _check_enums(item, (*path, str(i)))

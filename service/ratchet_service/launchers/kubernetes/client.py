@@ -1,8 +1,5 @@
-"""Requests to the API server over HTTP with plain JSON. Only the address, the credentials and the connections are from the
-official client.
-
-Its typed calls are not used: they would convert every object into models and back, and refuse unknown fields.
-"""
+"""Requests to the API server over HTTP with plain JSON; address, credentials and connections are from the official client. Its
+typed calls would refuse unknown fields."""
 
 from __future__ import annotations
 
@@ -31,9 +28,7 @@ _ADDRESS: Final = re.compile(r"<[^<>]* object at 0x[0-9a-f]+>: ")
 
 
 class Refusal(Exception):
-    """The server refused the request. ``code``: the HTTP status; ``reason``, ``message``: from the answer's Status. Without one,
-    ``reason`` is empty and ``message`` is the start of the answer's text. Failures that count as unreachable (see ``Api``) are
-    not of this class."""
+    """The server refused the request. ``code``: the HTTP status. ``reason``: from the answer's Status, or empty."""
 
     def __init__(self, code: int, body: bytes) -> None:
         try:
@@ -49,10 +44,8 @@ class Refusal(Exception):
 
 
 class Api:
-    """Requests to one cluster; the first one loads its configuration. Thread-safe. The methods raise ``EngineUnreachable`` if no
-    cluster is configured, the credentials cannot be read, no server answers, the answer is cut short or is not JSON although it
-    should be, or the status is 401 (this service is not authenticated), 408, 429 or from 500 on. They raise ``Refusal`` for other
-    statuses from 300 on."""
+    """Requests to one cluster. Thread-safe. Methods raise ``EngineUnreachable`` if a later request may succeed, such as without
+    an answer, and ``Refusal`` for other failures."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -68,8 +61,7 @@ class Api:
         return self._call("GET", path, query).decode(errors="replace")
 
     def create(self, path: str, body: Json) -> Json:
-        """Create an object and return it as the server stored it. The request has ``fieldValidation=Strict``: otherwise a server
-        silently drops unknown fields."""
+        """Create an object, and return it as the server stored it. Unknown fields are refused, not dropped."""
         return self._json("POST", path, {"fieldValidation": "Strict"}, body)
 
     def patch(self, path: str, body: Json) -> Json:
@@ -77,8 +69,7 @@ class Api:
         return self._json("PATCH", path, {}, body)
 
     def delete(self, path: str, **query: str | int) -> bool:
-        """Request the deletion of an object; it may exist for some time after that. Return True if the request was accepted,
-        False if the object does not exist (404)."""
+        """Request the deletion of an object, which may exist for some time afterwards. Return False if it does not exist."""
         try:
             self._call("DELETE", path, query)
         except Refusal as refusal:
@@ -89,8 +80,8 @@ class Api:
 
     @contextlib.contextmanager
     def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
-        """Yield the response to a GET request, whose body is read as it arrives. The connection is closed at the block's end.
-        ``seconds``: how long the server may send nothing; reading fails after ``_READ_TIMEOUT`` seconds more."""
+        """Yield the response to a GET request, whose body is read as it arrives. ``seconds``: how long the server
+        may be silent."""
         response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
         try:
             if response.status >= 300:
@@ -120,8 +111,7 @@ class Api:
     def _request(
         self, method: str, path: str, query: Mapping[str, str | int], body: Json | None, read_timeout: float
     ) -> Any:
-        """Send a request and return the response; its body is not read yet, and its status is not checked. Raises
-        ``EngineUnreachable`` if no server answers, or the credentials cannot be read."""
+        """Send a request and return the response, body unread and status unchecked. Raises ``EngineUnreachable``."""
         import urllib3
 
         client = self._get_client()
@@ -149,7 +139,7 @@ class Api:
             raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {reason}") from None
 
     def _get_client(self) -> Any:
-        """Return the official client. It is made at the first call, or, after an error, at the next one."""
+        """Return the official client; it is made once."""
         with self._lock:
             if self._client is None:
                 self._client = _connect(self._settings)
@@ -185,8 +175,7 @@ class Stream:
 
 
 def _read_body(response: Any) -> bytes:
-    """Return the whole body of a response. Raises ``EngineUnreachable`` if the connection breaks before its end, or nothing
-    arrives for too long."""
+    """Return the whole body of a response. Raises ``EngineUnreachable`` if it cannot be read to its end."""
     import urllib3
 
     try:
@@ -197,8 +186,7 @@ def _read_body(response: Any) -> bytes:
 
 
 def _error_for(code: int, body: bytes) -> Exception:
-    """Return the error for an answer with a failure status: ``EngineUnreachable`` if a later request may succeed, otherwise
-    ``Refusal``."""
+    """Return the error for a failure status: ``EngineUnreachable`` if a later request may succeed, otherwise ``Refusal``."""
     refusal = Refusal(code, body)
     if code in (401, 408, 429) or code >= 500:
         return EngineUnreachable(f"Kubernetes answers {code}: {refusal.message}")
@@ -206,8 +194,7 @@ def _error_for(code: int, body: bytes) -> Exception:
 
 
 def _connect(settings: Settings) -> Any:
-    """Return an API client of the official package, which handles service account, kubeconfig, context, client certificates and
-    plugins. Raises ``EngineUnreachable`` if no cluster is configured."""
+    """Return an API client of the official package. Raises ``EngineUnreachable`` if no cluster is configured."""
     from kubernetes import client, config
     from kubernetes.config.config_exception import ConfigException
 

@@ -1,6 +1,5 @@
-"""Creates an attempt's objects in the cluster. The order is safe if a crash interrupts it anywhere: first the Secret and the
-Service, which do nothing by themselves, then the Job, which is then made the owner of both; if that fails, nothing is reported.
-All three have the attempt's name."""
+"""Creates an attempt's objects in the cluster, in an order that is safe if a crash interrupts it: first the Secret and the
+Service, which do nothing by themselves, then the Job, which becomes their owner."""
 
 from __future__ import annotations
 
@@ -36,11 +35,8 @@ def refusal_message(refusal: Refusal) -> str:
 
 
 def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> Json:
-    """Create the attempt's Secret, Service and Job, and return the Job as the server has it. Objects that exist already are kept,
-    except for the Secret, which is deleted and created again. ``values``: secret's name -> value, for the Secret; without values
-    there is no Secret, and for one node no Service. Raises ``EngineFull`` while a quota of the namespace is used up,
-    ``LaunchError`` for any other refusal and for a Job of this name that is not this attempt's, and ``EngineUnreachable``. After
-    an error, the objects that were created before it remain."""
+    """Create the attempt's Secret, Service and Job, and return the Job. ``values``: secret's name -> value. Raises ``EngineFull``
+    while a quota is used up, ``LaunchError`` and ``EngineUnreachable``."""
     secret, service = manifests.secret_manifest(site, launch, values), manifests.service_manifest(site, launch)
     try:
         if secret is not None and _create_if_absent(api, SECRETS, secret) is None:
@@ -63,17 +59,15 @@ def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, s
 
 
 def delete_secret_and_service(api: Api, site: Site, name: str) -> None:
-    """Request the deletion of the Secret and the Service of the attempt with this name, in all namespaces that jobs may use, if
-    they exist. Raises ``EngineUnreachable``, also for a refusal."""
+    """Request the deletion of the attempt's Secret and Service, in all namespaces that jobs may use. Raises
+    ``EngineUnreachable``."""
     for namespace in site.namespaces:
         for kind in (SECRETS, SERVICES):
             delete_object(api, f"{kind.format(namespace)}/{name}")
 
 
 def delete_object(api: Api, path: str, **query: str | int) -> bool:
-    """Request the deletion of an object. Return True if the object exists; it may exist for some time after the call. Return
-    False if it does not exist. A conflict (409) also returns True, although nothing was deleted. Any other refusal, such as for a
-    missing right, raises ``EngineUnreachable``."""
+    """Request the deletion of an object, and return True if it exists. Raises ``EngineUnreachable``."""
     try:
         return api.delete(path, **query)
     except Refusal as refusal:
@@ -83,7 +77,7 @@ def delete_object(api: Api, path: str, **query: str | int) -> bool:
 
 
 def find_job(api: Api, namespace: str, name: str) -> Json | None:
-    """Return the Job's current state on the server; None if it does not exist. A refusal raises ``EngineUnreachable``."""
+    """Return the Job's current state on the server; None if it does not exist. Raises ``EngineUnreachable``."""
     try:
         return api.get(f"{JOBS.format(namespace)}/{name}")
     except Refusal as refusal:
@@ -93,8 +87,8 @@ def find_job(api: Api, namespace: str, name: str) -> Json | None:
 
 
 def chown_job_files(site: Site, launch: LaunchFile) -> None:
-    """Make the pods' user the owner of the job's and the attempt's directories, and of the entries directly in them. Does nothing
-    unless the service runs as root. Raises ``OSError``."""
+    """If the service is root, give the job's and the attempt's directories, and their entries, to the pods' user. Raises
+    ``OSError``."""
     if os.getuid() != 0:
         return
     job, attempt = Path(launch.job_root), Path(launch.attempt_dir)
@@ -103,7 +97,7 @@ def chown_job_files(site: Site, launch: LaunchFile) -> None:
 
 
 def _create_if_absent(api: Api, kind: str, manifest: Json) -> Json | None:
-    """Create an object and return it; None if one with that name exists, which is not changed. Raises ``Refusal``."""
+    """Create an object and return it; None if one with that name exists. Raises ``Refusal``."""
     try:
         return api.create(kind.format(manifest["metadata"]["namespace"]), manifest)
     except Refusal as refusal:
@@ -113,8 +107,8 @@ def _create_if_absent(api: Api, kind: str, manifest: Json) -> Json | None:
 
 
 def _create_job(api: Api, site: Site, launch: LaunchFile) -> Json:
-    """Create the attempt's Job and return it, or the one that exists already. Raises ``LaunchError`` if a Job of that name does
-    not have the labels of this service and attempt, and ``Refusal``."""
+    """Create the attempt's Job and return it, or the existing one. Raises ``LaunchError`` if that is not this attempt's, and
+    ``Refusal``."""
     manifest = manifests.job_manifest(site, launch)
     created = _create_if_absent(api, JOBS, manifest)
     if created is not None:

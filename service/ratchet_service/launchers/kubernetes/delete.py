@@ -1,11 +1,6 @@
-"""Kills an attempt, and proves that it is dead.
-
-A Job that has ended by itself, with all its pods, is not deleted here: it stays until its time to live is over, for inspection.
-For any other Job the proof is the server's own answer, not the watches' state: first that the Job does not exist, so that nothing
-creates pods, then that no pod runs. A pod is removed when its machine's kubelet reports that its containers have ended. Force
-(grace 0) removes the object without that report. It is used only if the setting ``lost_after`` has a value, for machines that
-have not answered for that long. A pod that may still run there counts as fenced.
-"""
+"""Kills an attempt, and proves that it is dead, by the server's own answer: the Job does not exist, and no pod runs. A Job that
+has ended by itself is kept for inspection. By force a pod is removed only after ``lost_after``, on a machine that does not
+answer."""
 
 from __future__ import annotations
 
@@ -33,8 +28,8 @@ _CONCLUDE_SECONDS: Final = 5.0
 
 
 def delete_job(api: Api, site: Site, name: str) -> bool:
-    """Request the deletion of the Job ``name`` in the foreground, in all namespaces that jobs may use: it exists until its pods
-    are gone, each after its own grace. Return True if it exists in one of them. Raises ``EngineUnreachable``."""
+    """Request the deletion of the Job ``name`` and its pods, in all namespaces that jobs may use. Return True if it exists.
+    Raises ``EngineUnreachable``."""
     found = [
         delete_object(api, f"{JOBS.format(namespace)}/{name}", propagationPolicy="Foreground")
         for namespace in site.namespaces
@@ -43,8 +38,7 @@ def delete_job(api: Api, site: Site, name: str) -> bool:
 
 
 def mark_deleted(ref: AttemptRef) -> None:
-    """Create a marker file in the attempt's directory. It records, for all processes of this service, that the service itself
-    deletes the Job. The caller deletes it afterwards. Errors of the file are ignored."""
+    """Create a marker file, which records that this service itself deletes the attempt's Job. Errors are ignored."""
     with suppress(OSError):  # on a full disk the message will blame somebody else
         (ref.paths.root / _MARKER_FILE).touch()
 
@@ -55,8 +49,7 @@ def is_marked_deleted(ref: AttemptRef) -> bool:
 
 
 class AttemptKiller:
-    """Kills attempts step by step: ``kill`` is called repeatedly until an attempt is dead. The object remembers, in memory, which
-    attempts are being killed."""
+    """Kills attempts step by step: ``kill`` is called repeatedly until an attempt is dead. Keeps its state in memory."""
 
     def __init__(self, api: Api, site: Site) -> None:
         self._api, self._site = api, site
@@ -65,14 +58,8 @@ class AttemptKiller:
         self._overdue_since: dict[str, float] = {}  # pod of a machine that does not answer -> since when, monotonic
 
     def kill(self, ref: AttemptRef, observed: ObservedState) -> list[str]:
-        """Do the next step of killing the attempt. Return texts, for display, about what may still be alive; empty once the
-        attempt is proved dead. ``observed``: the attempt's state according to the watches. Raises ``EngineUnreachable``.
-
-        If all pods have ended and nothing was deleted yet, the Job controller gets 5 s to mark the Job as ended. A Job that it
-        has marked is kept, and the result is empty. Otherwise, or after the 5 s, the next step creates the marker file
-        (``mark_deleted``) and deletes the Job and its pods. While the watches then still show something, a step only deletes new
-        pods and pods whose machine does not answer. After that, each step deletes and lists again, until the server shows
-        nothing."""
+        """Do the next step of killing the attempt, and return texts about what may still be alive; empty once it is proved dead.
+        Raises ``EngineUnreachable``."""
         if ref.name not in self._deleted_pods and will_conclude(observed, ref.nodes):
             if is_finished(observed):
                 self._concluding_since.pop(ref.name, None)
@@ -109,17 +96,15 @@ class AttemptKiller:
         return out
 
     def _delete_pods(self, ref: AttemptRef, pods: Collection[Pod]) -> None:
-        """Request the deletion of those pods that have not ended, with a grace of one second. Each pod's deletion is requested
-        once."""
+        """Request, once for each pod, the deletion of those pods that have not ended, with a grace of one second."""
         for pod in pods:
             if not pod.has_ended and pod.uid not in self._deleted_pods[ref.name]:
                 delete_object(self._api, pod.path, gracePeriodSeconds=_GRACE)
                 self._deleted_pods[ref.name].add(pod.uid)
 
     def _handle_unreachable(self, pods: Collection[Pod]) -> list[str]:
-        """Return a message for each pod that has not ended and whose machine does not answer (``Pod.is_overdue``). The setting
-        ``lost_after`` (seconds) is measured from the first call that finds this. After that time the pod is deleted by force,
-        without a message. If ``lost_after`` is None, the message tells an administrator how to delete the pod."""
+        """Return messages about live pods whose machine does not answer; after the setting ``lost_after``, delete such a pod by
+        force."""
         lost_after, now, out = self._site.settings.lost_after, time.monotonic(), []
         for pod in pods:
             if pod.has_ended or not pod.is_overdue(now):

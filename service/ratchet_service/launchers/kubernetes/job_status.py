@@ -1,11 +1,5 @@
-"""Derives an attempt's state from its Job, its pods and their events, on plain JSON. Whether agents have started or left a result
-is found out by callbacks; all else is pure.
-
-Kubernetes reports the same fact in several places and removes some of them early: a pod disappears with its node, a Job's
-conditions stay. So each pod is judged by the first of these that exists: the disruption that a controller announced, a deletion
-by hand, the reason in the pod's status, the agent's own result, how the container ended. The last known state of deleted pods and
-Jobs counts like that of others (``ObservedState``).
-"""
+"""Derives an attempt's state from its Job, its pods and their events, on plain JSON. Kubernetes reports the same fact in several
+places, and removes some of them early, so each pod's end is taken from the first source that has it."""
 
 from __future__ import annotations
 
@@ -44,11 +38,8 @@ _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{QUOTA_EXCEEDED})|denied the 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """What is known of an attempt, mostly from the watches. ``job``: the Job's JSON, None if it is not known. ``deleted``: the
-    Job existed and does not any more; ``deleted_by_service``: this service deleted it, or is deleting it (set by the launcher).
-    ``pods``: deleted ones are included for some time. ``warnings``: name of the Job or of a pod -> the last warning event about
-    it. ``forbidden_since``: monotonic time when the cluster was first seen to forbid the Job's pods; None if the last warning
-    about the Job does not say so. ``events_unavailable``: why warning events are not watched, None if they are."""
+    """What is known of an attempt. ``deleted``: the Job existed and no longer does. ``warnings``: name of the Job or a pod ->
+    last warning event. ``forbidden_since``: when the cluster was first seen to forbid the Job's pods, monotonic."""
 
     job: Json | None = None
     deleted: bool = False
@@ -66,10 +57,8 @@ class ObservedState:
 
 @dataclass(frozen=True)
 class View:
-    """What is concluded of an attempt. ``alive``, ``waiting``, ``ends``: as in ``AttemptState``. ``gone_nodes``: indices of nodes
-    on which nothing runs and nothing will start, or whose machine is lost. ``notes``: node -> text about its pod. ``revoked``:
-    the Job was suspended after it had started, and must not be resumed. ``pod_deleted_by_hand``: ``_is_deleted_by_hand`` is true
-    for one of the pods."""
+    """What is concluded of an attempt. ``gone_nodes``: nodes on which nothing runs or will start. ``notes``: node -> text about
+    its pod. ``revoked``: the Job was suspended after it had started."""
 
     alive: bool
     waiting: str | None = None
@@ -88,9 +77,8 @@ def evaluate(
     now: float,
     patience: Patience,
 ) -> View:
-    """Return what follows from the observed state for the attempt. ``nodes``: number of its nodes. ``has_started()``: True if any
-    of its agents has ever started; ``has_result(node)``: True if the node's agent has left its result; both are called only if
-    needed. ``now``: monotonic."""
+    """Return what follows from the observed state. ``has_started()``: an agent has ever started. ``has_result(node)``: the node's
+    agent has left its result."""
     live = [pod for pod in observed.pods if not pod.has_ended]
     revoked = _is_revoked(observed, has_started)
     ends = _engine_ends(observed, has_result, now, patience, revoked)
@@ -111,8 +99,7 @@ def evaluate(
 
 
 def will_conclude(observed: ObservedState, nodes: int) -> bool:
-    """True if each node has a pod whose phase is Succeeded or Failed, and no pod still runs: the Job controller will mark the Job
-    as ended, or has done so, and creates no more pods. False if the Job is not known, is being deleted or was deleted."""
+    """True if each node has a pod that succeeded or failed and no pod still runs: the Job controller will end the Job."""
     ended = {pod.node for pod in observed.pods if pod.phase in ("Succeeded", "Failed")}
     return (
         observed.job is not None
@@ -123,15 +110,12 @@ def will_conclude(observed: ObservedState, nodes: int) -> bool:
 
 
 def is_finished(observed: ObservedState) -> bool:
-    """True if the Job controller has marked the Job as ended. This mark is final, and is set only after all its pods have
-    ended."""
+    """True if the Job controller has marked the Job as ended. This mark is final."""
     return observed.job is not None and any(_condition(observed.job, kind) for kind in ("Complete", "Failed"))
 
 
 def _may_start(observed: ObservedState, nodes: int) -> bool:
-    """False if the Job controller will create no more pods: the Job is marked as ending or ended, one of its pods has failed
-    (``backoffLimit: 0``), or each node has a pod that succeeded. Also False if the Job is not known, is being deleted or was
-    deleted. True otherwise, also while all pods run, or the Job is suspended."""
+    """False if the Job controller will create no more pods, for example after a failure, or if the Job is unknown."""
     if observed.job is None or observed.is_deleting:
         return False
     if any(_condition(observed.job, kind) for kind in ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")):
@@ -142,8 +126,7 @@ def _may_start(observed: ObservedState, nodes: int) -> bool:
 
 
 def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> bool:
-    """True if the Job is suspended now although it has pods or an agent has started: if it were resumed, it would run again as
-    the same attempt."""
+    """True if the Job is suspended now although it has pods or an agent has started."""
     if observed.job is None or not observed.job["spec"].get("suspend"):
         return False
     return bool(observed.pods) or has_started()
@@ -152,10 +135,8 @@ def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> boo
 def _engine_ends(
     observed: ObservedState, has_result: Callable[[int], bool], now: float, patience: Patience, revoked: bool
 ) -> tuple[EngineEnd, ...]:
-    """Return the ends of the attempt's pods, in the order in which they happened; a cause comes before its consequences. A pod
-    has one if somebody deleted it (``_is_deleted_by_hand``), or as ``_pod_end`` finds; a pod whose end its agent's result
-    explains has none. If somebody else suspended or deleted the Job (``_interference``), that comes first. If there is no end at
-    all, return the one that the Job's condition shows, or else the last warnings about pods that never started."""
+    """Return the ends of the attempt's pods, causes before consequences; without any, what the Job's condition or
+    warnings show."""
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in observed.pods:
         by_hand = (
@@ -177,9 +158,8 @@ def _engine_ends(
 
 
 def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
-    """Return cause and message of the pod's end, from the first source that has them: the announced disruption (even while the
-    pod still runs), the pod's status, the container's end. A pod that can never start, or whose machine does not answer, counts
-    as ended. None: the pod has not ended, its agent's result says why, or none of these sources shows an end."""
+    """Return cause and message of the pod's end, from the first source that has them; None if there is none, or the agent's
+    result explains it."""
     announced = disruption(pod)
     if announced is not None:
         return announced
@@ -191,8 +171,7 @@ def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: 
 
 
 def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
-    """Return the end that somebody else, such as Kueue, caused by suspending the Job after its start, or by deleting it before it
-    had ended; otherwise None."""
+    """Return the end that somebody else, such as Kueue, caused by suspending or deleting the Job; otherwise None."""
     job = observed.job
     if job is None:
         return None
@@ -214,20 +193,14 @@ def _interference(observed: ObservedState, revoked: bool) -> EngineEnd | None:
 
 
 def _ended_before_deletion(job: Json) -> bool:
-    """True if the Job had ended before it was deleted. Such a deletion stops nothing; mostly the Job's time to live was over. The
-    caller has checked that the Job was deleted or is being deleted."""
+    """True if the Job, which was deleted or is being deleted, had ended before."""
     ended = _condition(job, "Complete") or _condition(job, "Failed")
     deleted = job["metadata"].get("deletionTimestamp")
     return ended is not None and (deleted is None or str(ended.get("lastTransitionTime", "")) <= str(deleted))
 
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
-    """True if, as far as is known, the deletion of the pod itself ended it or will end it, and not the Job controller requested
-    it. An announced disruption, such as an eviction, also deletes a pod: callers check ``disruption``.
-
-    The controller deletes pods after the Job is deleted or suspended, or has failed. A deletion requested after the Job's failure
-    counts as the controller's, unless the Job's condition names this pod. In the same second, it does so if the Job has several
-    pods. False also if the Job is not known."""
+    """True if, as far as is known, somebody deleted the pod and so ended it, and not the Job controller."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (
         job is None
@@ -255,8 +228,7 @@ def is_permanent_refusal(warning: str) -> bool:
 
 
 def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Patience) -> EngineEnd | None:
-    """Return the end of an attempt whose pods the cluster has forbidden for more than ``patience.fault`` seconds; None if it has
-    not, or if no pod is missing (``_missing_pods_text``)."""
+    """Return the end of an attempt whose pods the cluster has forbidden for ``patience.fault`` seconds; otherwise None."""
     missing = _missing_pods_text(observed, nodes)
     if observed.job is None or missing is None or observed.forbidden_since is None:
         return None
@@ -270,8 +242,7 @@ def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Pa
 
 
 def _last_warnings(observed: ObservedState) -> list[EngineEnd]:
-    """Return an end for each pod that was deleted before its container had started, as far as is known, and about which there is
-    a warning; the message contains the last one. Used if nothing else shows an end, as after a restart of the service."""
+    """Return an end, with the last warning, for each pod that was deleted before its container had started."""
     text = "it was deleted before its container had started: {}"
     pods = [pod for pod in observed.pods if pod.never_started and pod.name in observed.warnings]
     return [
@@ -280,8 +251,7 @@ def _last_warnings(observed: ObservedState) -> list[EngineEnd]:
 
 
 def _ends_from_job_condition(observed: ObservedState) -> list[EngineEnd]:
-    """Return, in a list, the end that the Job's own condition shows; empty if the Job has not failed. Used if no pod shows an
-    end."""
+    """Return, in a list, the end that the Job's own condition shows; empty if the Job has not failed."""
     job = observed.job or {}
     failed = _condition(job, "Failed") or _condition(job, "FailureTarget")
     if failed is None:
@@ -298,8 +268,7 @@ def _ends_from_job_condition(observed: ObservedState) -> list[EngineEnd]:
 
 
 def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> bool:
-    """True if the result of the pod's agent may still appear. An agent that ends with one of its own exit codes has written a
-    result, but a shared file system may show the file up to ``patience.result`` seconds later."""
+    """True if the result of the pod's agent may still appear: a shared file system may show the file later."""
     ended = pod.terminated
     if ended is None or ended.get("exitCode") not in CAUSE_OF_EXIT_CODE or has_result(pod.node):
         return False
@@ -309,8 +278,7 @@ def _result_may_come(pod: Pod, has_result: Callable[[int], bool], now: float, pa
 def _gone_nodes(
     observed: ObservedState, nodes: int, late: Sequence[Pod], now: float, may_start: bool
 ) -> frozenset[int]:
-    """Return the indices of nodes on which nothing runs and nothing will start. Nodes whose machine does not answer after the
-    pod's grace are included. ``late``: pods whose result may still appear; their nodes are not included."""
+    """Return the nodes on which nothing runs or will start, or whose machine does not answer. ``late``: pods to wait for."""
     out = set()
     for node in range(nodes):
         pods = [pod for pod in observed.pods if pod.node == node]
@@ -322,8 +290,7 @@ def _gone_nodes(
 
 
 def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) -> str | None:
-    """Return why not all containers have started, with the engine's messages; None: they have, or nothing is known. ``live``:
-    pods that have not ended."""
+    """Return why not all containers have started; None: they have, or nothing is known. ``live``: pods that have not ended."""
     job = observed.job
     if job is None:
         return None
@@ -343,8 +310,7 @@ def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) ->
 
 
 def _missing_pods_text(observed: ObservedState, nodes: int) -> str | None:
-    """Return, as text, how many pods the Job controller still has to create. None if each node has a pod, if the Job is suspended
-    or not known, or if no more pods will be created (``_may_start``)."""
+    """Return, as text, how many pods the Job controller still has to create; None if there are none."""
     made = {pod.node for pod in observed.pods}
     if (
         observed.job is None
@@ -363,8 +329,7 @@ def _warning_suffix(observed: ObservedState, job: Json) -> str:
 
 
 def _events_hint(observed: ObservedState, job: Json) -> str:
-    """Return the sentence that says where to read why pods are not created, if warning events are not watched; otherwise
-    empty."""
+    """Return a sentence that says where to read why pods are not created; empty if warning events are watched."""
     if observed.events_unavailable is None:
         return ""
     metadata = job["metadata"]

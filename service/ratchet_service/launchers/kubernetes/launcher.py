@@ -1,8 +1,5 @@
-"""Attempts as Jobs of a Kubernetes cluster: one Job per attempt, one pod per node.
-
-A poll reads the state that watches have received, and the files that the agents write. Apart from the watches, requests are made
-only for changes, for logs, to confirm that somebody else suspended or deleted something, and to prove an attempt dead.
-"""
+"""Attempts as Jobs of a Kubernetes cluster: one Job per attempt, one pod per node. A poll reads mostly what watches have
+received, and the files that the agents write."""
 
 from __future__ import annotations
 
@@ -46,14 +43,13 @@ _LOG_LINES: Final = 200
 
 
 def make(home: HomePaths, settings: Mapping[str, Any]) -> KubernetesLauncher:
-    """Return the Kubernetes launcher. This is the factory that ``registry`` calls. Contacts no cluster. Raises ``ValueError`` as
-    ``parse_settings`` does."""
+    """Return the Kubernetes launcher; contacts no cluster. Raises ``ValueError`` as ``parse_settings`` does."""
     return KubernetesLauncher(parse_settings(home, settings))
 
 
 class KubernetesLauncher:
-    """Runs attempts as Jobs of a Kubernetes cluster; see the module. ``environ``: the environment from which secrets' values are
-    read, copied when the launcher is made (None: this process's)."""
+    """Runs attempts as Jobs of a Kubernetes cluster. ``environ``: where secrets' values are read from; None: this process's
+    environment."""
 
     kind = "kubernetes"
     slots = False
@@ -81,8 +77,7 @@ class KubernetesLauncher:
         return spec_checks.check(self._site, spec)
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """Return the plan with the manifests of the Job and, for several nodes, of its Service. The Secret, which contains
-        values, is not in the plan."""
+        """Return the plan with the manifests of the Job and, for several nodes, of its Service, without secret values."""
         launch = launch.model_copy(update={"service_url": self._site.settings.url, "code_dir": code_dir(launch)})
         paths = AttemptPaths(Path(launch.attempt_dir))
         argv = tuple(manifests.agent_command(launch))
@@ -97,10 +92,8 @@ class KubernetesLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json``, give the job's files to the pods' user (``chown_job_files``), and create the attempt's objects
-        in the cluster (``create_objects``). Raises ``LaunchError`` for a secret that is not available, for a directory that
-        cannot be prepared, and if the server refuses an object (the Secret and the Service are then deleted again);
-        ``EngineFull``, ``EngineUnreachable``."""
+        """Write ``launch.json``, and create the attempt's objects in the cluster. Raises ``LaunchError``, ``EngineFull`` and
+        ``EngineUnreachable``."""
         values = planning.secret_values(self._environ, plan.secrets)
         try:
             attempt_files.write_launch(plan.ref.paths, plan.launch)
@@ -118,9 +111,7 @@ class KubernetesLauncher:
         cache.add_job(job, job["metadata"]["namespace"])
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from the watches and the agents' files. The server is queried only to confirm that somebody
-        else suspended or deleted something. A Job that was suspended after its start is deleted, so that it cannot start again as
-        the same attempt. Raises ``EngineUnreachable``."""
+        """Return the attempt's state. A Job that was suspended after its start is deleted. Raises ``EngineUnreachable``."""
         observed = self._observe(ref)
         view = self._evaluate(ref, observed)
         # Two watches are not ordered: the pods' may be ahead, and a change of the Job may not have been received yet.
@@ -141,23 +132,21 @@ class KubernetesLauncher:
         return AttemptState(view.alive, nodes, None if all_started else view.waiting, view.ends)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Create the marker file that says that the service did it (``mark_deleted``), and delete the Job: its pods get SIGTERM
-        and their own grace period, which allows for a save. Does not wait. ``grace`` is not used. Raises
+        """Delete the Job: its pods get SIGTERM and their own grace period; ``grace`` is not used. Raises
         ``EngineUnreachable``."""
         mark_deleted(ref)
         delete_job(self._api, self._site, ref.name)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Do one step of killing the attempt (``AttemptKiller.kill``), and return names of what may still be alive. Once nothing
-        is alive, delete the attempt's Secret and Service and return an empty list."""
+        """Do one step of killing the attempt, and return names of what may still be alive. Raises ``EngineUnreachable``."""
         left = self._killer.kill(ref, self._observe(ref))
         if not left:
             delete_secret_and_service(self._api, self._site, ref.name)
         return left
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        """Return the ends of the logs of the first ``_LOG_NODES`` pods, at most ``limit`` characters altogether; empty if there
-        is none. Raises ``EngineUnreachable``."""
+        """Return the ends of the logs of the first ``_LOG_NODES`` pods, at most ``limit`` characters altogether. Raises
+        ``EngineUnreachable``."""
         pods = sorted(self._observe(ref).pods, key=lambda pod: pod.node)[:_LOG_NODES]
         parts = []
         for pod in pods:
@@ -167,9 +156,8 @@ class KubernetesLauncher:
         return "\n".join(parts)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Pass the names of the attempts that are live in the cluster (``Cache.live_attempts``) to ``known``. Delete the Jobs,
-        pods, Secrets and Services of those that it does not return, and return their names. Does not wait for the end of their
-        pods, which have their own grace. Raises ``EngineUnreachable``."""
+        """Delete the objects of live attempts in the cluster that ``known`` does not return, and return their names. Raises
+        ``EngineUnreachable``."""
         cache = self._started_cache()
         cache.wait_ready()
         found = cache.live_attempts()
@@ -192,16 +180,15 @@ class KubernetesLauncher:
             return self._watch_cache
 
     def _observe(self, ref: AttemptRef) -> ObservedState:
-        """Return what the watches have received of the attempt, and whether the service itself deletes its Job (the marker file).
-        Waits until the watches are ready. Raises ``EngineUnreachable``, also if that takes too long."""
+        """Return what the watches have received of the attempt. Raises ``EngineUnreachable`` if they are not ready."""
         cache = self._started_cache()
         cache.wait_ready()
         observed = cache.observe(ref.name)
         return replace(observed, deleted_by_service=observed.is_deleting and is_marked_deleted(ref))
 
     def _refresh_job(self, ref: AttemptRef, observed: ObservedState) -> ObservedState:
-        """Return the attempt's observed state with the Job as the server has it now; a Job that does not exist counts as deleted.
-        ``observed`` must contain the Job. Raises ``EngineUnreachable``."""
+        """Return the attempt's observed state with the Job as the server has it now. ``observed`` contains the Job. Raises
+        ``EngineUnreachable``."""
         assert observed.job is not None
         job = find_job(self._api, observed.job["metadata"]["namespace"], ref.name)
         if job is not None:
@@ -220,8 +207,7 @@ class KubernetesLauncher:
         )
 
     def _pod_log(self, pod: Pod) -> str:
-        """Return the end of the log of the agent's container; if the server has no log or refuses it, the part of it that the
-        pod's status contains. Empty if there is none. Raises ``EngineUnreachable``."""
+        """Return the end of the agent's log, as far as the server or the pod's status has it. Raises ``EngineUnreachable``."""
         if not pod.deleted and pod.status.get("state", {}).keys() & {"running", "terminated"}:
             with suppress(Refusal):
                 return self._api.get_text(f"{pod.path}/log", container=AGENT, tailLines=_LOG_LINES)
@@ -239,8 +225,7 @@ def _has_result(ref: AttemptRef, node: int) -> bool:
 
 
 def _list_node_files(ref: AttemptRef, node: int) -> list[Path]:
-    """Return the paths of the files in a node's directory; empty if it cannot be read. Listing the directory also makes a network
-    file system notice files that it had cached as missing."""
+    """Return the files in a node's directory; empty if it cannot be read. This refreshes a network file system's cache."""
     with suppress(OSError):
         return list(ref.paths.node(node).root.iterdir())
     return []

@@ -1,10 +1,5 @@
-"""Makes the Kubernetes objects of a launch: a Job with one pod per node, a Service for the pods' names, a Secret. Pure, except
-for a fork: whether the pod mounts the parent's checkpoints may depend on whether they exist now (``volumes``).
-
-Ratchet does the restarts: ``backoffLimit: 0``, and the failure policy *fails* the Job. With ``Ignore`` the controller would
-create a new pod within the same Job, which is the same attempt. The rules are evaluated in order, disruptions first: an evicted
-pod mostly ends with 143, and the Job's condition should report the eviction. ``backoffLimit`` covers all other exit codes.
-"""
+"""Makes the Kubernetes objects of a launch: a Job with one pod per node, a Service for the pods' names, a Secret. Restarts are
+new attempts with new Jobs, so the Job itself allows none."""
 
 from __future__ import annotations
 
@@ -71,8 +66,7 @@ def labels_of(site: Site, launch: LaunchFile) -> dict[str, str]:
 
 
 def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
-    """Return the attempt's Job, with the job's own patch applied. If the job names a Kueue queue, the Job is created suspended,
-    and Kueue starts it."""
+    """Return the attempt's Job, with the job's own patch applied. With a Kueue queue the Job is created suspended."""
     spec, launcher = launch.spec, site.effective_launcher(launch.spec)
     nodes = spec.world.nodes
     labels = launcher.labels | labels_of(site, launch)
@@ -81,9 +75,11 @@ def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
         "completionMode": "Indexed",
         "completions": nodes,
         "parallelism": nodes,
+        # restarts are new attempts: with the policy Ignore the controller would create a new pod within this one
         "backoffLimit": 0,
         "podReplacementPolicy": "Failed",
         "podFailurePolicy": {
+            # disruptions first: an evicted pod mostly ends with 143, and the Job's condition should report the eviction
             "rules": [
                 {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
                 {
@@ -107,8 +103,7 @@ def job_manifest(site: Site, launch: LaunchFile) -> Manifest:
 
 
 def service_manifest(site: Site, launch: LaunchFile) -> Manifest | None:
-    """Return a headless Service that gives the pods DNS names (NAME-0.NAME and so on) from their creation. None for one node,
-    which needs none."""
+    """Return a headless Service that gives the pods DNS names; None for one node, which needs none."""
     if launch.spec.world.nodes == 1:
         return None
     labels = labels_of(site, launch)
@@ -121,16 +116,15 @@ def service_manifest(site: Site, launch: LaunchFile) -> Manifest | None:
 
 
 def owner_patch(job: Manifest) -> Manifest:
-    """Return a merge patch that makes ``job`` the owner of an object, so that the object is deleted together with the Job.
-    ``job``: a Job as the server returned it."""
+    """Return a merge patch that makes ``job``, as the server returned it, the owner of an object."""
     metadata = job["metadata"]
     owner = {"apiVersion": "batch/v1", "kind": "Job", "name": metadata["name"], "uid": metadata["uid"]}
     return {"metadata": {"ownerReferences": [owner]}}
 
 
 def secret_manifest(site: Site, launch: LaunchFile, values: dict[str, str]) -> Manifest | None:
-    """Return the attempt's own Secret. ``values``: name -> value of the secrets that the spec takes from the service's
-    environment. None if there are none."""
+    """Return the attempt's own Secret; None without values. ``values``: name -> value of the secrets from the service's
+    environment."""
     if not values:
         return None
     return {
@@ -194,9 +188,7 @@ def _container(
 
 
 def _env(launch: LaunchFile) -> list[dict[str, Any]]:
-    """Return the variables of the agent's container: the node's address, HOME and USER, since the image has no passwd entry for
-    the pods' user, and the job's secrets. For a job on CPUs there is also one that hides the GPUs. The spec's ``env`` is not
-    included: the agent sets it for the ranks."""
+    """Return the variables of the agent's container, such as the job's secrets, but not the spec's ``env``."""
     out: list[dict[str, Any]] = [
         {"name": names.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "HOME", "value": TMP},
@@ -214,9 +206,7 @@ def _env(launch: LaunchFile) -> list[dict[str, Any]]:
 
 
 def _resources(launch: LaunchFile) -> dict[str, Any]:
-    """Return requests and limits of the agent's container. CPUs are requested and not limited: a limit would stop threads in the
-    middle of a step. Memory is requested; it is limited, to the same amount, only if the spec names it. Otherwise 2 GiB per rank
-    are requested. Request and limit of GPUs are equal, as Kubernetes requires. Little disk (1 GiB) is requested."""
+    """Return requests and limits of the agent's container. CPUs have no limit: it would stop threads in the middle of a step."""
     resources, ranks = launch.spec.resources, launch.spec.world.ranks_per_node
     requests = {
         "cpu": str(ranks * (resources.cpus_per_rank or launch.resolved.threads_per_rank)),
@@ -232,9 +222,7 @@ def _resources(launch: LaunchFile) -> dict[str, Any]:
 
 
 def _with_disk_limit(template: Manifest) -> Manifest:
-    """Limit the pod's disk usage, in ``template`` itself, and return the template. The limit is the sum of the size limits of the
-    pod's directories on disk (also those of the job's own patch) and 1 GiB for logs. Without it one job could fill its machine's
-    disk. If such a directory has no size limit, no limit is set."""
+    """Limit the pod's disk usage, if its directories have size limits, in ``template`` itself, and return the template."""
     disk = max_disk_bytes(template["spec"]["volumes"])
     if disk is not None:
         (agent,) = [one for one in template["spec"]["containers"] if one["name"] == pod_patch.AGENT]
@@ -249,8 +237,8 @@ def _container_security() -> dict[str, Any]:
 
 
 def _restrict_added_containers(pod: dict[str, Any]) -> None:
-    """Give each container that the job's patch has added to the pod's spec ``pod``, in ``pod`` itself, those settings of
-    ``_container_security`` that the patch does not set for it. If the patch names capabilities to drop, ALL is added to them."""
+    """Give the containers that the job's patch has added to ``pod`` the settings of ``_container_security``, where
+    they set none."""
     for container in pod.get("initContainers", ()):
         context = merge(_container_security(), container.get("securityContext", {}))
         dropped = dropped_capabilities(context)
@@ -267,14 +255,12 @@ def dropped_capabilities(context: Any) -> list[Any]:
 
 
 def drops_all(dropped: list[Any]) -> bool:
-    """True if ``dropped`` (``dropped_capabilities``) names all capabilities. Case does not matter, as in the runtimes of
-    containers."""
+    """True if ``dropped`` (``dropped_capabilities``) names all capabilities. Case does not matter, as in container runtimes."""
     return any(isinstance(name, str) and name.upper() == "ALL" for name in dropped)
 
 
 def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any]:
-    """Return the pod's security context: never root, with the user that the job's spec or the site's defaults name, or else the
-    site's user, and the site's groups."""
+    """Return the pod's security context: never root, but the user of the job's spec or of the site."""
     return {
         "runAsNonRoot": True,
         "runAsUser": launcher.run_as_user or site.user,
@@ -286,8 +272,7 @@ def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any
 
 
 def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return the rules by which pods are spread over machines: those of ``launcher.topology_spread``, with a selector of the
-    attempt's pods if they have none. Without any, one for an even spread where possible; for one node, none."""
+    """Return the rules by which pods are spread over machines: ``launcher.topology_spread``, or else evenly where possible."""
     labels = labels_of(site, launch)
     selector_fields = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, ATTEMPT, INSTANCE)}}}
     if launcher.topology_spread is not None:
@@ -298,8 +283,7 @@ def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLaunche
 
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return the job's tolerations, and those that Ratchet adds: for the taints of GPU machines if the job requests GPUs, and
-    short ones for machines that do not answer. None is added for a key of which the job has a toleration."""
+    """Return the job's tolerations, and Ratchet's for the taints of GPU machines and of machines that do not answer."""
     given = {toleration.get("key") for toleration in launcher.tolerations}
     gpu = launch.spec.resources.gpu
     # Machines with GPU slices (nvidia.com/mig-1g.5gb) have the taint of the whole GPU.

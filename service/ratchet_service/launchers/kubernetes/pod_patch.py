@@ -1,12 +1,5 @@
-"""Applies ``launcher.pod_patch``: a job's own changes to its pods' template.
-
-It is a merge patch (RFC 7396): objects are merged, null removes, anything else replaces. In addition, entries of
-``spec.containers``, ``spec.initContainers`` and ``spec.volumes`` are merged by name, since a merge patch can only replace a whole
-list, and the agent's container is in one.
-
-``refused_fields`` finds changes of fields that Ratchet relies on, or has a key for; ``spec_checks`` then refuses the job.
-``apply`` checks nothing.
-"""
+"""Applies ``launcher.pod_patch``, a job's own changes to its pods' template. It is a merge patch (RFC 7396), except that entries
+of ``spec.containers``, ``spec.initContainers`` and ``spec.volumes`` are merged by name."""
 
 from __future__ import annotations
 
@@ -61,8 +54,7 @@ _OWNED_OF_AGENT: Final[Mapping[tuple[str, ...], str]] = {
 
 
 def apply(template: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """Return the pod template with the patch applied; entries of the lists in ``_NAMED_LISTS`` are merged by name. ``template``
-    itself is not changed, but the result may share parts with it. Does not check whether the patch is allowed."""
+    """Return the pod template with the patch applied, without checks. The result may share parts with ``template``."""
     plain = copy.deepcopy(patch)
     for where, name in _NAMED_LISTS:
         if isinstance(plain.get(where), dict) and isinstance(plain[where].get(name), list):
@@ -72,10 +64,8 @@ def apply(template: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_fields(template: dict[str, Any], patch: dict[str, Any], gpu: str | None) -> Iterator[tuple[str, str]]:
-    """Yield a JSON pointer, relative to the patch, and the reason for each part of the patch that changes what Ratchet relies on
-    or has a key for, that adds a container next to the agent's, or that cannot be merged by name. The same pointer may occur
-    several times. Whether Kubernetes accepts the result, and what it may access, is not checked here. ``gpu``: the name of the
-    job's GPU resource; None: it requests none."""
+    """Yield a JSON pointer, relative to the patch, and the reason for each part that Ratchet refuses. ``gpu``: the job's GPU
+    resource."""
     yield from _touched_fields(patch, _OWNED, ())
     for key in template["metadata"]["labels"]:
         yield from _touched_fields(patch, {("metadata", "labels", key): "Ratchet finds its pods by it"}, ())
@@ -88,7 +78,7 @@ def refused_fields(template: dict[str, Any], patch: dict[str, Any], gpu: str | N
 def _refused_in_list(
     template: dict[str, Any], patch: dict[str, Any], path: tuple[str, str], gpu: str | None
 ) -> Iterator[tuple[str, str]]:
-    """As ``refused_fields``, for the entries of one list that is merged by name. ``path``: the list's keys in the patch."""
+    """As ``refused_fields``, for the entries of one list that is merged by name; ``path``: the list's keys."""
     within = patch.get(path[0])
     given = within.get(path[1], ()) if isinstance(within, dict) else ()
     if given == ():
@@ -117,8 +107,7 @@ def _refused_in_list(
 def _touched_fields(
     patch: Any, owned: Mapping[tuple[str, ...], str], prefix: tuple[str, ...]
 ) -> Iterator[tuple[str, str]]:
-    """Yield pointer and reason for each field of ``owned`` that the patch sets or removes. If it replaces or removes a parent of
-    the field, the pointer is to that parent. ``prefix``: the path of ``patch``."""
+    """Yield pointer and reason for each field of ``owned`` that the patch at ``prefix`` sets, replaces or removes."""
     for path, reason in owned.items():
         at: Any = patch
         for depth, key in enumerate(path):
@@ -131,8 +120,7 @@ def _touched_fields(
 
 
 def _merge_by_name(base: list[dict[str, Any]], patch: list[Any]) -> list[Any]:
-    """Return the entries of ``base``, each merged with the entry of ``patch`` that has the same name, and after them the other
-    entries of ``patch``, named or not."""
+    """Return the entries of ``base``, merged with those of ``patch`` that have the same name, and then the others."""
     out = {entry["name"]: entry for entry in base}
     for i, entry in enumerate(patch):
         key = entry.get("name", i) if isinstance(entry, dict) else i

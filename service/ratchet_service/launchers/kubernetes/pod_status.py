@@ -1,12 +1,5 @@
-"""Evaluates one pod: why it waits, why it ended, and whether it can still start. Pure, on plain JSON.
-
-Durations are measured by this process's monotonic clock, from when it first saw a state (``first_seen_times``). Times in objects
-are not used for that: they are of the cluster's clocks, which may differ from this machine's, and both may be changed. After a
-restart of the service all time limits start again: they may expire late, never early.
-
-Sources of the reasons: for the DisruptionTarget condition, kubernetes.io "Disruptions"; for a pod's status and for waiting
-containers, kubelet's source (``pkg/kubelet/eviction``, ``nodeshutdown``, ``images/types.go``, ``container/sync_result.go``).
-"""
+"""Evaluates one pod: why it waits, why it ended, and whether it can still start. Durations are measured by this process's
+monotonic clock. Sources of the reasons: kubernetes.io "Disruptions", and kubelet's source."""
 
 from __future__ import annotations
 
@@ -79,7 +72,7 @@ _NOT_STARTED: Final = ("StartError", "ContainerCannotRun")
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits in seconds, as in the settings: ``fault_patience``, ``start_patience`` and ``result_patience``."""
+    """Time limits in seconds, as in the settings ``fault_patience``, ``start_patience`` and ``result_patience``."""
 
     fault: float
     start: float
@@ -88,8 +81,7 @@ class Patience:
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod of an attempt. ``object``: its JSON; ``deleted``: it is gone, and ``object`` is its last state. ``state_since``:
-    when this process first saw each of its states, monotonic (``first_seen_times``)."""
+    """One pod of an attempt. ``object``: its JSON, or its last state. ``state_since``: times from ``first_seen_times``."""
 
     object: Json
     deleted: bool = False
@@ -132,17 +124,14 @@ class Pod:
         return self.deleted or self.phase in ("Succeeded", "Failed")
 
     def is_overdue(self, now: float) -> bool:
-        """True if this process first saw more than the pod's grace plus ``OVERDUE`` seconds ago that the pod is being deleted.
-        The machine of a pod that has not ended by then counts as not answering; callers check ``has_ended``. ``now``: monotonic.
-        """
+        """True if the pod's deletion was first seen more than its grace plus ``OVERDUE`` seconds ago. ``now``: monotonic."""
         metadata = self.object["metadata"]
         since = self.state_since.get(_deletion_state(self.object) or "")
         return since is not None and now > since + float(metadata.get("deletionGracePeriodSeconds", _GRACE)) + OVERDUE
 
     @property
     def deletion_requested_at(self) -> str | None:
-        """When the deletion was requested, RFC 3339 in UTC; None: it was not. A later shortening of the grace does not change the
-        value."""
+        """When the deletion was requested, RFC 3339 in UTC; None: it was not."""
         at = self.object["metadata"].get("deletionTimestamp")
         if at is None:
             return None
@@ -151,16 +140,13 @@ class Pod:
 
     @property
     def never_started(self) -> bool:
-        """True if the pod's deletion was requested and it has ended or is gone, and its agent's container is not known to have
-        run. A kubelet reports ``ContainerStatusUnknown`` for a container that it never started, but also for a lost one."""
+        """True if the pod was deleted and its agent's container is not known to have run."""
         unknown = self.terminated is None or self.terminated.get("reason") == _UNKNOWN
         return self.has_ended and unknown and self.deletion_requested_at is not None
 
     @property
     def stopped_by_deletion(self) -> bool:
-        """True if the pod ended, or will end, because it was deleted. False if its deletion was not requested. False also if the
-        end of its agent's container is known and does not fit: earlier than the request, out of memory, or with an exit code
-        other than those after SIGKILL and SIGTERM."""
+        """True if the pod's deletion was requested and, as far as is known, is why the pod ends."""
         requested_at, ended = self.deletion_requested_at, self.terminated
         if requested_at is None or ended is None or ended.get("reason") == _UNKNOWN:
             return requested_at is not None
@@ -187,13 +173,12 @@ class Pod:
 
     @property
     def scheduled_since(self) -> float | None:
-        """Monotonic time when this process first saw that the pod was assigned to a machine; None if it is not assigned."""
+        """Monotonic time when this process first saw that the pod was assigned to a machine; None if it is not."""
         return self.state_since.get(_SCHEDULED)
 
     @property
     def ended_at(self) -> str:
-        """The time of the pod's end, by which ends are sorted: RFC 3339 in UTC, so that texts can be compared. It is the time of
-        the announced disruption, else of the container's end, else of the deletion; without any, a text that sorts last."""
+        """The time of the pod's end, RFC 3339 in UTC, for sorting. If it is unknown, a text that sorts last."""
         announced = _condition(self.object, "DisruptionTarget") or {}
         metadata = self.object["metadata"]
         times = (
@@ -204,16 +189,14 @@ class Pod:
         return str(next((time for time in times if time), "9999"))
 
     def describe(self) -> str:
-        """Return the pod's name, machine and phase as text, for display; ``deleted`` in place of the phase if the pod is gone and
-        its agent's container was not reported as ended."""
+        """Return the pod's name, machine and phase as text, for display; ``deleted`` may replace the phase."""
         where = f" on {self.machine}" if self.machine else ""
         return f"pod {self.name}{where}: {'deleted' if self.deleted and not self.terminated else self.phase}"
 
 
 def first_seen_times(object_: Json, previous: Mapping[str, float], now: float) -> dict[str, float]:
-    """Return state -> monotonic time when this process first saw it, for the pod's current states from which time limits are
-    measured. ``previous``: the last result for the same pod; ``now``: the time for states that are new. A deletion whose time has
-    changed (by a shorter grace) is a new state."""
+    """Return the monotonic times when this process first saw the pod's current states, by state. ``previous``: the last such
+    result."""
     ended = Pod(object_).terminated is not None
     scheduled = _condition(object_, "PodScheduled") is not None
     claimless = _NO_CLAIM.search(_unschedulable_message(object_)) is not None
@@ -227,8 +210,7 @@ def first_seen_times(object_: Json, previous: Mapping[str, float], now: float) -
 
 
 def disruption(pod: Pod) -> tuple[Cause, str] | None:
-    """Return cause and message of the disruption that Kubernetes announced for the pod before it was ended; None: there is
-    none."""
+    """Return cause and message of the disruption that Kubernetes announced for the pod; None: there is none."""
     found = _condition(pod.object, "DisruptionTarget")
     if found is None:
         return None
@@ -238,9 +220,7 @@ def disruption(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def status_end(pod: Pod) -> tuple[Cause, str] | None:
-    """Return cause and message of a pod's end as its own status shows it; otherwise None. The status may have a known reason
-    (``_STATUS_REASONS``), or show that the node rejected the pod: it failed, its container has not ended, and nobody has deleted
-    it. The caller has checked that the pod has ended."""
+    """Return cause and message of an ended pod's end as its own status shows it; otherwise None."""
     status = pod.object.get("status", {})
     reason, message = str(status.get("reason", "")), status.get("message")
     if reason == "Evicted" and _OVER_ITS_LIMIT.search(str(message)):
@@ -260,8 +240,7 @@ def status_end(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def _disk_advice(volume: str) -> str:
-    """Return what to do if this directory of the pod is full, by its volume's name (``volumes.pod_volumes``): raise its size, by
-    the key of the spec that sets it, or write elsewhere, if the size is fixed."""
+    """Return what to do if a directory of the pod is full. ``volume``: its volume's name (``volumes.pod_volumes``)."""
     if volume == "code":  # the snapshot itself always fits, and is read-only
         return f"write to the working directory or to {TMP}, not below {CODE}"
     key = {"tmp": "launcher.tmp_size", "shm": "launcher.shm_size"}.get(
@@ -273,9 +252,7 @@ def _disk_advice(volume: str) -> str:
 
 
 def container_end(pod: Pod) -> tuple[Cause, str] | None:
-    """Return cause and message of the end of the agent's container, for an agent that left no result. A pod that is gone although
-    its container was not reported as ended has an unknown cause, even if it never started. None: the container of an existing pod
-    has not ended, or it is reported as ``ContainerStatusUnknown`` after a deletion (``Pod.never_started``)."""
+    """Return cause and message of the end of an agent's container that left no result; None if the status shows none."""
     ended = pod.terminated
     if ended is None:
         return (Cause.UNKNOWN, "the pod was deleted by force; its result is unknown") if pod.deleted else None
@@ -314,9 +291,7 @@ def container_end(pod: Pod) -> tuple[Cause, str] | None:
 
 
 def unstartable_reason(pod: Pod, now: float, patience: Patience) -> tuple[Cause, str] | None:
-    """Return cause and message if the pod has not started and never will, or not within the time limits of ``patience``; None
-    while it may, and once its agent's container has started or the pod has ended. A pod that waits for a machine has no time
-    limit, unless the claim of a volume does not exist. ``now``: monotonic."""
+    """Return cause and message if the pod will never start, or not within the limits of ``patience``; otherwise None."""
     claimless = pod.state_since.get(_CLAIMLESS)
     if claimless is not None and not pod.has_ended and now - claimless > patience.fault:
         text = (
@@ -347,8 +322,7 @@ def unstartable_reason(pod: Pod, now: float, patience: Patience) -> tuple[Cause,
 
 
 def waiting_reason(pod: Pod, warning: str | None) -> str | None:
-    """Return why the pod is still in the phase Pending, as a message; None if it is not. ``warning``: the last warning event
-    about the pod; None: there is none."""
+    """Return why the pod is still in the phase Pending; None if it is not. ``warning``: its last warning event."""
     if pod.phase != "Pending":
         return None
     if _condition(pod.object, "PodScheduled") is None:
@@ -369,9 +343,8 @@ def _unschedulable_message(object_: Json) -> str:
 
 
 def _waiting_container(pod: Pod) -> tuple[str, str]:
-    """Return the reason of the pod's first waiting container, init containers first, and its message as a suffix
-    (``_message_suffix``). Containers that wait for init containers (``PodInitializing``) are left out; two empty texts if no
-    other waits."""
+    """Return reason and message of the first waiting container, except those that wait for init containers; empty
+    texts if none."""
     status = pod.object.get("status", {})
     statuses = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for found in statuses:
@@ -392,14 +365,12 @@ def _condition(object_: Json, kind: str) -> Json | None:
 
 
 def _message_suffix(message: Any) -> str:
-    """Return the engine's message on one line after a colon, to append to a sentence; at most the last 600 characters. Empty if
-    there is no message."""
+    """Return the engine's message on one line after a colon, shortened; empty if there is none."""
     text = " ".join(str(message or "").split())
     return f": {text[-600:]}" if text else ""
 
 
 def _deletion_state(object_: Json) -> str | None:
-    """Return the name of the state "being deleted at this time", for ``first_seen_times``; None: the object is not being
-    deleted."""
+    """Return the name of the state "being deleted at this time", for ``first_seen_times``; otherwise None."""
     at = object_["metadata"].get("deletionTimestamp")
     return None if not at else f"leaves at {at}"

@@ -82,8 +82,7 @@ class Settings(SpecModel):
 
 @dataclass(frozen=True)
 class Site:
-    """The settings together with the run directory ``home`` and the ids of the pods' user and group. A service that runs as root
-    makes this user the owner of the jobs' directories."""
+    """The settings together with the run directory ``home`` and the ids of the pods' user and group."""
 
     settings: Settings
     home: HomePaths
@@ -92,8 +91,7 @@ class Site:
 
     @property
     def instance(self) -> str:
-        """A short id of this service, by which its objects in a namespace are distinguished from those of others: a hash of the
-        run directory's id and of its place in the claim."""
+        """A short id of this service, by which its objects in a namespace are distinguished from those of others."""
         settings = self.settings
         text = f"{self.home.instance_id} {settings.claim} {settings.sub_path_prefix}"
         return hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -118,9 +116,7 @@ class Site:
 
 
 def parse_settings(home: HomePaths, raw_settings: Mapping[str, Any]) -> Site:
-    """Check the settings from the launchers file, and return them with the run directory and the pods' user and group: those of
-    the settings, or else of this process. Raises ``ValueError`` for invalid settings, if the package ``kubernetes`` is missing,
-    and if pods would run as root."""
+    """Check the settings from the launchers file, and return them with the pods' user and group. Raises ``ValueError``."""
     if find_spec("kubernetes") is None:
         raise ValueError("the launcher kubernetes needs a package: pip install 'ratchet-train[kubernetes]'")
     try:

@@ -1,5 +1,4 @@
-"""Checks a job's spec for parts that Kubernetes cannot honour or that the site does not allow, before the job is accepted. Each
-problem has a JSON pointer. An API server may still refuse the job for other reasons."""
+"""Checks a job's spec for parts that Kubernetes cannot honour or that the site does not allow, before the job is accepted."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ _NO_JOB: Final = "job-000000000000"
 
 
 def check(site: Site, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return two lists: warnings about ``spec``, and problems for parts that this site cannot run or does not allow. Contacts no
-    cluster. Without an image, the Job's manifest is not checked."""
+    """Return warnings about ``spec``, and problems: parts that this site cannot run or does not allow. Contacts no cluster."""
     launcher = site.effective_launcher(spec)
     found = [*_check_spec(site, spec, launcher), *_check_launcher(site, launcher), *_check_volumes(site, spec)]
     found += _check_withheld_names(site, spec, launcher)
@@ -95,8 +93,7 @@ def _check_spec(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> 
 
 
 def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of faults in some keys under ``launcher``: ``namespace``, ``labels``, ``node_selector``,
-    ``annotations``, ``image_pull_secrets`` and those for Kueue. The others, such as ``pod_patch``, are not checked here."""
+    """Yield (pointer, message) of faults in some keys under ``launcher``, such as ``namespace`` and ``labels``."""
     if launcher.namespace is not None and launcher.namespace not in site.namespaces:
         text = (
             f"this service runs jobs in {', '.join(site.namespaces)}; its launchers file (namespaces) may name others"
@@ -135,8 +132,7 @@ def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tu
 
 
 def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of faults in the job's volumes. Withheld names, and a path that two volumes use, are not checked
-    here."""
+    """Yield (pointer, message) of faults in the job's volumes, such as a mount path that hides another."""
     own = (TMP, SHM, CODE, str(site.home.home))
     for i, volume in enumerate(spec.volumes):
         here, at = f"/volumes/{i}", volume.mount_path.rstrip("/") or "/"
@@ -162,10 +158,8 @@ def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each fault of the Job as it would be sent, and for privileges and files that the patch may not
-    have. If parts of the patch are refused, only these are reported. ``has_other_faults``: faults of other keys are reported
-    already. These may cause the faults that the Job has even without its patch. Such faults are then reported only for the parts
-    in ``_POD_SPEC_KEYS``."""
+    """Yield (pointer, message) for each fault of the Job as it would be sent, such as privileges. ``has_other_faults``: these may
+    be the cause of some."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch
@@ -198,10 +192,8 @@ def _unpatched(job: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
 def _check_privileges(
     pod: dict[str, Any], added: list[dict[str, Any]], patch: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each setting in the patch that requires the site's ``allow_host_access``: a true value of a
-    key in ``_PRIVILEGES``, running as root, no confinement of system calls (``Unconfined``), and added capabilities. Also for
-    each of the volumes ``added`` by the patch that is a directory of the node or holds a token of the service account. If the
-    patch has no such setting, for each of Ratchet's restrictions that the patched ``pod`` lacks (``_missing_restrictions``)."""
+    """Yield (pointer, message) for each setting in the patch, and each of its volumes ``added``, that requires
+    ``allow_host_access``."""
     may = "it requires allow_host_access in the service's launchers file"
     found = []
     for path, key, value in _walk(patch.get("spec"), ()):
@@ -225,8 +217,7 @@ def _check_privileges(
 
 
 def _missing_restrictions(pod: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (path in the Job, message) for each restriction that ``manifests`` sets and that the pod's spec ``pod``, to which the
-    patch is applied, lacks. A container's fault is at its list."""
+    """Yield (path in the Job, message) for each restriction that Ratchet sets and that ``pod``, with the patch applied, lacks."""
     here, context = ("spec", "template", "spec"), pod["securityContext"]
     if pod.get("automountServiceAccountToken") is not False:
         yield (*here, "automountServiceAccountToken"), "pods get no token of the service account"
@@ -265,8 +256,7 @@ def _is_other_group(value: Any) -> bool:
 
 
 def _check_foreign_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each volume or mount that would expose other jobs' files. Only the agent's container may mount
-    the run directory, and only the job's own part of it. ``added``: the volumes that the patch adds."""
+    """Yield (pointer, message) for each volume (``added`` by the patch) or mount that would expose other jobs' files."""
     for volume in added:
         if (volume.get("persistentVolumeClaim") or {}).get("claimName") == site.settings.claim:
             text = f"{site.settings.claim} is the service's own run directory, with the files of all jobs"
@@ -282,8 +272,7 @@ _ATTEMPT: Final = re.compile(r"job-[0-9a-z]{12}-a[0-9]{4,}")
 
 
 def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each use of a name that the site withholds from jobs, or of the name of an attempt's Secret.
-    The spec's secrets, volumes, service account, image pull secrets and pod patch are searched."""
+    """Yield (pointer, message) for each use of a name that is reserved for the service."""
     used: list[tuple[str, Any]] = []
     used += [
         (f"/secrets/{name}", source.from_secret.name) for name, source in spec.secrets.items() if source.from_secret
@@ -314,8 +303,7 @@ def _warnings(spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[Warni
 
 
 def _example_launch(site: Site, spec: JobSpec) -> LaunchFile:
-    """Return an example launch of the spec, from which its manifests are built for checks. Values that no check uses are made
-    up."""
+    """Return an example launch of the spec, from which its manifests are built for checks; some values are made up."""
     home = HomePaths(site.home.home)
     job = home.job(_NO_JOB)
     return LaunchFile(
@@ -347,8 +335,7 @@ def _walk(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], 
 
 
 def _patch_pointer(patch: Any, path: tuple[str, ...]) -> str:
-    """Return the JSON pointer to the part of the patch that sets ``path`` in the Job; it ends at the first list, or where the
-    patch has no such key."""
+    """Return the JSON pointer to the part of the patch that sets ``path`` in the Job, up to the first list."""
     at, out = patch, ["launcher", "pod_patch"]
     for key in path[2:]:
         if not isinstance(at, dict) or key not in at:

@@ -1,8 +1,5 @@
-"""Volumes and mounts of a pod: parts of the run directory, and the job's own volumes.
-
-Of the run directory the pod sees only the job's own directory and, read-only, the files from which it starts: users' code must
-not reach other jobs.
-"""
+"""Volumes and mounts of a pod: parts of the run directory, and the job's own volumes. A pod does not see the directories of other
+jobs, except for what it starts from."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ class Mounted:
 
 
 def code_dir(launch: LaunchFile) -> str | None:
-    """Return the path at which the ranks find the code: in the pod's own directory if the agent fetches a snapshot, else the
-    code's path on the nodes. None: the job has no code."""
+    """Return the path at which the ranks find the code, in the pod or on its node; None: there is none."""
     return f"{CODE}/{launch.resolved.code_digest}" if _fetches_snapshot(launch) else launch.code_dir
 
 
@@ -66,23 +62,20 @@ def pod_volumes(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec
 
 
 def max_disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
-    """Return the most bytes of its machine's disk that the pod's directories (``emptyDir``) may use; None if one of them has no
-    limit. Directories in memory do not count."""
+    """Return the most bytes of disk that the pod's directories (``emptyDir``) may use; None: there is no limit."""
     found = [volume["emptyDir"] for volume in volumes if "emptyDir" in volume]
     sizes = [directory.get("sizeLimit") for directory in found if directory.get("medium") != "Memory"]
     return None if None in sizes else sum(size_in_bytes(str(size)) for size in sizes)
 
 
 def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
-    """Return the mounts of parts of the run directory: the job's directory, writable; and, read-only, the checkpoints of the job
-    that this one was forked from, and the directory of the file to start from.
-
-    Once this job has a checkpoint of its own, the job that it was forked from may be deleted. Its checkpoints are then mounted
-    only if they exist: the kubelet would create the missing directory, or not start the pod."""
+    """Return the mounts of the run directory: the job's directory, and, read-only, what it was forked or starts from."""
     wanted = [(launch.job_root, False)]
     if launch.fork is not None:
         source = JobPaths(Path(launch.fork.job_root)).checkpoints
         with as_owner(source):
+            # Once this job has a checkpoint of its own, its source may be deleted: the kubelet would create the missing
+            # directory, or not start the pod.
             if launch.recorded is None or source.is_dir():
                 wanted.append((str(source), True))
     if launch.start_file is not None:

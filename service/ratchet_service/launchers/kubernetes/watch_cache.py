@@ -1,10 +1,5 @@
-"""A cache of the cluster's state, kept current by watches: polling any number of attempts costs no request.
-
-Each kind of object in each namespace is listed once and then watched; an interrupted watch resumes where it stopped. Bookmarks
-keep the resume version recent. If the server has forgotten that version (410 Gone), or after an unexpected error, the kind is
-listed again, and Jobs and pods missing from the list count as deleted. The last state of a deleted Job or pod is kept for at
-least 15 minutes: it may be the only evidence of why an attempt ended.
-"""
+"""A cache of the cluster's state, kept current by watches. The last state of a deleted Job or pod is kept for some time: it may
+be the only evidence of why an attempt ended."""
 
 from __future__ import annotations
 
@@ -29,8 +24,7 @@ _MAX_WARNINGS: Final = 5000
 
 @dataclass
 class _Entry:
-    """One object in the cache. ``deleted_at``: when it was first seen to be gone, monotonic; None: it exists. ``state_since``:
-    when each of a pod's states was first seen (``first_seen_times``)."""
+    """One object in the cache. ``deleted_at``: monotonic; None: it exists. ``state_since``: see ``first_seen_times``."""
 
     object: Json
     namespace: str
@@ -39,8 +33,7 @@ class _Entry:
 
 
 class Cache:
-    """Jobs and pods of one service, and the warning events about them, in memory. ``start`` starts the watches, each on a thread
-    of its own. Thread-safe."""
+    """Jobs and pods of one service, and the warning events about them, in memory. ``start`` starts the watches. Thread-safe."""
 
     def __init__(self, api: Api, namespaces: tuple[str, ...], selector: str) -> None:
         self._lock = threading.Lock()
@@ -70,15 +63,14 @@ class Cache:
             watcher.close()
 
     def wait_ready(self) -> None:
-        """Block until Jobs and pods are listed in all namespaces, at most ``_SYNC_TIMEOUT`` seconds. Raises ``EngineUnreachable``
-        if they are not listed by then, or if a watch of them has failed."""
+        """Block until Jobs and pods are listed, at most ``_SYNC_TIMEOUT`` seconds. Raises ``EngineUnreachable`` if
+        they are not."""
         deadline = time.monotonic() + _SYNC_TIMEOUT
         for watcher in self._watchers:
             watcher.wait_ready(deadline)
 
     def observe(self, name: str) -> ObservedState:
-        """Return what the cache has of the attempt with this name. Nothing is requested from the server. ``deleted_by_service``
-        is not set."""
+        """Return what the cache has of the attempt with this name; ``deleted_by_service`` is not set."""
         with self._lock:
             job = self._jobs.get(name)
             pods = [Pod(e.object, e.deleted_at is not None, e.state_since) for e in self._pods.get(name, {}).values()]
@@ -97,9 +89,8 @@ class Cache:
         )
 
     def live_attempts(self) -> list[str]:
-        """Return the sorted names of attempts with a Job or a pod that exists and is not being deleted. Left out are attempts
-        whose Job is being deleted, since that deletes its pods, too. Left out are also those whose Job has ended with all its
-        pods: it is kept until its time to live is over, for inspection."""
+        """Return the sorted names of attempts with a Job or a pod that exists, and is neither being deleted nor kept for
+        inspection."""
         with self._lock:
             kept = {
                 name
@@ -116,8 +107,7 @@ class Cache:
         return sorted((jobs | pods) - dying)
 
     def add_job(self, job: Json, namespace: str) -> None:
-        """Add a Job that this service has just created, before the watch receives it; it replaces another one of the same name.
-        Does nothing if the cache has this very Job already (the same uid)."""
+        """Add a Job that this service has just created, before the watch receives it."""
         name = str(job["metadata"]["name"])
         with self._lock:
             known = self._jobs.get(name)
@@ -132,9 +122,7 @@ class Cache:
                 self._jobs[str(job["metadata"]["name"])] = _Entry(job, namespace)
 
     def apply(self, kind: str, object_: Json, namespace: str, *, deleted: bool = False) -> None:
-        """Process one object of a watch, or one item of a list; its ``managedFields`` are removed from it. ``deleted``: the
-        object is gone, and this is its last state. Not stored are Jobs older than those in the cache (``_store_job``), pods
-        without an attempt's labels, and events that were deleted or are not about an attempt's objects."""
+        """Process one object of a watch or a list; its ``managedFields`` are removed. ``deleted``: this is its last state."""
         object_["metadata"].pop("managedFields", None)  # long and not used
         now = time.monotonic()
         entry = _Entry(object_, namespace, now if deleted else None)
@@ -153,9 +141,7 @@ class Cache:
             self._prune()
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
-        """Store a complete list, as of the resource version ``version``, item by item as ``apply`` does. Objects of this kind
-        and namespace that are not in the list count as deleted from now on, except those that were written after ``version``.
-        Events never count as deleted."""
+        """Store a complete list, as of ``version``. Older Jobs or pods of the namespace that are not in it count as deleted."""
         for item in items:
             self.apply(kind, item, namespace)
         present = {item["metadata"]["uid"] for item in items}
@@ -167,11 +153,10 @@ class Cache:
                     entry.deleted_at = time.monotonic()
 
     def _store_job(self, entry: _Entry) -> None:
-        """Store a Job from the watch or a list, unless the cache has a newer version of the same Job from the answer to a
-        request: otherwise every poll would query the server again. A deleted Job is stored in any case. Called with the lock
-        held."""
+        """Store a Job from a watch or a list, unless the cache has a newer version. Called with the lock held."""
         metadata = entry.object["metadata"]
         known = self._jobs.get(str(metadata["name"]))
+        # an older version would make every poll query the server again
         later = known is not None and _is_newer(known.object, str(metadata.get("resourceVersion", "")))
         if (
             known is not None
@@ -183,9 +168,7 @@ class Cache:
         self._jobs[str(metadata["name"])] = entry
 
     def _store_warning(self, event: Json, now: float) -> None:
-        """Store a warning event about an object of an attempt; it replaces the earlier one about that object. Events about
-        objects whose name does not begin with ``job-`` are ignored. Beyond ``_MAX_WARNINGS`` the oldest are dropped. Also record
-        since when the cluster forbids the object's pods, or, after any other warning about it, that it does not."""
+        """Store a warning event about an object of an attempt, and whether the cluster forbids the object's pods."""
         about = str((event.get("involvedObject") or {}).get("name", ""))
         if about.startswith("job-"):
             self._warnings.pop(about, None)  # so that it is re-inserted at the end
@@ -228,7 +211,6 @@ def _attempt_name_of(object_: Json) -> str | None:
 
 
 def _is_newer(object_: Json, version: str) -> bool:
-    """True if the object was written after resource version ``version``. Versions are increasing numbers (KEP-5504); False if one
-    of the two is not a number."""
+    """True if the object was written after resource version ``version``, by numbers that increase (KEP-5504)."""
     own = str(object_["metadata"].get("resourceVersion", ""))
     return own.isdigit() and version.isdigit() and int(own) > int(version)

@@ -1,5 +1,4 @@
-"""Lists one kind of objects in one namespace and then watches it, on a thread of its own; passes the objects to a
-``WatchHandler``."""
+"""Lists one kind of objects in one namespace and then watches it, on a thread of its own."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ _MIN_WATCH_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of objects to watch. ``path``: its path in the API, with the namespace as ``{}``; ``query``: the name of the query
-    parameter that selects the objects. ``required``: without it the state of attempts is unknown."""
+    """A kind of objects to watch. ``path``: in the API, with the namespace as ``{}``. ``query``: the parameter that selects the
+    objects. ``required``: attempts cannot be judged without it."""
 
     name: str
     path: str
@@ -48,8 +47,8 @@ class WatchHandler(Protocol):
 
 
 class Watcher:
-    """Keeps the objects of one kind in one namespace current in ``cache``, on a thread of its own. ``selector``: label selector
-    of the objects. Of a kind that is not selected by labels (events), all warnings in the namespace are watched."""
+    """Keeps the objects of one kind in one namespace current in ``cache``, on a thread of its own. ``selector``:
+    label selector."""
 
     def __init__(self, api: Api, kind: Kind, namespace: str, selector: str, cache: WatchHandler) -> None:
         self._api, self._kind, self._namespace, self._cache = api, kind, namespace, cache
@@ -74,14 +73,12 @@ class Watcher:
 
     @property
     def unavailable_reason(self) -> str | None:
-        """Why a kind that is not ``required`` is not watched; None if it is watched, as far as is known. Always None for a
-        required kind, whose failure ``wait_ready`` raises."""
+        """Why a kind that is not ``required`` cannot be watched, as far as is known; otherwise None."""
         return None if self._kind.required else self._fault or None
 
     def wait_ready(self, deadline: float) -> None:
-        """Block until a required kind is listed, at most until the monotonic time ``deadline``. Raises ``EngineUnreachable`` if
-        it is not listed by then, or if listing or watching it has failed last. Returns at once for a kind that is not
-        required."""
+        """Block until a required kind is listed, at most until ``deadline`` (monotonic). Raises ``EngineUnreachable`` if it is
+        not."""
         if not self._kind.required:
             return
         with self._changed:
@@ -92,8 +89,7 @@ class Watcher:
                 raise EngineUnreachable(f"Kubernetes has not listed its {self._kind.name} yet")
 
     def _run(self) -> None:
-        """List and watch until ``close``. After an error, resume after a delay: from the last known version, or with a new list
-        if there is none, if the server has forgotten it (410), or if the error was unexpected."""
+        """List and watch until ``close``. After an error, resume after a delay."""
         version, delay = "", 0.0
         while not self._closing.is_set():
             began = time.monotonic()
@@ -126,7 +122,7 @@ class Watcher:
         self._warned = True
 
     def _record_failure(self, detail: str, delay: float) -> float:
-        """Record why the kind cannot be watched, and return the seconds until the next try: twice ``delay``, within limits."""
+        """Record why the kind cannot be watched, and return the seconds until the next try, which grow with ``delay``."""
         self._set_fault(fault=detail)
         return min(max(2 * delay, _BACKOFF[0]), _BACKOFF[1])
 
@@ -154,8 +150,7 @@ class Watcher:
 
     def _watch(self, version: str) -> str:
         """Watch from ``version`` until the server ends the watch or ``close`` is called, and return the version to resume from.
-        Raises ``_WatchInterrupted`` if the connection broke, ``EngineUnreachable`` if there was none, and ``Refusal``: with code
-        410 if the server has forgotten the version."""
+        Raises ``_WatchInterrupted``, ``EngineUnreachable`` and ``Refusal``."""
         query: dict[str, str | int] = {"watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version}
         with self._api.stream(
             self._path, _WATCH_SECONDS, timeoutSeconds=_WATCH_SECONDS, **self._query, **query
@@ -174,8 +169,7 @@ class Watcher:
         return version
 
     def _apply_event(self, event: Json) -> str | None:
-        """Pass the object of one event to the handler, and return the version to resume from (None: the event has none). A
-        bookmark has only the version. Raises ``Refusal`` for an error that the server sends as an event."""
+        """Pass the object of one event to the handler, and return the version to resume from, if any. Raises ``Refusal``."""
         object_ = event["object"]
         if event["type"] == "ERROR":
             raise Refusal(int(object_.get("code", 500)), json.dumps(object_).encode())

@@ -16,9 +16,7 @@ __all__ = ["make"]
 
 
 def make(home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox = NO_SANDBOX) -> Launcher:
-    """Return the local launcher. This is the factory that ``registry`` calls. With the setting ``agent_host`` its agents are
-    started by an agent host, a separate process. Raises ``ValueError`` for unknown or invalid settings, and for ``agent_host``
-    together with a user in ``sandbox``."""
+    """Return the local launcher. With the setting ``agent_host`` a separate process starts its agents. Raises ``ValueError``."""
     hosted = settings.get("agent_host", False)
     further = [str(name) for name in settings if name != "agent_host"]
     if further or not isinstance(hosted, bool):

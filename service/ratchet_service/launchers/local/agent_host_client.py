@@ -1,10 +1,5 @@
-"""The local launcher where an agent host starts the agents: a separate process in a separate container, which has no database and
-outlives this one. Requests go over a socket in the run directory, which both see at the same path.
-
-Files and locks are checked from this process: a lock belongs to the kernel, whichever container its holder is in. Processes are
-not visible from here, so operations on them are requested from the host. Several reconcilers may send requests, also of another
-version than the host's: the instructions for an agent are in ``launch.json`` alone.
-"""
+"""The local launcher where an agent host starts the agents: a separate process, which outlives this one. Requests go over a
+socket in the run directory. Files and locks are checked here; processes, which may not be visible here, are the host's."""
 
 from __future__ import annotations
 
@@ -39,9 +34,8 @@ _ENDED_WITH_HOST: Final = (
 
 
 class Question(BaseModel):
-    """A request to the agent host, of the kind ``what``. About one attempt: ``look`` whether it has a process, ``start`` its
-    agents, ``stop`` or ``kill`` them. About all: ``running`` lists the attempts that have processes, ``sweep`` ends the attempts
-    in ``names``, and ``ping`` only requests an answer."""
+    """A request to the agent host. About one attempt: ``look`` for processes, ``start``, ``stop``, ``kill``. About all:
+    ``running``, ``sweep`` those in ``names``, ``ping``."""
 
     model_config = ConfigDict(extra="ignore")
     what: Literal["ping", "look", "start", "stop", "kill", "running", "sweep"]
@@ -51,9 +45,8 @@ class Question(BaseModel):
 
 
 class Answer(BaseModel):
-    """The agent host's answer. ``away``: why nothing was done now, empty if it was done; a retry may succeed. ``refused``: why
-    nothing was done, and a retry would not help. For ``look``: ``alive``: a part of the attempt is alive; ``own``: this same host
-    process started its agents. ``names``: attempts (``running``, ``sweep``), or processes that were killed (``kill``)."""
+    """The agent host's answer. ``away``: why nothing was done now. ``refused``: why nothing was done, for good. ``alive``: a part
+    of the attempt lives. ``own``: this host process started its agents."""
 
     model_config = ConfigDict(extra="ignore")
     away: str = ""
@@ -67,8 +60,7 @@ M = TypeVar("M", Question, Answer)
 
 
 def socket_address(directory_fd: int) -> str:
-    """Return the address of the agent host's socket, by an open descriptor of its directory: the path itself could be longer than
-    the limit of 108 bytes."""
+    """Return the address of the agent host's socket, by a descriptor of its directory, since its path may be too long."""
     return f"/proc/self/fd/{directory_fd}/{SOCKET}"
 
 
@@ -84,9 +76,8 @@ def send_line(connection: socket.socket, message: BaseModel) -> None:
 
 
 def send_request(home: Path, request: Question) -> Answer:
-    """Send ``request`` to the agent host of this run directory and return its answer; each step (connect, send, receive) blocks
-    for at most ``_TIMEOUT_SECONDS``. Raises ``EngineUnreachable`` if no host answers, the answer is not valid, or nothing was
-    done now, and ``LaunchError`` if the host refuses."""
+    """Send ``request`` to the run directory's agent host and return its answer. Raises ``EngineUnreachable``, and ``LaunchError``
+    if the host refuses."""
     directory_fd = -1
     try:
         directory_fd = os.open(home, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -113,22 +104,19 @@ def send_request(home: Path, request: Question) -> Answer:
 
 
 class HostedLauncher(LocalLauncher):
-    """The local launcher whose agents an agent host starts; see the module. Its calls may wait for the host, so the service makes
-    them through ``ThreadedLauncher``."""
+    """The local launcher whose agents an agent host starts. Its calls may wait for the host."""
 
     same_files = False
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json`` and request the host to start the agents. Does nothing if an agent has started already. Raises
+        """Write ``launch.json`` and request the host to start the agents, unless an agent has started already. Raises
         ``LaunchError`` and ``EngineUnreachable``."""
         if not plan.ref.paths.agent_file.exists():
             self._write_launch_file(plan)
             self._request("start", plan.ref)
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from the agents' files and locks. The host is queried only if no agent holds its lock. If
-        the host's process did not start the agents, as after its restart, and the attempt is not alive and lacks a result, its
-        agents count as ended with the host (``node-lost``). Raises ``EngineUnreachable``."""
+        """Return the attempt's state, from files and locks, or else from the host. Raises ``EngineUnreachable``."""
         nodes = attempt_files.node_states(
             ref, gone=lambda node: not attempt_files.lock_is_held(ref.paths.node(node).lock_file)
         )
@@ -143,13 +131,11 @@ class HostedLauncher(LocalLauncher):
         self._request("stop", ref)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Request the host to kill the attempt's processes, and return the names of those that it found; empty if there are
-        none."""
+        """Request the host to kill the attempt's processes, and return names of those that it found."""
         return self._request("kill", ref).names
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Request from the host the attempts that have processes, and the killing of those that ``known`` does not return. Return
-        the names of the attempts that the host then found."""
+        """Request the host to kill running attempts that ``known`` does not return, and return their names."""
         found = send_request(self._home.home, Question(what="running")).names
         orphans = sorted(set(found) - set(known(found))) if found else []
         return send_request(self._home.home, Question(what="sweep", names=orphans)).names if orphans else []

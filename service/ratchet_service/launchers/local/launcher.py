@@ -1,11 +1,5 @@
-"""Agents as detached processes of this machine. They outlive the service on purpose: training continues while it restarts.
-
-Proof of life is the agent's ``flock`` on ``agent.lock``. The lock is probed only once ``agent.json`` exists, which the agent
-writes while it holds the lock: an earlier probe could hold the lock just when a starting agent takes it. Until then a starting
-agent is found by RATCHET_ATTEMPT_DIR in its environment. Its descendants inherit the variable, unless code removes it.
-
-Limits (``resources.memory``, ``resources.open_files``) that this machine cannot enforce are refused.
-"""
+"""Agents as detached processes of this machine, which outlive the service. An agent counts as alive while its lock is held. A
+starting agent is found by RATCHET_ATTEMPT_DIR in its environment, since probing the lock could keep the agent from it."""
 
 from __future__ import annotations
 
@@ -38,8 +32,7 @@ _MIN_RANK_BYTES = 2**29
 
 
 def resource_problems(spec: JobSpec) -> list[FieldProblem]:
-    """Return a problem for each limit of the spec that this machine cannot enforce, and for a memory limit that is too low for a
-    rank to start."""
+    """Return a problem for each limit of the spec that this machine cannot enforce, and for too little memory."""
     found = []
     share, files = spec.memory_per_rank, spec.resources.open_files
     if share is not None and spec.world.device != "cpu":
@@ -79,9 +72,8 @@ _ONE_MACHINE: Final = "the local launcher has one machine"
 
 
 class LocalLauncher:
-    """Starts agents as processes of this machine; see the module. ``agent``: the command, to which the launch file's path is
-    appended (None: this interpreter's agent); ``environ``: the environment that agents inherit from (None: this process's);
-    ``sandbox``: the user and limits of agents and ranks."""
+    """Starts agents as processes of this machine. ``agent``: the command; None: this interpreter's. ``environ``: what agents
+    inherit from; None: this process's. ``sandbox``: their user and limits."""
 
     kind = "local"
     max_nodes: int | None = 1
@@ -102,8 +94,7 @@ class LocalLauncher:
         self._children: dict[str, set[int]] = {}  # attempt's name -> pids
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return warnings, and problems for parts of the spec that need another engine, for limits that this machine cannot
-        enforce, and for too little memory. The number of nodes is not checked here."""
+        """Return warnings, and problems for parts of the spec that need another engine or that this machine cannot enforce."""
         given = {
             "/resources/gpu": spec.resources.gpu,
             "/image": spec.image,
@@ -124,8 +115,7 @@ class LocalLauncher:
         return warnings(spec), problems
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """Return the plan: the agent's command, the variable RATCHET_ATTEMPT_DIR that is added to its environment, where secrets
-        are read from, and the ranks' commands for display."""
+        """Return the plan: the agent's command, added variables, sources of secrets, and the ranks' commands for display."""
         paths = AttemptPaths(Path(launch.attempt_dir))
         nodes = launch.spec.world.nodes
         return LaunchPlan(
@@ -144,8 +134,8 @@ class LocalLauncher:
             self.start(plan)
 
     def start(self, plan: LaunchPlan) -> None:
-        """Start the agents of an attempt that has not begun and whose ``launch.json`` is written. Returns once they are visible
-        in /proc. Raises ``LaunchError``."""
+        """Start the agents of an attempt whose ``launch.json`` is written. Returns once they are visible in /proc. Raises
+        ``LaunchError``."""
         env = agent_environment(self._environ, plan)
         if (parent := self._environ.get(names.ENDS_WITH)) is not None:
             env[names.ENDS_WITH] = parent
@@ -169,8 +159,7 @@ class LocalLauncher:
             raise LaunchError(f"the agent could not be started: {error}") from error
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from the agents' files and locks. While an agent has not begun, processes of the attempt
-        also count as alive. Reaps agents that this process started and that have ended."""
+        """Return the attempt's state, from the agents' files, locks and processes. Reaps this process's ended agents."""
         self._reap(ref.name)
         nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
         locked = any(node.seen and not node.gone for node in nodes)
@@ -178,16 +167,14 @@ class LocalLauncher:
         return AttemptState(locked or bool(starting), nodes)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Send SIGTERM to the attempt's agents that have written ``agent.json`` and are alive; does not wait. An agent that is
-        still starting gets no signal. ``grace`` is not used: the caller kills the agents after it."""
+        """Send SIGTERM to the attempt's agents that have written ``agent.json``; their end is not awaited, and ``grace`` is not
+        used."""
         for agent in self._agents(ref).values():
             if self._is_agent(ref, agent):
                 proc.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Send SIGKILL to all processes of the attempt, and return names of those that were found; does not wait for their end. A
-        process that holds an agent's lock is returned even if it is not visible here: until the lock is free, its death is not
-        proved."""
+        """Send SIGKILL to all processes of the attempt, and return names of those found; their end is not awaited."""
         found = proc.kill_all(lambda: self._pids(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
@@ -204,8 +191,8 @@ class LocalLauncher:
         return files.agent_logs(ref, limit)
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Kill all processes of attempts of this run directory that ``known`` does not return, and return the names of those
-        attempts. Reaps agents of this process that have ended."""
+        """Kill all processes of this run directory's attempts that ``known`` does not return, and return these
+        attempts' names."""
         for name in list(self._children):  # attempts that another reconciler supervises now
             self._reap(name)
         found = {ref.name: folders for ref, folders in self.running_attempts()}
@@ -215,8 +202,7 @@ class LocalLauncher:
         return orphans
 
     def running_attempts(self) -> list[tuple[AttemptRef, set[str]]]:
-        """Return the attempts of this run directory that have processes on this machine, each with the values of
-        RATCHET_ATTEMPT_DIR in the environments of these processes (one directory may have several spellings)."""
+        """Return the attempts of this run directory that have processes here, with the spellings of their directories."""
         found: dict[str, tuple[AttemptRef, set[str]]] = {}
         for _, folder in proc.processes_with_variable(names.ATTEMPT_DIR):
             ref = self._ref_from_folder(Path(folder))
@@ -225,8 +211,7 @@ class LocalLauncher:
         return list(found.values())
 
     def _start(self, plan: LaunchPlan, node: int, env: dict[str, str]) -> int:
-        """Start the agent of one node and return its pid. The node's directory is created, and the agent's output is appended to
-        ``agent.log`` in it. Raises ``OSError``."""
+        """Start the agent of one node and return its pid; the agent's output is appended to ``agent.log``. Raises ``OSError``."""
         paths = plan.ref.paths.node(node)
         argv = plan.argv if plan.ref.nodes == 1 else (*plan.argv, "--node", str(node))
         with as_owner(paths.root):
@@ -241,8 +226,7 @@ class LocalLauncher:
         return pid
 
     def _give_to_user(self, paths: AttemptPaths) -> None:
-        """Make the sandbox's user the owner of the job's directory; nothing without such a user. Raises ``OSError``, also if the
-        directory is not that of an attempt in the run directory."""
+        """Make the sandbox's user, if there is one, the owner of the job's directory. Raises ``OSError``."""
         user = self._sandbox.user
         if user is None:
             return
@@ -252,9 +236,8 @@ class LocalLauncher:
         file_access.give_to_user(self._home.job(ref.job_id).root, user.uid, user.gid)
 
     def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
-        """True if the process that ``agent`` names is alive and, if the job's directory belongs to a user other than root
-        (``owner_of``), runs as that user. This is checked since user code may have written the pid of another process into
-        ``agent.json``."""
+        """True if the process that ``agent`` names is alive and runs as the user of the job's directory."""
+        # user code may have written the pid of another process into agent.json
         owner = file_access.owner_of(ref.paths.root)
         own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])
         return own and proc.is_alive(agent.pid, agent.start_time)
@@ -273,8 +256,7 @@ class LocalLauncher:
         return {node: agent for node, agent in agents.items() if agent is not None}
 
     def _ref_from_folder(self, folder: Path) -> AttemptRef | None:
-        """Return the attempt whose directory is ``folder``; None if ``folder`` is not an attempt's directory in this run
-        directory."""
+        """Return the attempt whose directory in this run directory is ``folder``; None if there is none."""
         try:
             job_id, word, number = folder.relative_to(self._home.jobs).parts
         except ValueError:
@@ -285,8 +267,7 @@ class LocalLauncher:
         return AttemptRef(job_id, attempt, self._home.job(job_id).attempt(attempt))
 
     def _reap(self, name: str) -> None:
-        """Reap the agents of the attempt with this name that are children of this process and have ended, so that they leave no
-        zombies. Does not block."""
+        """Reap the agents of this attempt that are children of this process and have ended. Does not block."""
         pids = self._children.get(name, set())
         for pid in list(pids):
             with suppress(ChildProcessError):
@@ -298,8 +279,8 @@ class LocalLauncher:
 
 
 def _spawn(argv: Sequence[str], env: dict[str, str], log: int, fds: Sequence[int] = ()) -> int:
-    """Start a detached process in a session of its own and return its pid. Its output goes to the descriptor ``log``, it inherits
-    ``fds``, and its signal handling is reset to the defaults. Raises ``OSError``."""
+    """Start a detached process and return its pid. ``log``: descriptor for its output. ``fds``: descriptors that it inherits.
+    Raises ``OSError``."""
     actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, log, 1),

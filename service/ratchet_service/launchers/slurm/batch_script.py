@@ -1,9 +1,5 @@
-"""Makes the batch script of an attempt: a pure function of the launch file and the service's settings.
-
-Slurm starts the script on the job's first node; the script starts an agent on each node by one ``srun``. No value from a user can
-end the line that it is written in: options are quoted as sbatch reads them, words of commands as the shell does. ``setup`` is
-shell lines, which follow the first command, where sbatch reads no more options.
-"""
+"""Makes the batch script of an attempt, which starts an agent on each node by one ``srun``. Values from users are quoted; only
+``setup`` is shell lines."""
 
 from __future__ import annotations
 
@@ -41,8 +37,7 @@ def job_comment(home: HomePaths) -> str:
 
 
 def render_script(launch: LaunchFile, settings: Settings, home: HomePaths) -> str:
-    """Return the text of the batch script, which is passed to sbatch as standard input. Raises ``ValueError`` if the value of an
-    option has a line break or a NUL character."""
+    """Return the text of the batch script. Raises ``ValueError`` if an option's value has a line break or a NUL character."""
     spec = launch.spec
     launcher = settings.effective_launcher(spec)
     paths = AttemptPaths(Path(launch.attempt_dir))
@@ -71,8 +66,7 @@ def agent_command(launch: LaunchFile, settings: Settings) -> tuple[str, ...]:
 
 
 def option(name: str, value: str | None = None) -> str:
-    """Return one ``#SBATCH`` line. ``value`` None: the option is a flag. Raises ``ValueError`` for a value with a line break or a
-    NUL character."""
+    """Return one ``#SBATCH`` line; a flag if ``value`` is None. Raises ``ValueError`` for a line break or NUL character."""
     if value is None:
         return f"#SBATCH --{name}"
     if "\n" in value or "\0" in value:
@@ -87,8 +81,8 @@ def cpus_per_node(launch: LaunchFile) -> int:
 
 
 def gres(spec: JobSpec, launcher: SlurmLauncherSpec) -> str | None:
-    """Return the generic resources of each node, in the form of ``--gres``: those of ``launcher.gres``, else one GPU per rank if
-    the spec requests GPUs. None: the job requests none."""
+    """Return the generic resources of each node for ``--gres``: ``launcher.gres``, else one GPU per rank if
+    requested, else None."""
     kind, count = spec.resources.gpu, spec.world.ranks_per_node
     if launcher.gres is not None or kind is None:
         return launcher.gres

@@ -1,5 +1,4 @@
-"""Runs Slurm's commands: each has a time limit, gets no options from the environment, and is killed if the service is killed
-(where ``setpriv`` is installed)."""
+"""Runs Slurm's commands, each with a time limit and without options from the environment."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ class CannotRun(EngineUnreachable):
 
 
 class Commands:
-    """Runs Slurm's commands. ``folder``: the directory that contains them (None: they are on PATH); ``seconds``: time limit of
-    each command; ``environ``: the service's environment."""
+    """Runs Slurm's commands. ``folder``: their directory; None: they are on PATH. ``seconds``: time limit of each command."""
 
     def __init__(self, folder: str | None, seconds: float, environ: Mapping[str, str]) -> None:
         self._folder = folder
@@ -41,10 +39,8 @@ class Commands:
         self._setpriv = shutil.which("setpriv")
 
     def run(self, name: str, *arguments: str, text: str = "", environ: Mapping[str, str] | None = None) -> str:
-        """Run the command ``name``, wait for its end, and return its standard output. ``text``: its standard input; ``environ``:
-        its environment, None for the service's. Variables with Slurm options are removed from it. Raises ``EngineUnreachable`` if
-        Slurm does not answer or the command takes too long, as ``CannotRun`` if the command does not exist, and ``Refused`` for
-        any other failure."""
+        """Run the command ``name`` with standard input ``text``, and return its output. Raises ``EngineUnreachable``
+        (``CannotRun`` if there is no such command) and ``Refused``."""
         program = name if self._folder is None else f"{self._folder}/{name}"
         command = [program, *arguments]
         if self._setpriv is not None:  # an sbatch that outlived the service could submit a job a second time
@@ -77,8 +73,7 @@ class Commands:
 
 
 def without_options(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environ`` without the variables from which Slurm's commands read options, since these would override the options
-    of a script. Variables of a Slurm job in which the service itself runs are removed, too. The locale is set to C.UTF-8."""
+    """Return ``environ`` without the variables from which Slurm's commands read options, and with the locale C.UTF-8."""
     return {k: v for k, v in environ.items() if k in _KEPT_VARIABLES or not k.startswith(_OPTION_PREFIXES)} | {
         "LC_ALL": "C.UTF-8"
     }

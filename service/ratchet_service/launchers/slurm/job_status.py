@@ -41,9 +41,8 @@ _SHELL_SIGNAL: Final = 128
 
 @dataclass(frozen=True)
 class JobRecord:
-    """One batch job as Slurm reports it. ``completing``: its last processes are still being ended. ``exit_code``: the script's.
-    ``signal``: the signal that ended the script, 0 for none. ``restarts``: number of times that Slurm requeued the job.
-    ``preempted``: the job had to make room for another job. ``nodes``: its nodes' names, empty before it has any."""
+    """One batch job as Slurm reports it. ``completing``: its last processes are being ended. ``exit_code``, ``signal``: the
+    script's. ``restarts``: how often Slurm requeued it. ``preempted``: it had to make room."""
 
     id: int
     name: str
@@ -59,8 +58,7 @@ class JobRecord:
 
     @property
     def has_ended(self) -> bool:
-        """True if no part of the job runs or will start, as far as Slurm knows. A state that is unknown here counts as not
-        ended."""
+        """True if no part of the job runs or will start, as far as Slurm knows."""
         return self.state in _ENDED_STATES and not self.completing
 
     @property
@@ -70,24 +68,19 @@ class JobRecord:
 
     @property
     def was_requeued(self) -> bool:
-        """True if Slurm has requeued the job and it has not ended since. Its script forbids that, but an administrator can
-        requeue it."""
+        """True if Slurm has requeued the job and it has not ended since."""
         return self.restarts > 0 and not self.has_ended
 
 
 def decode_wait_status(status: int) -> tuple[int, int]:
-    """Return exit code and signal of a raw wait(2) status, as squeue prints it. The signal is 0 if the process exited, the exit
-    code is 0 if a signal ended it."""
+    """Return exit code and signal of a raw wait(2) status; the one that does not apply is 0."""
     if os.WIFSIGNALED(status):
         return 0, os.WTERMSIG(status)
     return os.waitstatus_to_exitcode(status), 0
 
 
 def duplicate_jobs(jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """Return those of the attempt's jobs that certainly do not run the attempt. There are several jobs of the same name if the
-    attempt was submitted again after Slurm's answer was lost. ``jobs``: sorted by id. The first one that has begun, or else the
-    first one, runs it. Of the others, those are returned that have not begun, or that ended because another agent ran the attempt
-    (``EXIT_LEASE_LOST``)."""
+    """Return those jobs that certainly do not run the attempt, which may have been submitted twice. ``jobs``: sorted by id."""
     began = [job for job in jobs if job.nodes and not job.is_queued]
     first = next(iter(began or jobs), None)
     return [
@@ -111,7 +104,7 @@ def waiting_reason(job: JobRecord) -> str | None:
 
 
 def unstartable_reason(job: JobRecord) -> str | None:
-    """Return why the job can never start as it was requested, as a message; None while it may, or if it has started."""
+    """Return why the job can never start as it was requested; None while it may, or if it has started."""
     reason = job.reason.strip("()").replace(" ", "_")
     if job.state == "PENDING" and (reason in _UNSTARTABLE_REASONS or _PER_JOB.fullmatch(reason)):
         return (
@@ -122,9 +115,8 @@ def unstartable_reason(job: JobRecord) -> str | None:
 
 
 def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd | None:
-    """Return why the job ended or cannot run, according to Slurm. A job that was requeued counts as ended by SIGTERM, even if it
-    still runs. None if the job may still run, or if Slurm adds nothing to the agents' own results. ``started``: at least one
-    agent was seen; ``has_results``: all agents have left a result."""
+    """Return why the job ended or cannot run, according to Slurm; None if there is no such reason. ``started``: an agent was
+    seen. ``has_results``: of all agents."""
     where = f" (nodes {job.nodes})" if job.nodes else ""
     if job.restarts:
         return EngineEnd(
@@ -153,12 +145,11 @@ def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd
 
 
 def ended_tasks(log: str, nodes: int) -> dict[int, str]:
-    """Return node -> srun's message, for each node whose agent has ended with an error. ``log``: srun's output, which says
-    nothing about a success, and to which the job's user can write. ``nodes``: number of the attempt's nodes; higher numbers are
-    left out. An agent that ended because another agent runs its part of the attempt (the job was submitted twice) is left out,
-    too: its end implies nothing about the other agent."""
+    """Return node -> srun's message, for nodes whose agent has ended with an error. ``log``: srun's output. ``nodes``: their
+    number."""
     found: dict[int, str] = {}
     for numbers, how in _ENDED_TASKS.findall(log):
+        # another agent runs this one's part of the attempt, and its end implies nothing about that agent
         if how.strip() == _LEASE_LOST_MESSAGE:
             continue
         for part in numbers.split(","):
@@ -174,9 +165,8 @@ def _end_of_unstartable(job: JobRecord) -> EngineEnd | None:
 
 
 def _end_by_exit_code(job: JobRecord, started: bool) -> EngineEnd | None:
-    """Return the end that the script's exit code or signal implies; None if the job's state is not FAILED. The exit code is
-    srun's, the highest of all agents, if the script got that far; a code above 128 stands for a signal. ``started``: an agent was
-    seen; only then does the code count as an agent's."""
+    """Return the end that the script's exit code or signal implies; None if the state is not FAILED. ``started``: an agent was
+    seen."""
     if job.state != "FAILED":
         return None
     if job.signal:

@@ -1,10 +1,5 @@
-"""Attempts as batch jobs of Slurm: one job per attempt, named like it, with one agent per node.
-
-Slurm does not restart jobs (``--no-requeue``); if an administrator requeues one all the same, the agents refuse to run the
-attempt a second time, and the job is cancelled. An attempt is over when Slurm reports that its job is. That proves it dead,
-except on a lost node, which Slurm does not query any more: agents that still run there are fenced. Their attempt is over, so the
-service refuses their reports and orders them to end, and their checkpoints are on no lineage.
-"""
+"""Attempts as batch jobs of Slurm, with one agent per node. An attempt is over when Slurm reports that its job is. Agents that
+still run on a lost node are fenced: the service refuses their reports."""
 
 from __future__ import annotations
 
@@ -52,13 +47,12 @@ _RETENTION_SECONDS: Final = 3600.0
 
 
 def make(home: HomePaths, settings: Mapping[str, Any]) -> SlurmLauncher:
-    """Return the Slurm launcher. This is the factory that ``registry`` calls. Raises ``ValueError`` for invalid settings."""
+    """Return the Slurm launcher. Raises ``ValueError`` for invalid settings."""
     return SlurmLauncher(home, parse_settings(settings))
 
 
 class SlurmLauncher:
-    """Runs attempts as batch jobs of Slurm; see the module. ``environ``: the environment that batch jobs inherit from (None: this
-    process's)."""
+    """Runs attempts as batch jobs of Slurm. ``environ``: the environment that batch jobs inherit from; None: this process's."""
 
     kind = "slurm"
     max_nodes: int | None = None
@@ -102,8 +96,8 @@ class SlurmLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json`` and submit the batch script. Does nothing if an agent has started, or if Slurm has a job of this
-        name. Raises ``LaunchError``, ``EngineUnreachable``."""
+        """Write ``launch.json`` and submit the batch script, unless that was done before. Raises ``LaunchError`` and
+        ``EngineUnreachable``."""
         name = plan.ref.name
         if any(node.seen for node in attempt_files.node_states(plan.ref)):
             return
@@ -122,8 +116,7 @@ class SlurmLauncher:
             self._submitted_at[name] = time.monotonic()
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from squeue and the agents' files. Two kinds of jobs are killed: a job that was requeued,
-        and a job that duplicates the attempt's. Raises ``EngineUnreachable``."""
+        """Return the attempt's state. Jobs that were requeued or are duplicates are killed. Raises ``EngineUnreachable``."""
         jobs = self._jobs(ref)
         alive, duplicates = any(not job.has_ended for job in jobs), job_status.duplicate_jobs(jobs)
         for job in jobs:
@@ -141,16 +134,14 @@ class SlurmLauncher:
         return self._state_after_end(ref, jobs, state)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Send SIGTERM to the agents that run, and cancel a job that is pending; a job whose nodes are still being prepared gets
-        neither. ``grace`` is not used: the caller kills."""
+        """Send SIGTERM to the agents that run, and cancel a job that is pending. ``grace`` is not used."""
         for job in self._jobs(ref):
             if not job.has_ended:
                 self._cancel("--state=PENDING", str(job.id))  # a pending job has no agents to signal
                 self._cancel("--signal=TERM", str(job.id))
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Kill the attempt's jobs, and return names of those that have not ended. Empty only if a new answer of squeue has none,
-        since another process may have submitted a job after the last answer. Raises ``EngineUnreachable``."""
+        """Kill the attempt's jobs, and return names of those that have not ended. Raises ``EngineUnreachable``."""
         left = [job for job in self._jobs(ref) if not job.has_ended]
         if not left:  # only a new answer is proof: another process may have submitted it since the last one
             left = [job for job in self._queue.jobs(since=time.monotonic()).get(ref.name, []) if not job.has_ended]
@@ -159,13 +150,12 @@ class SlurmLauncher:
         return [f"Slurm job {job.id} ({job.state})" for job in left]
 
     def logs(self, ref: AttemptRef, limit: int) -> str:
-        """Return the ends of the batch script's output and of the agents' logs, at most ``limit`` characters altogether."""
+        """Return the ends of the batch script's output and of the agents' logs, at most ``limit`` characters."""
         said = [attempt_files.tail(ref.paths.engine_log, limit // 2), attempt_files.agent_logs(ref, limit // 2)]
         return "\n".join(part for part in said if part)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Kill the jobs of attempts that ``known`` does not return, and return the names of these attempts. Only jobs with the
-        comment of this run directory are considered."""
+        """Kill this run directory's jobs of attempts that ``known`` does not return, and return the names of these attempts."""
         self._prune()
         found: dict[str, list[JobRecord]] = {}
         for name, jobs in self._queue.jobs(since=time.monotonic()).items():
@@ -179,8 +169,7 @@ class SlurmLauncher:
         return orphans
 
     def _jobs(self, ref: AttemptRef) -> list[JobRecord]:
-        """Return the attempt's jobs, from an answer of squeue that is newer than the attempt's submission by this process. Once
-        all agents have left their results, squeue is queried more often for 10 s."""
+        """Return the attempt's jobs, from an answer of squeue that is newer than the attempt's submission by this process."""
         since, now = self._submitted_at.get(ref.name), time.monotonic()
         if all(ref.paths.node(node).result_file.exists() for node in range(ref.nodes)):
             told = self._results_seen_at.setdefault(ref.name, now)
@@ -189,10 +178,8 @@ class SlurmLauncher:
         return self._queue.jobs(since=since).get(ref.name, [])
 
     def _state_after_end(self, ref: AttemptRef, jobs: Sequence[JobRecord], state: AttemptState) -> AttemptState:
-        """Return the state of an attempt that has no live job in Slurm, with Slurm's reasons for the end. If the agents ended by
-        themselves, the attempt counts as alive for up to ``file_seconds``, since their results may appear later. A job that
-        squeue has forgotten is looked up in the accounting until this answers. Raises ``EngineUnreachable`` while it does not,
-        for up to ``_ACCOUNTING_PATIENCE_SECONDS``."""
+        """Return the state of an attempt without a live job in Slurm. It may count as alive while results can still appear. May
+        raise ``EngineUnreachable`` for some time."""
         began = self._ended_seen_at.setdefault(ref.name, time.monotonic())
         if len(state.results) == ref.nodes or not (state.seen or jobs):
             return replace(state, ends=_engine_ends(jobs, state))
@@ -211,12 +198,12 @@ class SlurmLauncher:
         return replace(state, ends=_engine_ends(jobs, state) or (_forgotten_end(ref) if not jobs else ()))
 
     def _kill_job(self, job: JobRecord) -> None:
-        """Kill the job at once. Does nothing if this was done less than ``_CANCEL_INTERVAL_SECONDS`` ago. The job's step is
-        killed first: Slurm does that immediately, but cancels a job only after its KillWait."""
+        """Kill the job at once, unless this was done less than ``_CANCEL_INTERVAL_SECONDS`` ago."""
         now = time.monotonic()
         if now - self._cancelled_at.get(job.id, -_CANCEL_INTERVAL_SECONDS) < _CANCEL_INTERVAL_SECONDS:
             return
         self._cancelled_at[job.id] = now
+        # the step first: Slurm kills it immediately, but cancels a job only after its KillWait
         self._cancel("--signal=KILL", f"{job.id}.0")
         self._cancel(str(job.id))
 
@@ -232,8 +219,7 @@ class SlurmLauncher:
         self._cancelled_at = {number: at for number, at in self._cancelled_at.items() if at >= old}
 
     def _cancel(self, *arguments: str) -> None:
-        """Run scancel. A refusal is ignored: the job has ended meanwhile, or has not started the step yet. Raises
-        ``EngineUnreachable``."""
+        """Run scancel; a refusal is ignored. Raises ``EngineUnreachable``."""
         with suppress(Refused):  # it has ended meanwhile, or has not started the step yet
             self._commands.run("scancel", "--quiet", *arguments)
 
@@ -246,7 +232,6 @@ def _engine_ends(jobs: Sequence[JobRecord], state: AttemptState) -> tuple[Engine
 
 
 def _forgotten_end(ref: AttemptRef, why: str = "this cluster keeps no record of it") -> tuple[EngineEnd, ...]:
-    """Return the end, of unknown cause, of an attempt whose job squeue does not list any more. ``why``: what is wrong with its
-    record in the accounting."""
+    """Return the end, of unknown cause, of an attempt whose job Slurm has forgotten. ``why``: why no record helps."""
     text = f"Slurm no longer has the job {ref.name} (MinJobAge), and {why}: its result is unknown"
     return (EngineEnd(Cause.UNKNOWN, text),)

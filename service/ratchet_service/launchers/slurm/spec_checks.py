@@ -50,8 +50,7 @@ _REFUSED: Final = {
 
 
 def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return two lists: warnings about ``spec``, and problems for parts that Slurm cannot honour. ``launcher``: the spec's keys
-    under ``launcher``, with the site's defaults for those that it does not set."""
+    """Return warnings about ``spec``, and problems: parts that Slurm cannot honour. ``launcher``: with the site's defaults."""
     problems = [
         *_check_time_limit(spec, launcher),
         *_check_gpus(spec, launcher),
@@ -70,8 +69,7 @@ def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], l
 
 
 def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem if the time limit leaves no time to train, or if Slurm cannot give as much notice as the longest stop
-    takes; otherwise an empty list. Agents get the signal so early that the longest stop ends before the limit."""
+    """Return a problem if the time limit leaves no time to train, or if a stop takes longer than Slurm's notice."""
     notice = longest_stop(spec)
     if notice > MAX_NOTICE_SECONDS:
         text = f"Slurm gives at most {MAX_NOTICE_SECONDS} s of notice before a time limit: make it shorter"
@@ -88,8 +86,7 @@ def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldP
 
 
 def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem if the requested GPUs are not a possible type of Slurm's generic resources, or if the job needs GPUs and
-    requests none."""
+    """Return a problem if the requested GPUs are no type of Slurm's, or if a job that needs GPUs requests none."""
     kind = spec.resources.gpu
     if kind is not None and launcher.gres is None and _GRES_TYPE.fullmatch(kind) is None:
         text = f"{kind!r} is not a gres type: name one of `sinfo -o %G`, such as a100, or gpu for any"
@@ -101,8 +98,7 @@ def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem
 
 
 def _check_options(launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem for each option of ``launcher.options`` that may not be set there: it has a key of its own, Ratchet cannot
-    work with it, or sbatch may take it for an abbreviation of such an option."""
+    """Return a problem for each option of ``launcher.options`` that may not be set there, or that abbreviates such an option."""
     found = []
     for name in launcher.options:
         if name in _OWN_KEYS:
@@ -147,5 +143,5 @@ def _check_volume(volume: VolumeSpec, in_container: bool) -> list[tuple[str, str
 
 
 def _problem(pointer: str, detail: str) -> FieldProblem:
-    """Return the problem ``detail`` of the spec's field ``pointer``. Its code says that this launcher cannot honour the field."""
+    """Return the problem ``detail`` of the spec's field ``pointer``: this launcher cannot honour the field."""
     return FieldProblem(pointer=pointer, code=_CANNOT, detail=detail)

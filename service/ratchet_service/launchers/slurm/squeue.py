@@ -1,11 +1,5 @@
-"""Queries squeue and sacct, and parses their answers into ``JobRecord``.
-
-Slurm before 23.11 is queried for text with fields of a fixed width, later versions for ``--json``. In that JSON a job's states
-are a list and a number is ``{"set": true, "infinite": false, "number": 5}``; older JSON, with plain strings and numbers, is
-parsed too.
-
-``Queue`` queries the user's jobs once for all attempts, and again when the answer is too old for the caller.
-"""
+"""Queries squeue and sacct, and parses their answers into ``JobRecord``. Old versions of Slurm are queried for text, later ones
+for JSON."""
 
 from __future__ import annotations
 
@@ -50,8 +44,8 @@ def parse_squeue_json(output: str) -> list[JobRecord]:
 
 
 def parse_sacct_text(output: str) -> list[JobRecord]:
-    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``, with or without ``--completion``. Steps are
-    left out. A requeued job has several records, of which only the newest is returned."""
+    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``: one record per job, its newest; steps are left
+    out."""
     found: dict[int, JobRecord] = {}
     for line in output.splitlines():
         number, name, state, code = [*line.split("|"), "", "", ""][:4]
@@ -89,8 +83,7 @@ def _record_from_text(line: str) -> JobRecord:
 
 
 def _record_from_json(job: Mapping[str, Any]) -> JobRecord:
-    """Convert one job of the JSON. Raises an error, such as ``KeyError`` or ``TypeError``, if it does not have the expected
-    form."""
+    """Convert one job of the JSON. Raises an error, such as ``KeyError``, if it does not have the expected form."""
     state = job.get("state")
     states = state["current"] if isinstance(state, Mapping) else job["job_state"]
     reason = state.get("reason") if isinstance(state, Mapping) else job.get("state_reason")
@@ -139,8 +132,7 @@ _HISTORY = "now-30days"
 
 
 class Queue:
-    """The jobs of the service's user in Slurm. ``period``: seconds for which an answer of squeue is reused. ``clock``: a
-    monotonic clock."""
+    """The jobs of the service's user in Slurm. ``period``: seconds for which an answer is reused. ``clock``: monotonic."""
 
     def __init__(self, commands: Commands, period: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._commands = commands
@@ -153,10 +145,8 @@ class Queue:
         self._accounting_unreachable_until: tuple[float, EngineUnreachable] | None = None
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
-        """Return job name -> jobs of this user, sorted by id, including ended ones until Slurm forgets them. An answer is reused
-        for ``period`` seconds, but not if it was requested at or before ``since`` (a time of ``clock``). Raises
-        ``EngineUnreachable``. For at least 10 s after a failed query the same error is raised without another query, unless an
-        earlier answer can be reused."""
+        """Return job name -> jobs of this user, sorted by id. An earlier answer may be reused if it was requested after
+        ``since``. Raises ``EngineUnreachable``."""
         now = self._clock()
         if (
             self._fetched_at is not None
@@ -174,14 +164,11 @@ class Queue:
         return self._jobs
 
     def all_known_ended(self, name: str) -> bool:
-        """True if all jobs of that name had ended according to the last answer, or if it had none. Queries nothing."""
+        """True if no job of that name was live in the last answer. Queries nothing."""
         return all(job.has_ended for job in self._jobs.get(name, []))
 
     def accounting_records(self, name: str) -> list[JobRecord]:
-        """Return the records of jobs of that name, which squeue has forgotten, from Slurm's accounting or else its completion
-        log, for the last 30 days. Empty if the cluster keeps neither or has no such record, or without ``sacct``. Raises
-        ``EngineUnreachable`` if none was found and one of the two does not answer; for at least 10 s after that, the same
-        error is raised without a query."""
+        """Return the records of jobs of that name that Slurm has kept, for the last 30 days. Raises ``EngineUnreachable``."""
         if self._accounting_unreachable_until is not None and self._clock() < self._accounting_unreachable_until[0]:
             raise self._accounting_unreachable_until[1]
         unreachable: EngineUnreachable | None = None
@@ -210,8 +197,7 @@ class Queue:
         return []
 
     def _fetch(self) -> dict[str, list[JobRecord]]:
-        """Query squeue and return name -> jobs. Raises ``EngineUnreachable``, also if squeue fails or its answer cannot be
-        parsed."""
+        """Query squeue and return name -> jobs. Raises ``EngineUnreachable`` if that fails."""
         try:
             if self._version is None:
                 self._version = parse_version(self._commands.run("sinfo", "--version"))
