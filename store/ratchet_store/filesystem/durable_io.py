@@ -1,14 +1,4 @@
-"""System calls of the store, and what their failures mean.
-
-Codes of the ``CheckpointError`` raised in this package (``object_store.client`` has those of an object store):
-
-``checkpoint-damaged``      the bytes on disk are not those that were committed: quarantine, fall back
-``checkpoint-missing``      what was requested is not there, such as a manifest: never committed, or deleted
-``checkpoint-format``       written in another format: use the version that wrote it; never fall back
-``checkpoint-unreadable``   the system refused to read, delete or move files (EIO, EACCES ...): nothing is proved; never fall back
-``checkpoint-not-written``  the save failed (no space, EIO ...): older checkpoints are untouched
-``checkpoint-exists``       another checkpoint is already there, or it is being deleted
-"""
+"""System calls of the store, and the codes of the ``CheckpointError`` raised when they fail."""
 
 from __future__ import annotations
 
@@ -26,12 +16,12 @@ from typing import Final, cast
 from ratchet_contract.errors import CheckpointError
 
 TMP_SUFFIX: Final = ".tmp"
-DAMAGED: Final = "checkpoint-damaged"
-MISSING: Final = "checkpoint-missing"
-FORMAT: Final = "checkpoint-format"
-UNREADABLE: Final = "checkpoint-unreadable"
-NOT_WRITTEN: Final = "checkpoint-not-written"
-EXISTS: Final = "checkpoint-exists"
+DAMAGED: Final = "checkpoint-damaged"  # the bytes on disk are not those that were committed: quarantine, fall back
+MISSING: Final = "checkpoint-missing"  # what was requested is not there: never committed, or deleted
+FORMAT: Final = "checkpoint-format"  # written in another format: use the version that wrote it; never fall back
+UNREADABLE: Final = "checkpoint-unreadable"  # the system refused to read or delete: nothing is proved; never fall back
+NOT_WRITTEN: Final = "checkpoint-not-written"  # the save failed: older checkpoints are untouched
+EXISTS: Final = "checkpoint-exists"  # another checkpoint is already there, or it is being deleted
 
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CACHESTAT: Final = 451  # the same on every architecture
@@ -40,11 +30,8 @@ _MISSING_ERRNOS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, e
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[int]:
-    """Context manager: yield a descriptor of ``<path>.tmp``; at the end that file is synced and renamed to ``path``, which it
-    replaces. On any failure ``path`` is unchanged and the ``.tmp`` file is removed.
-
-    The rename itself is durable only after an ``fsync_dir`` of the parent, which the caller must make. Raises ``OSError``.
-    """
+    """Context manager: yield a descriptor of ``<path>.tmp``, which is synced and renamed to ``path`` at the end. The rename is
+    durable after the caller's ``fsync_dir`` of the parent. Raise ``OSError``."""
     tmp = path.with_name(path.name + TMP_SUFFIX)
     fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -61,8 +48,8 @@ def atomic_write(path: Path) -> Iterator[int]:
 
 
 def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
-    """Return the ``CheckpointError`` (``checkpoint-not-written``) for the caller to raise after a failed save; it says what
-    failed and what the user can do. ``needed_bytes``: the file's size, for the message; None: unknown."""
+    """Return the ``CheckpointError`` to raise after a failed save, with advice for the user. ``needed_bytes``: the file's
+    size, if known."""
     advice = {
         errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
         errno.EDQUOT: "the disk quota is used up: free space, lower checkpoint.keep_last, or raise the quota",
@@ -81,13 +68,12 @@ def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> 
 
 
 def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
-    """Return a text in parentheses with the free space on the disk and the space that the file needs; empty if ``error`` is not
-    about lack of space. If a quota is used up, the text has only the needed space, since the disk's free space is not the
-    quota's."""
+    """Return a text in parentheses with free and needed space; empty if ``error`` is not about lack of space."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     notes = [f"{needed_bytes / 2**20:.1f} MiB needed for this file alone"] if needed_bytes is not None else []
     nearest = next((folder for folder in path.parents if folder.is_dir()), None)
+    # with a quota, the disk's free space says nothing
     if error.errno == errno.ENOSPC and nearest is not None:
         found = os.statvfs(nearest)
         notes.insert(0, f"{found.f_bavail * found.f_frsize / 2**20:.1f} MiB free")
@@ -95,9 +81,8 @@ def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the ``CheckpointError`` for the caller to raise after a failed read. Its code is ``checkpoint-damaged`` if ``error``
-    says that there is no regular file at ``path``, otherwise ``checkpoint-unreadable``, which proves nothing about the
-    checkpoint."""
+    """Return the ``CheckpointError`` to raise after a failed read: ``checkpoint-damaged`` if there is no regular file,
+    otherwise ``checkpoint-unreadable``."""
     if error.errno in _MISSING_ERRNOS:
         return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
     return CheckpointError(
@@ -108,8 +93,7 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
 
 
 def fsync_dir(path: Path) -> None:
-    """Make the names in the directory ``path`` durable: files created, renamed or removed in it stay so after a loss of power.
-    The files' bytes are not synced. Raises ``OSError``."""
+    """Make the names in the directory ``path`` durable, not the files' bytes. Raise ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -118,8 +102,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def ensure_dir(path: Path) -> None:
-    """Create the directory ``path`` and its missing parents, each name durable in its parent. Does nothing if it exists.
-    Raises ``OSError``."""
+    """Create the directory ``path`` and its missing parents, each name durable in its parent. Raise ``OSError``."""
     if path.is_dir():
         return
     ensure_dir(path.parent)
@@ -134,13 +117,8 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the system to start writing bytes ``offset`` to ``offset + nbytes`` of a file to the disk, while the caller produces
-    the next ones; otherwise all writing waits for ``fsync``. Does not wait for the writes, but may block while the disk's
-    request queue is full.
-
-    This is Linux's ``sync_file_range(SYNC_FILE_RANGE_WRITE)``: a hint, which guarantees nothing and hides no error from the
-    ``fsync`` that must follow. Does nothing where the system has no such call.
-    """
+    """Ask the system to start writing these bytes of a file to the disk; ``fsync`` must still follow. May block. Uses Linux's
+    ``sync_file_range``."""
     call = _sync_file_range()
     if call is not None:
         call(fd, offset, nbytes, 2)
@@ -158,8 +136,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def unwritten_pages(path: Path) -> int:
-    """Return the number of pages of a file that are not on the disk yet, as far as this machine's kernel knows; writes of
-    other nodes are not known. Uses Linux's ``cachestat`` (6.5). Returns 0 where there is no such call, and on errors."""
+    """Return the number of pages of a file not on the disk yet, by Linux's ``cachestat``; 0 if that is unknown."""
     call = _cachestat()
     if call is None:
         return 0
@@ -189,11 +166,7 @@ def _cachestat() -> Callable[..., int] | None:
 
 
 def refresh(path: Path) -> None:
-    """Make a network file system's client ask its server about ``path``. The client caches the names in a directory together
-    with the directory's attributes, and may for a minute take a name as missing that exists (nfs(5): ``acdirmax``).
-
-    This is Linux's ``statx(AT_STATX_FORCE_SYNC)``. Does nothing where the system has no such call; errors are ignored.
-    """
+    """Make a network file system's client ask its server about ``path``, by Linux's ``statx``. Errors are ignored."""
     call = _statx()
     if call is not None:
         call(
@@ -213,8 +186,7 @@ def _statx() -> Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], in
 
 
 def open_regular(path: Path) -> int:
-    """Return a read descriptor of a regular file, which the caller must close. A link, pipe, device or directory raises
-    ``OSError``, and a pipe does not block the call."""
+    """Return a read descriptor of a regular file, which the caller must close. Anything else, a link too, raises ``OSError``."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -226,10 +198,8 @@ def open_regular(path: Path) -> int:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a directory with its content, whatever modes its directories have and however deeply they are nested: user code
-    may have created more levels than a path can name. Links are not followed. A missing directory is no error, nor is a file
-    that another process removes meanwhile. Raises ``OSError``, also if another process moves one of the directories
-    meanwhile."""
+    """Delete a directory with its content, of any modes and depth; links are not followed. A missing one is no error. Raise
+    ``OSError``."""
     try:
         here = _open_for_removal(folder)
     except FileNotFoundError:
@@ -265,12 +235,10 @@ def remove_tree(folder: Path) -> None:
 
 
 def _open_for_removal(name: Path | str, parent: int | None = None) -> int:
-    """Open a directory of any mode and change its mode to 0700, so that its content can be deleted. Raises ``OSError``, for a
-    link too.
-
-    A privileged service changes no mode by name: user code may put a link there after the directory was listed."""
+    """Open a directory of any mode, which becomes 0700, so that its content can be deleted. Raise ``OSError``."""
     try:
         fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
+    # a privileged process never comes here: by name it might change what a link of user code points to
     except PermissionError:
         os.chmod(name, 0o700, dir_fd=parent)
         fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)

@@ -1,30 +1,6 @@
-"""Decide whether checkpoints can be trusted to a file system, by its mount table entry and by a trial.
-
-The commit protocol requires of a file system:
-
-- ``fsync`` of a file preserves its bytes, ``fsync`` of a directory its names, across a loss of power;
-- ``rename`` atomically gives a whole file its name, also in a directory that others are reading, and moves a whole directory;
-- a name created with ``O_EXCL`` or ``mkdir`` is created once, and a directory is never renamed onto a non-empty one;
-- on several nodes: a process that opens a file after it was closed and renamed on another node reads what was written
-  (close-to-open). Names may appear late: ranks of other nodes wait for them.
-
-It needs no byte-range locks, no hard links, no memory maps, and no file that two nodes write concurrently.
-
-What is refused by the mount table entry, with a statement of its documentation (the trial refuses more):
-
-- FUSE on object stores, which have no rename and no fsync. s3fs: "renames via server-side copy" (README; under Limitations: not
-  atomic); goofys: "fsync is ignored, files are only flushed on close" (README); gcsfuse: caching of metadata "breaks the
-  consistency guarantees" (docs/semantics.md); Mountpoint for S3: "does not emulate operations like rename on S3 general purpose
-  buckets" (doc/SEMANTICS.md); blobfuse: "Atomic rename operations are not supported by the Azure Storage Blob Service" (wiki,
-  Differences from POSIX); rclone: files go up some seconds after they are closed (rclone mount, --vfs-write-back).
-  geesefs, ossfs and cosfs are refused as well.
-- NFS mounted ``soft`` or ``softerr``: a time-out "can cause silent data corruption"; ``nocto``: no close-to-open (nfs(5)).
-- SMB mounted ``nostrictsync``: fsync does not ask the server to flush (mount.cifs(8)).
-- overlay mounted ``volatile``: no sync call reaches the file system below (Linux, Documentation/filesystems/overlayfs.rst).
-- FAT and exFAT: no journal, so that a loss of power in a rename can lose both names.
-
-The trial makes the calls of the commit protocol in a scratch directory, and checks the result of each.
-"""
+"""Decides whether checkpoints can be trusted to a file system, by its mount table entry and by a trial. The commit protocol
+requires durable ``fsync`` of files and directories, atomic ``rename``, exclusive creation of names, and on several nodes
+close-to-open consistency."""
 
 from __future__ import annotations
 
@@ -49,14 +25,12 @@ _EXISTS: Final = frozenset({errno.EEXIST, errno.ENOTEMPTY})
 
 
 class Unfit(Exception):
-    """Raised when a file system fails the trial. The message names what it failed to do, as a sentence without a full stop."""
+    """Raised when a file system fails the trial. The message names what it failed to do, without a full stop."""
 
 
 def probe(directory: Path) -> None:
-    """Try exclusive creation, fsync and renames of files and directories in ``directory``, and return None if they work. The
-    files of the trial are removed, and those that a killed process left more than an hour ago. Raises ``Unfit`` if the file
-    system does not do one of the calls as required. Raises ``OSError`` if the trial failed for other reasons, such as a full
-    disk, a missing permission or an input/output error."""
+    """Try exclusive creation, fsync and renames in ``directory``. Raise ``Unfit`` if they do not work as required, ``OSError``
+    for other failures, such as a full disk."""
     _remove_stale(directory)
     scratch = directory / f"{_PREFIX}{secrets.token_hex(8)}"
     scratch.mkdir()
@@ -69,8 +43,7 @@ def probe(directory: Path) -> None:
 
 
 def _check_exclusive_create(scratch: Path) -> None:
-    """Check that creating a name that exists already fails, both with ``O_EXCL`` and with ``mkdir``. Raises ``Unfit`` if it
-    does not."""
+    """Check that creating a name that exists fails, with ``O_EXCL`` and with ``mkdir``. Raise ``Unfit`` if not."""
     path, flags = scratch / "once", os.O_WRONLY | os.O_CREAT | os.O_EXCL
     os.close(os.open(path, flags, 0o644))
     _check_refused("O_EXCL created a file that already existed", lambda: os.close(os.open(path, flags, 0o644)))
@@ -78,8 +51,7 @@ def _check_exclusive_create(scratch: Path) -> None:
 
 
 def _check_file_rename(scratch: Path) -> None:
-    """Check that a file that is written, synced and renamed is whole under its new name and gone under the old one. It is tried
-    without and with an existing file of the new name. Raises ``Unfit``."""
+    """Check that a written and renamed file is whole under its new name, and gone under the old one. Raise ``Unfit``."""
     path = scratch / "file"
     for content in (b"first", b"second, and longer"):
         with _supported("write, fsync and rename of a file"), atomic_write(path) as fd:
@@ -109,8 +81,8 @@ def _check_directory_rename(scratch: Path) -> None:
 
 
 class _supported:
-    """Context manager: converts an ``OSError`` that means "not supported" to ``Unfit``; any other error is raised as it is.
-    ``what``: the operation, for the message."""
+    """Context manager: converts an ``OSError`` that means "not supported" to ``Unfit``. ``what``: the operation, for the
+    message."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -124,8 +96,7 @@ class _supported:
 
 
 def _check_refused(message: str, action: Callable[[], object]) -> None:
-    """Check that ``action`` fails because the name exists. Raises ``Unfit`` with ``message`` if it succeeds, and its
-    ``OSError`` if it fails for another reason."""
+    """Check that ``action`` fails because the name exists. Raise ``Unfit`` if it succeeds, its ``OSError`` for another reason."""
     try:
         action()
     except OSError as error:
@@ -150,6 +121,9 @@ _OBJECT_STORE_REASON: Final = (
 _FAT_REASON: Final = (
     "it keeps no journal: a loss of power during a rename can lose both names. Use ext4, XFS or another journaling one"
 )
+# s3fs: "renames via server-side copy" (README); goofys: "fsync is ignored" (README); gcsfuse: its caching "breaks the
+# consistency guarantees" (docs/semantics.md); Mountpoint: no rename (doc/SEMANTICS.md); blobfuse: no atomic rename
+# (wiki, Differences from POSIX); rclone: files go up after they are closed (rclone mount, --vfs-write-back).
 _REFUSED: Final[Mapping[str, str]] = {
     **dict.fromkeys(
         ("s3fs", "gcsfuse", "goofys", "mountpoint-s3", "rclone", "blobfuse", "blobfuse2", "geesefs", "ossfs", "cosfs"),
@@ -167,6 +141,7 @@ _REFUSED_OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
         "nocto": "nodes would not see the writes of other nodes (nfs(5)). Mount it without nocto",
     },
     "cifs": {"nostrictsync": "fsync does not reach the server's disk (mount.cifs(8)). Mount it without nostrictsync"},
+    # Linux, Documentation/filesystems/overlayfs.rst
     "overlay": {"volatile": "nothing is ever synced to the disk below. Mount a volume there"},
 }
 _NOTES: Final[Mapping[str, str]] = {
@@ -187,8 +162,7 @@ _NO_BARRIER: Final = frozenset({"nobarrier", "barrier=0"})
 
 @dataclass(frozen=True)
 class Mount:
-    """The mount that contains a path. ``type``: such as ``ext4`` or ``fuse.sshfs``; ``options``: those of the mount and of the
-    superblock together."""
+    """The mount that contains a path. ``type``: such as ``ext4`` or ``fuse.sshfs``; ``options``: of mount and superblock."""
 
     point: str
     type: str
@@ -197,10 +171,9 @@ class Mount:
 
     @property
     def kind(self) -> str:
-        """The type as this module uses it: without ``fuse.``, and with one name for each family (``nfs`` for ``nfs4``, ``cifs``
-        for ``smb3``). For the bare type ``fuse`` it is the source, if that is the name of a refused file system
-        (``mountpoint-s3``)."""
+        """The type without ``fuse.``, and with one name for each family, such as ``nfs`` for ``nfs4``."""
         name = self.type.removeprefix("fuse.")
+        # such as mountpoint-s3
         if name == "fuse" and self.source in _REFUSED:
             return self.source
         return _TYPE_ALIASES.get(name, name)
@@ -208,8 +181,7 @@ class Mount:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is decided about a directory: ``trusted``; ``noted``, which is trusted with a remark in ``reason``; or ``refused``,
-    with the cause in ``reason``."""
+    """What is decided about a directory; ``noted``: trusted, with a remark. ``reason``: the remark or the cause of a refusal."""
 
     status: Literal["trusted", "noted", "refused"]
     directory: Path
@@ -224,13 +196,8 @@ class Verdict:
 
 
 def check_directory(directory: Path, *, known: bool = True) -> Verdict:
-    """Return the verdict on whether checkpoints can be trusted to ``directory``, which must exist. The verdict is by its mount
-    (``classify``) and, unless that is refused, by a trial in the directory (``probe``).
-
-    ``known`` False: no trial is made on a type of file system that this module knows. A refusal is returned, not raised. Raises
-    ``OSError`` if the trial is not possible: a full disk, a missing permission or a read-only mount proves nothing about the
-    kind of file system.
-    """
+    """Return the verdict on ``directory``, by its mount and, unless that is refused, by a trial. ``known`` False: no trial on
+    a known file system type. Raise ``OSError`` if the trial is not possible."""
     mount = mount_of(directory)
     verdict = classify(directory, mount)
     if verdict.status != "refused" and (known or mount.kind not in _PROVEN | set(_NOTES)):
@@ -244,8 +211,7 @@ def check_directory(directory: Path, *, known: bool = True) -> Verdict:
 
 
 def classify(directory: Path, mount: Mount) -> Verdict:
-    """Return the verdict on ``directory`` by the type and options of its ``mount`` alone, without a trial. An unknown type is
-    ``noted``; the text of ``reason`` then assumes that the trial of ``check_directory``, which follows, succeeds."""
+    """Return the verdict on ``directory`` by its ``mount`` alone. A remark on an unknown type assumes a trial that succeeded."""
     kind = mount.kind
     if kind in _REFUSED:
         return Verdict("refused", directory, mount, _REFUSED[kind])
@@ -263,9 +229,8 @@ def classify(directory: Path, mount: Mount) -> Verdict:
 
 
 def mount_of(path: Path, table: str | None = None) -> Mount:
-    """Return the mount that contains ``path``, which need not exist. ``table``: text in the format of
-    ``/proc/self/mountinfo``; None: that file is read. If the file cannot be read, or has no entry for ``path``, the returned
-    mount has the type ``unknown``."""
+    """Return the mount that contains ``path``; of type ``unknown`` if none is found. ``table``: replaces
+    ``/proc/self/mountinfo``."""
     if table is None:
         try:
             table = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape")
@@ -283,8 +248,7 @@ def mount_of(path: Path, table: str | None = None) -> Mount:
 
 
 def _parse(line: str) -> Mount | None:
-    """Parse a line of mountinfo (proc(5)): ``id parent major:minor root point options [optional ...] - type source
-    super-options``. Returns None for a line of another form."""
+    """Return the mount of a line of mountinfo (proc(5)); None for a line of another form."""
     before, separator, after = line.partition(" - ")
     left, right = before.split(" "), after.split(" ")
     if not separator or len(left) < 6 or len(right) < 3:

@@ -1,4 +1,4 @@
-"""Holes in files: the middle of a file is returned to the file system while its ends, its size and every offset stay."""
+"""Holes in files: disk space in the middle of a file is freed, while its size and every offset stay."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def punch_hole(path: Path, begin: int, end: int) -> int:
-    """Free the disk space of the whole granules (``GRANULE`` bytes) within the bytes ``begin <= i < end``; they read as zeros
-    from then on. A process that has the file open may continue to write elsewhere in it.
-
-    Returns the number of bytes of disk space that were freed: 0 if no whole granule lies within, or only holes. Raises
-    ``OSError``, with ``EOPNOTSUPP`` where the file system cannot do it.
-    """
+    """Free the disk space of the whole granules within the bytes ``begin <= i < end``, which then read as zeros. Return the
+    bytes freed. Raise ``OSError``, with ``EOPNOTSUPP`` where that is not possible."""
     first, last = -(-begin // GRANULE) * GRANULE, end // GRANULE * GRANULE
     if last <= first:
         return 0
@@ -41,9 +37,7 @@ def punch_hole(path: Path, begin: int, end: int) -> int:
 
 
 def unsupported_reason(directory: Path) -> str | None:
-    """Return None if ``punch_hole`` frees space in files in ``directory``, and readers can skip the holes (``SEEK_DATA``);
-    otherwise a text on what does not work, for example that the disk is full. It is tried with a small file there, which is
-    removed."""
+    """Return why holes cannot be used in files in ``directory``, from a trial with a small file; None: they can."""
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".holes-") as scratch:
             scratch.write(b"x" * (3 * GRANULE))
@@ -59,8 +53,7 @@ def unsupported_reason(directory: Path) -> str | None:
 
 
 def data_after(fd: int, offset: int) -> int | None:
-    """Return the offset, at or after ``offset``, where data begins; None if only a hole or nothing follows up to the end of the
-    file. Without support for holes, the whole file is data. Moves the descriptor's position."""
+    """Return the offset, at or after ``offset``, where data begins; None: there is none. Moves the descriptor's position."""
     try:
         return os.lseek(fd, offset, os.SEEK_DATA)
     except OSError as error:
@@ -72,8 +65,7 @@ def data_after(fd: int, offset: int) -> int | None:
 
 
 def hole_after(fd: int, offset: int) -> int:
-    """Return the offset where the next hole after ``offset`` begins; without a hole, the file's size. ``offset`` must lie in
-    data. Moves the descriptor's position."""
+    """Return where the next hole after ``offset``, which lies in data, begins; else the file's size. Moves the position."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE)
     except OSError as error:

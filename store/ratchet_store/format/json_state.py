@@ -17,16 +17,15 @@ _ATOMS: Final = frozenset({str, int, bool, type(None)})
 
 
 def encode_state(state: JsonValue) -> str:
-    """Return JSON text that decodes to exactly ``state``. Raises ``StateError``, which names the place, for anything that JSON
-    would change: keys that are not strings, tuples, NaN and infinities, other types, more than 64 levels."""
+    """Return JSON text that decodes to exactly ``state``. Raise ``StateError``, which names the place, if that is not
+    possible."""
     if not _is_json([state], 0):
         _refuse_json(state, "", 0)
     return json.dumps(state, separators=(",", ":"), allow_nan=False)
 
 
 def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
-    """True if JSON preserves all of ``values``, which are nested ``depth`` levels deep; False also if they are nested too
-    deep."""
+    """True if JSON preserves all of ``values``, which are ``depth`` levels deep, and they are not nested too deeply."""
     if depth > _MAX_DEPTH:
         return False
     for value in values:
@@ -46,8 +45,7 @@ def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
 
 
 def _refuse_json(value: JsonValue, pointer: str, depth: int) -> None:
-    """Raise ``StateError`` that names the first place in ``value`` that JSON would change; return if there is none.
-    ``pointer``: where ``value`` is in the state; ``depth``: how many levels deep."""
+    """Raise ``StateError`` that names the first place in ``value`` that JSON would change, if any. ``pointer``: of ``value``."""
     if depth > _MAX_DEPTH:
         raise StateError(f"state at {pointer or '/'} is nested deeper than {_MAX_DEPTH} levels")
     if type(value) is dict:

@@ -1,5 +1,4 @@
-"""Commit a checkpoint, by one rename of its sealed manifest, and read manifests back with checks. Also create the marker files
-``FINISHED`` and ``CHANGED``."""
+"""Commits a checkpoint by one rename of its sealed manifest, reads manifests back with checks, and creates marker files."""
 
 from __future__ import annotations
 
@@ -39,23 +38,18 @@ MAX_MARKER_BYTES: Final = 4096  # bytes of the text in a marker file
 
 
 class ManifestWriter:
-    """Commits checkpoints one after another. If a manifest has the very same ``TensorEntry`` objects as the last one, its list of
-    tensors is not checked and converted to JSON again."""
+    """Commits checkpoints one after another. A list of tensors that is unchanged since the last one is not checked again."""
 
     def __init__(self) -> None:
         self._structure, self._sealer = StructureCheck(), Sealer()
         self._durable: set[Path] = set()  # job directories in which the name ``checkpoints`` is durable
 
     def commit(self, directory: Path, manifest: Manifest) -> Manifest:
-        """Commit the checkpoint in ``directory`` by writing its manifest; returns the manifest with its digest. All rank files
-        must exist with their sizes.
+        """Commit the checkpoint in ``directory``, whose rank files exist, by writing its manifest durably; return that with
+        its digest. Committing the same manifest again is no error.
 
-        The manifest is written as ``MANIFEST.json.tmp``, synced and renamed; then the directory, the directory of checkpoints
-        and, the first time, the job's directory are synced. Committing the same manifest again is no error. Raises
-        ``CheckpointError``: ``checkpoint-damaged`` if files or manifest are incomplete or inconsistent; ``checkpoint-exists``
-        if there is another manifest, or this checkpoint is being deleted; ``checkpoint-unreadable`` if a file cannot be read;
-        ``checkpoint-not-written`` if the system refuses a write or a sync. In the last case a new manifest is removed again, so
-        that the step may be saved once more; if the system refuses that, too, the message says so, and the manifest stays.
+        Raise ``CheckpointError``: ``checkpoint-damaged``, ``checkpoint-exists`` for another manifest or a deletion,
+        ``checkpoint-unreadable``, or ``checkpoint-not-written``, after which the step may be saved once more.
         """
         _check_name(directory, manifest)
         self._structure.check(manifest)
@@ -83,11 +77,11 @@ class ManifestWriter:
 
 
 def mark_finished(directory: Path) -> None:
-    """Create the marker file ``FINISHED`` durably, which says that the committed checkpoint in ``directory`` is its job's last.
-    The manifest is not changed, since digests refer to it; ``read_manifest`` looks for the marker file. Calling it again is no
-    error. Raises ``CheckpointError`` (``checkpoint-not-written``)."""
+    """Create the marker file ``FINISHED`` durably: the committed checkpoint in ``directory`` is its job's last. Raise
+    ``CheckpointError``."""
     path = directory / FINISHED_NAME
     try:
+        # the manifest is not changed, since digests refer to it
         path.touch()
         fsync_dir(directory)
     except OSError as error:
@@ -95,13 +89,8 @@ def mark_finished(directory: Path) -> None:
 
 
 def mark_changed(directory: Path, description: str) -> bool:
-    """Create the marker file ``CHANGED`` in ``directory`` durably and return True. Returns False, and changes nothing, if the
-    file exists already, for example made by another rank.
-
-    The marker says that state which the checkpoint should contain changed after the checkpoint was committed, so that a resume
-    from it is not exact. ``description``: a sentence that names that state; it becomes the file's content. Raises
-    ``CheckpointError`` (``checkpoint-not-written``); the marker may then exist, possibly without its text.
-    """
+    """Create the marker file ``CHANGED`` durably: state changed after the commit, so that a resume is not exact.
+    ``description``: its text. Return False if it exists. Raise ``CheckpointError``."""
     path = directory / CHANGED_NAME
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -121,9 +110,8 @@ def mark_changed(directory: Path, description: str) -> bool:
 
 
 def read_changed_marker(directory: Path) -> str | None:
-    """Return the sentence that ``mark_changed`` wrote for the checkpoint, up to ``MAX_MARKER_BYTES``; None if there is no
-    marker file. For an empty marker file, which a crash may leave, a general sentence is returned. Raises ``CheckpointError``
-    (``checkpoint-unreadable``, or ``checkpoint-damaged`` if the marker is no regular file)."""
+    """Return the sentence that ``mark_changed`` wrote; None: there is no marker file. Raise ``CheckpointError`` if it cannot
+    be read."""
     path = directory / CHANGED_NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -136,13 +124,8 @@ def read_changed_marker(directory: Path) -> str | None:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Return the manifest of a committed checkpoint, after checking its digest, its structure, and that it fits the
-    directory's name. The rank files are not read. In the returned manifest ``finished`` is also True if ``mark_finished`` created
-    the marker file ``FINISHED`` after the commit; the digest is that of the manifest file.
-
-    Raises ``CheckpointError``: ``checkpoint-missing`` (not committed), ``checkpoint-damaged``, ``checkpoint-format`` (another
-    format version), ``checkpoint-unreadable``.
-    """
+    """Return the checked manifest of a committed checkpoint; rank files are not read. Raise ``CheckpointError``:
+    ``checkpoint-missing`` (not committed), ``checkpoint-damaged``, ``checkpoint-format``, ``checkpoint-unreadable``."""
     path = directory / MANIFEST_NAME
     try:
         fd = open_regular(path)
@@ -166,15 +149,14 @@ def read_manifest(directory: Path) -> Manifest:
         check_structure(manifest)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error.detail}", code=error.code) from None
+    # made after the commit; the digest stays that of the manifest file
     if not manifest.finished and os.path.lexists(directory / FINISHED_NAME):
         return manifest.model_copy(update={"finished": True})
     return manifest
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Check that every rank file of the manifest exists with its size. The bytes are not read; ``verify_files`` does that.
-    Raises ``CheckpointError``: ``checkpoint-damaged`` for a missing file or another size, ``checkpoint-unreadable`` if the
-    system refuses."""
+    """Check that every rank file of the manifest exists with its size; the bytes are not read. Raise ``CheckpointError``."""
     for entry in manifest.files:
         path = f"{directory}/{entry.name}"
         try:
@@ -186,12 +168,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield ``(step, attempt, directory)`` of everything in ``checkpoints`` that is named like a checkpoint, committed or not,
-    newest step and attempt first. Yields nothing if ``checkpoints`` does not exist.
-
-    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the directory cannot be listed; ``checkpoint-damaged`` if
-    ``checkpoints`` is no directory.
-    """
+    """Yield ``(step, attempt, directory)`` of what is named like a checkpoint, committed or not, newest first. Raise
+    ``CheckpointError``."""
     refresh(checkpoints)
     try:
         found = [(parse_checkpoint_dir_name(path.name), path) for path in checkpoints.iterdir()]
@@ -223,13 +201,11 @@ def _is_committed(directory: Path, sealed: Manifest) -> bool:
 
 
 def _retract_manifest(path: Path, error: OSError) -> CheckpointError:
-    """Remove a new manifest whose commit failed with ``error``, and return the error to raise.
-
-    The manifest may have its name already, but is not known to be durable, so it must not be relied on. A second sync would
-    prove nothing, since the system reports such an error only once. A loss of power may bring the manifest back, with all files
-    that it lists: the checkpoint then counts as one that was committed but not yet reported.
-    """
+    """Remove a new manifest whose commit failed with ``error``, and return the error to raise. A loss of power may bring the
+    manifest back."""
     try:
+        # it is not known to be durable; a second sync would prove nothing, since the system reports such an error
+        # once
         path.unlink(missing_ok=True)
     except OSError as refused:
         reason = (

@@ -1,4 +1,4 @@
-"""Check that a manifest describes a checkpoint at all: before it is sealed, and again before anything is read by it."""
+"""Checks that a manifest describes a checkpoint at all, before it is sealed and before anything is read by it."""
 
 from __future__ import annotations
 
@@ -24,19 +24,13 @@ _DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
 def check_structure(manifest: Manifest) -> None:
-    """Check that a manifest's lists are consistent. No file is read. Raises ``CheckpointError`` (``checkpoint-damaged``) if
-    they are not.
-
-    Every rank must have one file, with a digest per block. Every piece of a tensor must be inside its file, and pieces must not
-    overlap. Every tensor must be stored exactly once, a private one whole in its rank's file, under a valid name, dtype and
-    shape.
-    """
+    """Check that the manifest lists one file per rank and every tensor exactly once. Raise ``CheckpointError``
+    (``checkpoint-damaged``)."""
     StructureCheck().check(manifest)
 
 
 class StructureCheck:
-    """Checks manifests one after another. The list of tensors seldom changes: if it has the very same ``TensorEntry`` objects as
-    the last valid one, only the list of files and their sizes are checked."""
+    """Checks manifests one after another. An unchanged list of tensors is not checked again, except its files' sizes."""
 
     def __init__(self) -> None:
         self._tensors: tuple[TensorEntry, ...] = ()
@@ -51,16 +45,14 @@ class StructureCheck:
             self._tensors = tuple(manifest.tensors)
 
     def _is_already_checked(self, manifest: Manifest, sizes: dict[str, int]) -> bool:
-        """True if the manifest has the same ``TensorEntry`` objects as the last valid one, and its files (``sizes`` by name) are
-        long enough for them. False for another number of ranks, which is part of the files' names."""
+        """True if the tensors are those of the last valid manifest, and the files (``sizes``) are long enough for them."""
         return same_entries(manifest.tensors, self._tensors) and all(
             end <= sizes.get(file, -1) for file, end in self._file_ends.items()
         )
 
 
 def _check_file_list(manifest: Manifest) -> None:
-    """Check that the manifest has one file for each rank, with the right name, and a digest per block. Raises
-    ``CheckpointError``."""
+    """Check that the manifest has one file for each rank, with a digest per block. Raise ``CheckpointError``."""
     ranks = {file.rank: file.name for file in manifest.files}
     if (
         len(manifest.files) != manifest.world_size
@@ -88,8 +80,7 @@ def _check_tensors(manifest: Manifest, sizes: dict[str, int]) -> dict[str, int]:
 
 
 def file_order(entries: list[TensorEntry]) -> list[TensorEntry]:
-    """Return the entries of one file sorted by offset; a piece without bytes comes before the one that starts at the same
-    offset."""
+    """Return the entries of one file sorted by offset, at the same offset by size."""
     return sorted(entries, key=lambda e: (e.offset, e.nbytes))
 
 
@@ -101,8 +92,8 @@ def _check_digests(manifest: Manifest, file: FileEntry) -> None:
 
 
 def _check_entry(entry: TensorEntry, sizes: dict[str, int]) -> None:
-    """Check one piece by itself: file, dtype, shape, and that its bytes are whole elements inside the file (``sizes`` by file
-    name). Raises ``CheckpointError``."""
+    """Check one piece by itself: its bytes must be whole elements inside its file (``sizes`` by name). Raise
+    ``CheckpointError``."""
     if entry.file not in sizes:
         raise CheckpointError(f"tensor {entry.name!r} lies in {entry.file!r}, which is not a file of this checkpoint")
     if entry.dtype not in ITEMSIZE:
@@ -127,9 +118,7 @@ def _check_no_overlap(file: str, entries: list[TensorEntry]) -> None:
 
 
 def _check_coverage(name: str, entries: list[TensorEntry], world_size: int) -> None:
-    """Check that the pieces of one tensor agree in dtype and shape and contain each of its elements exactly once, that its name
-    has the prefix of a shared or a private tensor, and that a private one is whole in its own rank's file. Raises
-    ``CheckpointError``."""
+    """Check that the pieces of one tensor are each of its elements once, under a valid name. Raise ``CheckpointError``."""
     first = entries[0]
     if any(e.dtype != first.dtype or e.shape != first.shape for e in entries):
         raise CheckpointError(f"the pieces of tensor {name!r} differ in dtype or shape")
@@ -140,6 +129,7 @@ def _check_coverage(name: str, entries: list[TensorEntry], world_size: int) -> N
         position += entry.nbytes // ITEMSIZE[entry.dtype]
     if position != math.prod(first.shape):
         raise CheckpointError(f"tensor {name!r} is not stored whole: {position} of {math.prod(first.shape)} elements")
+    # a private tensor
     if name.startswith(RANK_PREFIX):
         rank = name.removeprefix(RANK_PREFIX).partition("/")[0]
         if (

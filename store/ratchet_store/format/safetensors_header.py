@@ -1,8 +1,4 @@
-"""The safetensors header of a rank file, whose metadata contains that rank's JSON state.
-
-``ratchet_hooks.state.safetensors_header`` implements the format.
-A piece of a tensor is stored as a 1-D tensor under ``<name>#<start>``; a whole tensor under its own name and shape.
-"""
+"""The safetensors header of a rank file, with the rank's JSON state. A piece of a tensor has the key ``<name>#<start>``."""
 
 from __future__ import annotations
 
@@ -20,20 +16,18 @@ MAX_DIMENSIONS: Final = 64
 
 
 def is_complete(shape: Iterable[int], dtype: str, start: int, nbytes: int) -> bool:
-    """True if a piece of ``nbytes`` bytes that begins at element ``start`` is the whole tensor of that shape and dtype."""
+    """True if a piece of ``nbytes`` bytes from element ``start`` is the whole tensor of that shape and dtype."""
     return start == 0 and nbytes == math.prod(shape) * ITEMSIZE[dtype]
 
 
 def tensor_key(entry: TensorEntry) -> str:
-    """Return the key of a piece in its safetensors file: the tensor's name, or ``<name>#<start>`` if the piece is not the
-    whole tensor."""
+    """Return the key of a piece in its safetensors file: the tensor's name, or ``<name>#<start>`` for a part."""
     whole = is_complete(entry.shape, entry.dtype, entry.start, entry.nbytes)
     return entry.name if whole else f"{entry.name}#{entry.start}"
 
 
 def header_entry(entry: TensorEntry, data_start: int) -> Stored:
-    """Return the header's entry for a piece. ``data_start``: offset in the file where the data begins; offsets in the header are
-    relative to it. The shape of a piece that is not the whole tensor is 1-D."""
+    """Return the header's entry for a piece. ``data_start``: where the file's data begins, to which offsets are relative."""
     whole = is_complete(entry.shape, entry.dtype, entry.start, entry.nbytes)
     shape = tuple(entry.shape) if whole else (entry.nbytes // ITEMSIZE[entry.dtype],)
     begin = entry.offset - data_start
@@ -41,9 +35,8 @@ def header_entry(entry: TensorEntry, data_start: int) -> Stored:
 
 
 def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
-    """Return a rank file's header as three pieces to be joined: a length field and the JSON, padded so that the data starts on a
-    multiple of ``ALIGNMENT``. The second piece is ``members``, the tensors' JSON from ``entries_json``, which may be long.
-    ``state_text``: the rank's JSON state. Raises ``StateError`` if the header is too long or has too many values."""
+    """Return a rank file's header as three pieces to be joined, the second ``members``, the tensors' JSON. Raise
+    ``StateError`` if it is too large."""
     try:
         return frame_header(header_json({STATE_METADATA_KEY: state_text}, members), ALIGNMENT)
     except ValueError as error:
@@ -52,8 +45,7 @@ def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
 
 
 def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
-    """Return the header of a safetensors file for other programs, with whole tensors and ``metadata``. Raises ``StateError``
-    if it is too long or has too many values."""
+    """Return the header of a safetensors file for other programs, with whole tensors. Raise ``StateError`` if it is too large."""
     try:
         return b"".join(frame_header(header_json(metadata, entries_json(stored)), 8))
     except ValueError as error:
@@ -61,9 +53,8 @@ def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
 
 
 def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
-    """Return a rank file's header entries by key, and the JSON text of the rank's state. ``raw``: the header without its
-    length field. Raises ``CheckpointError`` if it does not have the form of a header with a rank's state; dtypes and offsets are
-    not checked."""
+    """Return a rank file's header entries by key, and its state's JSON text. ``raw``: the header without its length field.
+    Raise ``CheckpointError``; dtypes and offsets are not checked."""
     body = parse_json(raw)
     if not isinstance(body, dict):
         raise CheckpointError("the safetensors header is not a JSON object")
@@ -82,8 +73,8 @@ def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
 
 
 def check_safetensors(file: BinaryIO, size: int) -> None:
-    """Check that ``file``, open at its beginning and ``size`` bytes long, has the valid header of a safetensors file, written by
-    any program. The data are not read. Raises ``CheckpointError`` if it has not, and ``OSError`` if reading fails."""
+    """Check that ``file``, of ``size`` bytes, has a valid safetensors header. Raise ``CheckpointError`` if not, ``OSError`` if
+    reading fails."""
     try:
         safetensors_header.read_header(file, size)
     except ValueError as error:
@@ -91,8 +82,7 @@ def check_safetensors(file: BinaryIO, size: int) -> None:
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """Return the value of a JSON text. Raises ``CheckpointError`` for invalid JSON, and for a text that may take far more
-    memory than its length (``bounded_json`` in ``ratchet_hooks.state.safetensors_header``)."""
+    """Return the value of a JSON text. Raise ``CheckpointError`` if it is invalid or may take far too much memory."""
     try:
         return safetensors_header.bounded_json(raw)
     except ValueError as error:
@@ -100,8 +90,7 @@ def parse_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Raise ``CheckpointError`` for a JSON text that may take far more memory than its length, by the function of the same
-    name in ``ratchet_hooks.state.safetensors_header``."""
+    """Raise ``CheckpointError`` for a JSON text that may take far more memory than its length."""
     try:
         safetensors_header.refuse_json_bomb(raw)
     except ValueError as error:

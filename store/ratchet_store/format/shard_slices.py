@@ -1,4 +1,4 @@
-"""Which elements of the shared tensors each rank writes: what is equal on all ranks is stored once, 1/N by each rank."""
+"""Which elements of the shared tensors each rank writes: about 1/N of all bytes, each element once."""
 
 from __future__ import annotations
 
@@ -16,20 +16,15 @@ class Slice(NamedTuple):
 
 
 def plan_slices(sizes: Sequence[tuple[str, int, int]], world_size: int) -> list[list[Slice]]:
-    """Return, for each rank, the list of the slices that it writes. ``sizes``: name, number of elements and bytes per element
-    of each tensor.
-
-    The tensors are concatenated in the given order and the whole is cut at ``total bytes * r / world_size``, rounded down to an
-    element: every element belongs to exactly one rank, ranks differ by less than two elements in size, and a tensor is cut at
-    most ``world_size - 1`` times. A pure function of its arguments, so ranks that hold the same tensors need not communicate.
-    Raises ``ValueError`` for sizes below zero (itemsize: below one), names that occur twice, or no ranks.
-    """
+    """Return, for each rank, the slices that it writes: about an equal part of all bytes, in the given order. ``sizes``: name,
+    number of elements and bytes per element of each tensor. Raise ``ValueError``."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     if len({name for name, _, _ in sizes}) != len(sizes):
         raise ValueError("tensor names must be distinct")
     if any(numel < 0 or itemsize < 1 for _, numel, itemsize in sizes):
         raise ValueError("a tensor has numel >= 0 and itemsize >= 1")
+    # a pure function: ranks that hold the same tensors need not communicate
     total = sum(numel * itemsize for _, numel, itemsize in sizes)
     bounds = [total * rank // world_size for rank in range(world_size)]  # first byte of each rank
     plan: list[list[Slice]] = [[] for _ in range(world_size)]

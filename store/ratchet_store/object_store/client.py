@@ -1,16 +1,5 @@
-"""An object store (S3 and compatible stores, Google Cloud Storage, Azure) below one prefix, through obstore.
-
-Credentials and endpoints come only from the process's environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, ...) or the
-machine's own role. No message of this module contains the credentials. obstore retries every request, with back-off and jitter,
-on transient errors (5xx, time-outs, broken connections) within a bounded time. Not for ``memory://`` or ``file://``: only a
-caller that holds such a store of obstore can pass it in.
-
-Codes of the ``CheckpointError`` raised here, besides those of ``filesystem.durable_io``:
-
-``checkpoint-remote``         the store does not respond, or fails: nothing is proved about its content
-``checkpoint-remote-denied``  the store responds and refuses: no or wrong credentials, no such bucket, no permission
-``checkpoint-no-client``      the package obstore is not installed
-"""
+"""An object store (S3 and compatible stores, Google Cloud Storage, Azure) below one prefix, through obstore. Credentials come
+only from the process's environment or the machine's own role."""
 
 from __future__ import annotations
 
@@ -26,9 +15,9 @@ from ratchet_contract.errors import CheckpointError
 from ratchet_contract.spec.checkpoint import SCHEMES
 from ratchet_store.filesystem.durable_io import MISSING
 
-REMOTE: Final = "checkpoint-remote"
-DENIED: Final = "checkpoint-remote-denied"
-NO_CLIENT: Final = "checkpoint-no-client"
+REMOTE: Final = "checkpoint-remote"  # the store does not respond, or fails: nothing is proved about its content
+DENIED: Final = "checkpoint-remote-denied"  # the store refuses: no or wrong credentials, no such bucket, no permission
+NO_CLIENT: Final = "checkpoint-no-client"  # the package obstore is not installed
 
 PART: Final = 16 << 20
 """Bytes of one part of a multipart upload. S3 accepts 10,000 parts: 160 GB per rank file; larger files get larger parts."""
@@ -47,8 +36,8 @@ _MAX_ERROR_CHARS: Final = 600  # characters of a store's error message
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits in seconds. ``connect``: to connect; ``request``: for one try of a request with its data; ``retry``: after
-    that time since the first try, or after 10 further tries, none is begun."""
+    """Time limits in seconds. ``connect``: to connect; ``request``: for one try; ``retry``: after that time no further try
+    begins."""
 
     connect: float = 5.0
     request: float = 120.0
@@ -74,27 +63,26 @@ BRIEF: Final = Patience(2.0, 4.0, 3.0)
 
 
 class Found(NamedTuple):
-    """An object in the store: its size in bytes, and the digest stored with it (None: no digest was stored with it)."""
+    """An object in the store: its size in bytes, and the digest stored with it, if any."""
 
     size: int
     digest: str | None
 
 
 class ObjectStore:
-    """The objects below one prefix of a store. Names are relative to the prefix, with ``/``. Thread-safe; calls block. Every
-    method raises ``CheckpointError`` with the codes that the module lists."""
+    """The objects below one prefix of a store; names are relative to it. Thread-safe; calls block and raise
+    ``CheckpointError``."""
 
     def __init__(self, raw: Any, url: str, *, digests: bool = True) -> None:
-        """``raw``: a store object of obstore; ``url``: its name in messages; ``digests`` True: the store keeps attributes of
-        objects, so digests are stored with them."""
+        """``raw``: a store object of obstore; ``url``: its name in messages; ``digests``: the store keeps attributes of
+        objects."""
         self._raw = raw
         self.url = url.rstrip("/")
         self._digests = digests
 
     def put(self, name: str, chunks: Iterable[bytes | memoryview], size: int, digest: str) -> None:
-        """Create or replace one object made of ``chunks``, completely or not at all. ``digest`` is stored with it as an
-        attribute, if the store keeps attributes. ``size``: bytes of all chunks. An error that the iterable raises ends the
-        upload and is raised."""
+        """Create or replace one object made of ``chunks``, completely or not at all. ``size``: bytes of all chunks;
+        ``digest``: stored with it where the store keeps attributes."""
         import obstore
 
         attributes = {_DIGEST_ATTRIBUTE: digest} if self._digests else None
@@ -109,11 +97,8 @@ class ObjectStore:
                 )  # fmt: skip
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Create an object and return True. Returns False if an object of that name exists already, which is not changed.
-
-        Of several writers at most one gets True. A writer whose response was lost may get False for the object that it has
-        created itself, so the caller must compare the content.
-        """
+        """Create an object and return True; False if one exists. After a lost response, that may be the writer's own: compare
+        the content."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -125,16 +110,15 @@ class ObjectStore:
         return True
 
     def get(self, name: str, limit: int) -> bytes:
-        """Return the content of a small object. Raises ``checkpoint-missing`` if there is none, and ``checkpoint-damaged`` if
-        it has more than ``limit`` bytes."""
+        """Return the content of a small object. Raise ``checkpoint-missing``, or ``checkpoint-damaged`` for more than
+        ``limit`` bytes."""
         found = self.head(name)
         if found.size > limit:
             raise CheckpointError(f"{self.url}/{name} has {found.size} bytes, more than the {limit} it may have")
         return bytes(self.get_range(name, 0, found.size)) if found.size else b""
 
     def get_range(self, name: str, begin: int, end: int) -> memoryview:
-        """Return bytes ``begin <= i < end`` of an object; fewer if the object ends between ``begin`` and ``end``. If
-        it ends at or before ``begin``, the store's error is raised (``checkpoint-remote``)."""
+        """Return bytes ``begin <= i < end`` of an object; fewer if it ends in between."""
         import obstore
 
         with self._translate_errors("get", name):
@@ -157,8 +141,7 @@ class ObjectStore:
             return {str(meta["path"]): int(meta["size"]) for batch in batches for meta in batch}
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects; missing ones are no error. Returns when all are gone; the order in which they are deleted is
-        undefined."""
+        """Delete objects, in no defined order, and return when all are gone; missing ones are no error."""
         import obstore
 
         wanted = list(names)
@@ -206,12 +189,9 @@ CREDENTIALS: Final = (
 def open_store(
     uri: str, subprefix: str = "", patience: Patience = Patience(), environ: Mapping[str, str] | None = None
 ) -> ObjectStore:
-    """Return the store of a ``checkpoint.uri``, or of the prefix ``subprefix`` below it. No request is sent yet. ``environ``:
-    the variables that decide about plain HTTP and checksums; None: the process's. Credentials are always the process's.
-
-    Raises ``CheckpointError``: ``checkpoint-no-client``, or ``checkpoint-remote-denied`` if settings are missing or
-    wrong. Raises ``ValueError`` for a URI whose scheme is not one of ``SCHEMES``.
-    """
+    """Return the store of a ``checkpoint.uri``, below ``subprefix``; no request is sent. ``environ``: for plain HTTP and
+    checksums; None: the process's. Raise ``CheckpointError`` for missing settings or packages, ``ValueError`` for another
+    scheme."""
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in SCHEMES:
         raise ValueError(f"{uri!r} must start with one of {', '.join(SCHEMES)}")
@@ -261,8 +241,7 @@ def _delete_one(raw: Any, name: str) -> None:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return obstore's error message without its inner structure, on one line, at most ``_MAX_ERROR_CHARS`` long. Values of the
-    environment's credential variables (from 4 characters), and user and password in URLs, are replaced by ``***``."""
+    """Return obstore's error message on one line, cut, with credentials replaced by ``***``."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     for name, value in os.environ.items():
         if name.startswith(_PROVIDERS) and _SECRET.search(name) and len(value) >= 4:

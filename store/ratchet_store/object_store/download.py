@@ -1,9 +1,4 @@
-"""Fetch a checkpoint from an object store to the local directory, which is a cache of the store from then on.
-
-A few concurrent connections fill the files in a directory of another name among the checkpoints. The received bytes of every
-block are compared with its digest. The manifest comes last, then one rename, so what has a checkpoint's name was whole when it
-got that name.
-"""
+"""Fetch a job's checkpoints from an object store into the local directory of checkpoints, and verify every block."""
 
 from __future__ import annotations
 
@@ -44,9 +39,8 @@ _REQUEST_BYTES: Final = 8 << 20  # bytes of one request, at least a block
 
 
 class FetchResult(NamedTuple):
-    """Result of ``fetch_newest``. ``fetched``: manifest of the checkpoint that was fetched, and ``uri``: where it came from;
-    both None if nothing was fetched, since the store has no intact newer one. ``notes``: sentences on damaged checkpoints, which
-    were quarantined in the store and skipped."""
+    """Result of ``fetch_newest``. ``fetched`` and ``uri``: the fetched manifest and its URI, None if nothing was fetched.
+    ``notes``: sentences on damaged checkpoints."""
 
     fetched: Manifest | None
     uri: str | None
@@ -55,8 +49,7 @@ class FetchResult(NamedTuple):
 
 @dataclass
 class Progress:
-    """Progress of a fetch, shared with another thread. ``nbytes``: bytes received or read so far; ``stop``: set by the other
-    thread to end the fetch."""
+    """Progress of a fetch, shared between threads. ``nbytes``: bytes received or read so far; ``stop``: set to end the fetch."""
 
     nbytes: int = 0
     stop: threading.Event = field(default_factory=threading.Event)
@@ -73,12 +66,8 @@ def newest_local(
     expected_job_id: str | None = None,
     root: Base | None = None,
 ) -> Id | None:
-    """Return step and attempt of the newest intact checkpoint of the lineage on this disk; None if there is none. Every byte of
-    it is read and verified here. Missing and damaged ones are skipped, not moved; ``expected_job_id`` and ``root``, and which
-    ones count as damaged: as in ``find_base``. ``progress`` counts the bytes that are read; its ``stop`` has no effect here.
-
-    Raises ``CheckpointError`` for a checkpoint that cannot be judged (unreadable, another format version).
-    """
+    """Return step and attempt of the newest intact checkpoint of the lineage in ``checkpoints``, or None; every byte of it is
+    verified."""
     progress = progress or Progress()
     for step, attempt, directory in checkpoint_dirs(checkpoints):
         if not lineage_contains(lineage, step, attempt):
@@ -102,12 +91,8 @@ def fetch_newest(
     local: Id | None,
     progress: Progress | None = None,
 ) -> FetchResult:
-    """Fetch the newest checkpoint of the lineage in the store that is newer than ``local`` (None: any), and return the result.
-    Its ``fetched`` is None if there is no such checkpoint. One with wrong bytes, an object of the wrong size or a damaged
-    manifest is quarantined in the store; one that lacks an object is only skipped. In both cases the next older one is tried.
-
-    Raises ``CheckpointError``, such as ``checkpoint-remote``, ``checkpoint-remote-denied`` or ``checkpoint-not-written``.
-    """
+    """Fetch the newest intact checkpoint of the lineage that is newer than ``local`` (None: any). Damaged ones that it meets in
+    the store are quarantined there."""
     notes: list[str] = []
     for (step, attempt), names in remote.list_checkpoints().items():
         if not lineage_contains(lineage, step, attempt) or (local is not None and (step, attempt) <= local):
@@ -137,17 +122,9 @@ def fetch(
     sizes: dict[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Fetch the checkpoint named ``folder`` into the directory ``checkpoints``, verified and durable; returns its manifest. If
-    ``checkpoints`` has a directory of that name that is no intact copy, it is moved to ``quarantine`` if it has a manifest, and
-    deleted if not. An intact copy stays as it is, and the downloaded one is dropped.
-
-    ``sizes``: bytes of the checkpoint's objects in the store, by name; None: they are listed. The marker files named there are
-    restored. No file is fetched if one has another size than the manifest says.
-
-    Raises ``CheckpointError``: ``checkpoint-missing`` (no manifest, or an object is missing), ``checkpoint-damaged``,
-    ``checkpoint-format``, ``checkpoint-remote`` (also after ``progress.stop`` was set), ``checkpoint-remote-denied``,
-    ``checkpoint-not-written``, ``checkpoint-unreadable`` (what has that name here cannot be moved or deleted).
-    """
+    """Fetch the checkpoint ``folder`` into ``checkpoints``, verified and durable, and return its manifest. A directory of that
+    name that is no intact copy is moved to ``quarantine`` or deleted. ``sizes``: bytes of the objects in the store, by name;
+    None: they are listed. Raises ``CheckpointError``."""
     progress = progress or Progress()
     raw = remote.raw_manifest(folder)
     manifest = remote.parse(folder, raw)
@@ -182,8 +159,7 @@ def fetch(
 
 
 def _is_present(target: Path, manifest: Manifest) -> bool:
-    """True if ``target`` is an intact copy of the checkpoint already, for example because another process has fetched it
-    meanwhile. Reads every byte of ``target``. False also if ``target`` is missing or cannot be read."""
+    """True if ``target`` is an intact copy of the checkpoint already; its files are read and verified."""
     try:
         there = read_manifest(target)
         verify_files(target, there)
@@ -193,8 +169,7 @@ def _is_present(target: Path, manifest: Manifest) -> bool:
 
 
 def _clear_target(target: Path, quarantine: Path) -> None:
-    """Remove what has the checkpoint's name here: a directory with a manifest is moved to ``quarantine``, one without is
-    deleted. Raises ``CheckpointError``."""
+    """Move ``target`` to ``quarantine`` if it has a manifest, else delete it. Raises ``CheckpointError``."""
     if not os.path.lexists(target):
         return
     if not (target / MANIFEST_NAME).exists():
@@ -212,8 +187,7 @@ class _Part(NamedTuple):
 
 
 class _Download:
-    """Downloads the rank files of one checkpoint into ``directory``, in daemon threads: a thread that hangs in a request ends
-    with the process."""
+    """Downloads the rank files of one checkpoint into ``directory``, in several daemon threads."""
 
     def __init__(
         self, objects: ObjectStore, folder: str, directory: Path, files: Sequence[FileEntry], progress: Progress
@@ -225,11 +199,12 @@ class _Download:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Download and sync all files; blocks until that is done. Raises the first error of a thread, and ``CheckpointError``
-        if ``Progress.stop`` has been set; other threads may then still be at work."""
+        """Download and sync all files; blocks until that is done. Raises the first error of a thread, or ``CheckpointError`` if
+        the fetch was stopped."""
         for entry in self._files:
             with (self._directory / entry.name).open("wb") as file:
                 os.truncate(file.fileno(), entry.size)
+        # daemon threads: one that hangs in a request ends with the process
         threads = [threading.Thread(target=self._work, name="fetch", daemon=True) for _ in range(CONNECTIONS)]
         for thread in threads:
             thread.start()
@@ -270,9 +245,8 @@ class _Download:
         raise CheckpointError(f"{self._objects.url}/{self._folder}/{part.entry.name}: {fault}", code=DAMAGED)
 
     def _try_part(self, part: _Part) -> str:
-        """Fetch the blocks of a part once, write them to the file and compare their digests. Returns a text on what is wrong with
-        the bytes, empty if nothing is; wrong bytes may then be in the file. Raises ``CheckpointError`` if the store fails, and
-        ``OSError``."""
+        """Fetch the blocks of a part into the file and verify them. Returns text on what is wrong with the bytes, empty if
+        nothing is."""
         block, digests = part.entry.block_size, part.entry.blocks
         name, path = f"{self._folder}/{part.entry.name}", self._directory / part.entry.name
         begin, end = part.first * block, min(part.last * block, part.entry.size)
@@ -306,11 +280,8 @@ def _parts(entry: FileEntry) -> list[_Part]:
 def _hash(
     data: memoryview, position: int, block: int, size: int, digests: Sequence[str], hasher: xxhash.xxh3_128
 ) -> tuple[str, xxhash.xxh3_128]:
-    """Hash data received for offset ``position`` of the file, and compare the digest at each block's end. ``hasher``: state of
-    the block that contains ``position``; ``block``: bytes per block; ``size``: bytes of the file.
-
-    Returns a text on the first block that is wrong (empty: none is), and the hasher to use for the data that follows.
-    """
+    """Hash received data, and compare the digest of each block that ends in it. Returns text on the first wrong block (empty:
+    none is), and the hasher for the data that follows."""
     done = 0
     while done < len(data):
         number = (position + done) // block

@@ -1,6 +1,5 @@
-"""The directory that a fetch fills, next to the checkpoints. A complete one gets the checkpoint's name. Any other is removed at
-the end of the fetch. One that a killed fetch left is removed by a later fetch: when it is a minute old if its lock is there and
-free, else when it is a week old."""
+"""The temporary directory that a fetch fills, next to the checkpoints, and renames to the checkpoint's name when it is
+complete."""
 
 from __future__ import annotations
 
@@ -23,10 +22,8 @@ _STALE_SECONDS: Final = 7 * 86400.0
 
 @contextmanager
 def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
-    """Context manager: yield a new directory in ``checkpoints`` for the files of the checkpoint ``folder``. It is locked if the
-    file system has locks. When the files are complete, the caller calls ``remove_lock`` and renames the directory. If it still
-    has its first name at the end of the block, it is deleted with its content. Also deletes what killed fetches left
-    (``_sweep``). Raises ``OSError``."""
+    """Context manager: yield a new directory in ``checkpoints`` for a fetch. At the end it is deleted, unless the caller has
+    renamed it."""
     _sweep(checkpoints)
     place = checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
     place.mkdir()
@@ -44,14 +41,12 @@ def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
 
 
 def remove_lock(directory: Path) -> None:
-    """Delete the lock file in a download directory, so that it contains only the checkpoint's files and can be renamed. Raises
-    ``OSError``."""
+    """Delete the lock file in a download directory, before the directory is renamed. Raises ``OSError``."""
     (directory / _LOCK).unlink()
 
 
 def _sweep(checkpoints: Path) -> None:
-    """Delete download directories that are older than ``_LOCK_GRACE_SECONDS`` and whose process is dead, and all older than
-    ``_STALE_SECONDS``: each may be as large as a checkpoint. Errors are ignored."""
+    """Delete download directories that no fetch uses any more, as far as their locks and ages show. Errors are ignored."""
     for left in checkpoints.glob(f"{_PREFIX}*"):
         with suppress(OSError):  # gone meanwhile, or another user's
             age = time.time() - left.stat().st_mtime
@@ -60,8 +55,7 @@ def _sweep(checkpoints: Path) -> None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Return True if the directory's lock is free, so that its process is dead. Never returns False: raises ``OSError`` if the
-    lock is held, or its state is unknown."""
+    """Return True if the directory's lock is free, so that its process is dead. Raises ``OSError`` otherwise."""
     fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

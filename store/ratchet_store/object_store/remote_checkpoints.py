@@ -1,9 +1,5 @@
-"""A job's checkpoints in an object store: ``<uri>/<job id>/checkpoints/<checkpoint>/``, the same names as on the disk.
-
-``upload.py`` writes data objects first, the manifest last and only if none exists. When a copy is deleted, its manifest is
-deleted first. Names contain the attempt, so attempts of one run directory write the same object only for a committed checkpoint
-that they share.
-"""
+"""A job's checkpoints in an object store, below ``<uri>/<job id>/checkpoints/``. A checkpoint counts only with its manifest,
+which is uploaded last and deleted first."""
 
 from __future__ import annotations
 
@@ -33,23 +29,22 @@ def open_job_checkpoints(uri: str, job_id: str, patience: Patience = Patience())
 
 
 def digest_of(entry: FileEntry) -> str:
-    """Return one digest of a rank file: XXH3-128 in hex of its size, its block size and the digests of its blocks. The file is
-    not read."""
+    """Return one digest of a rank file: XXH3-128 in hex over its size, its block size and its block digests."""
     size, blocks = entry.block_size, entry.blocks
     return xxhash.xxh3_128_hexdigest(f"{entry.size}/{size}/{','.join(blocks)}".encode())
 
 
 class RemoteCheckpoints:
-    """A job's checkpoints in an object store. Nothing is cached: every method except ``parse`` sends requests. All raise
-    ``CheckpointError``. ``folder`` is always a checkpoint's directory name, such as ``step-000000001200.a0007``."""
+    """A job's checkpoints in an object store. ``folder`` is a checkpoint's directory name, such as ``step-000000001200.a0007``.
+    Methods raise ``CheckpointError``."""
 
     def __init__(self, objects: ObjectStore, job_id: str) -> None:
         self.objects = objects
         self.job_id = job_id
 
     def list_checkpoints(self) -> dict[Id, dict[str, int]]:
-        """Return every checkpoint in the store, complete or not, newest step and attempt first. The value has the sizes of its
-        objects in bytes, by object name. An object counts if its directory is named like a checkpoint."""
+        """Return the sizes in bytes of the objects of every checkpoint in the store, complete or not, the newest checkpoint
+        first."""
         found: dict[Id, dict[str, int]] = {}
         for path, size in self.objects.list().items():
             folder, _, name = path.partition("/")
@@ -64,13 +59,13 @@ class RemoteCheckpoints:
         return self.parse(folder, self.raw_manifest(folder))
 
     def raw_manifest(self, folder: str) -> bytes:
-        """Return the bytes of a checkpoint's manifest, unchecked. Raises ``checkpoint-missing`` if there is none, and
-        ``checkpoint-damaged`` if it has more than ``MAX_MANIFEST_BYTES``."""
+        """Return the bytes of a checkpoint's manifest, unchecked. Raises ``CheckpointError`` (``checkpoint-missing``) if there is
+        none."""
         return self.objects.get(f"{folder}/{MANIFEST_NAME}", MAX_MANIFEST_BYTES)
 
     def parse(self, folder: str, raw: bytes) -> Manifest:
-        """Parse a manifest's bytes, and check its digest, its structure, and that it is of this job and ``folder``. Sends no
-        request. Raises ``checkpoint-damaged`` or ``checkpoint-format``."""
+        """Parse a manifest, and check that it is intact and of this job and ``folder``. Raises ``checkpoint-damaged`` or
+        ``checkpoint-format``."""
         try:
             refuse_json_bomb(raw)
             manifest = open_manifest(raw)
@@ -84,9 +79,8 @@ class RemoteCheckpoints:
         return manifest
 
     def commit(self, folder: str, raw: bytes, digest: str) -> None:
-        """Put the manifest ``raw`` into the store, the last step of an upload. If the store has the same manifest already (by
-        ``digest``), nothing is changed. Raises ``checkpoint-exists`` if it has another one, and ``checkpoint-damaged`` if it
-        has a damaged one; neither is replaced."""
+        """Put the manifest ``raw`` into the store, the last step of an upload. Raises ``CheckpointError`` if the store has
+        another one."""
         if self.objects.put_if_absent(f"{folder}/{MANIFEST_NAME}", raw):
             return
         there = self.manifest(folder)
@@ -98,8 +92,7 @@ class RemoteCheckpoints:
             )
 
     def remove(self, folder: str, names: list[str] | None = None) -> None:
-        """Delete a checkpoint's objects, the manifest first: from then on the checkpoint does not count. ``names``: its
-        objects; None: they are listed."""
+        """Delete a checkpoint's objects, the manifest first. ``names``: its objects; None: they are listed."""
         if names is None:
             names = [path.rpartition("/")[2] for path in self.objects.list(f"{folder}/")]
         if MANIFEST_NAME in names:
@@ -107,9 +100,8 @@ class RemoteCheckpoints:
         self.objects.delete(f"{folder}/{name}" for name in names if name != MANIFEST_NAME)
 
     def quarantine(self, folder: str) -> None:
-        """Set aside a damaged checkpoint in the store: its manifest is copied to ``QUARANTINED_MANIFEST`` and deleted, so that
-        the checkpoint no longer counts. Its data stay for inspection. If the manifest is missing or too large, the copy is
-        empty. A copy from an earlier call is not replaced."""
+        """Rename a damaged checkpoint's manifest in the store to ``QUARANTINED_MANIFEST``, so that the checkpoint no longer
+        counts. Its data stay."""
         try:
             raw = self.raw_manifest(folder)
         except CheckpointError as error:

@@ -1,11 +1,4 @@
-"""Copy the local directory of checkpoints to an object store. Level-triggered: each call compares what is committed here with
-what is known to be in the store, and copies one checkpoint, or else updates marker files and deletes copies. A process that is
-killed half-way leaves nothing that counts.
-
-A complete copy is deleted only after its checkpoint was deleted here, by retention or by hand: by this directory's own record it
-was copied from here, and it is gone from here and not in quarantine. If a directory is lost, so is its record, and no complete
-copy is deleted for it. Incomplete copies that nothing will complete are deleted, too.
-"""
+"""Copy the local directory of checkpoints to an object store, and delete the copies of checkpoints that were deleted here."""
 
 from __future__ import annotations
 
@@ -44,8 +37,8 @@ _STORE_FAILURES: Final = frozenset({REMOTE, DENIED})
 
 
 class Uploaded(NamedTuple):
-    """A checkpoint whose copy in the store is complete. ``nbytes``: bytes sent for it in this call, 0 if the copy existed
-    already; ``seconds``: duration of the call."""
+    """A checkpoint whose copy in the store is complete. ``nbytes``: bytes sent, 0 if the copy existed already; ``seconds``:
+    duration."""
 
     manifest: Manifest
     uri: str
@@ -54,16 +47,15 @@ class Uploaded(NamedTuple):
 
 
 class Failed(NamedTuple):
-    """A checkpoint that cannot be copied although the store works. For example it is damaged or unreadable on this disk, or the
-    store has another checkpoint of the same name. The ``Mirror`` does not try it again."""
+    """A checkpoint that cannot be copied although the store works, such as a damaged one. The ``Mirror`` does not retry it."""
 
     folder: str
     error: str
 
 
 class Step(NamedTuple):
-    """Result of one call of ``Mirror.step``. ``uploaded``: the checkpoint whose copy is complete now; ``failed``: one that
-    cannot be copied; ``removed``: checkpoints whose copies were deleted; ``idle``: True if there was nothing to do."""
+    """Result of ``Mirror.step``. ``uploaded``: the checkpoint whose copy is complete now; ``failed``: one that cannot be copied;
+    ``removed``: checkpoints whose copies were deleted; ``idle``: there was nothing to do."""
 
     uploaded: Uploaded | None = None
     failed: Failed | None = None
@@ -72,13 +64,8 @@ class Step(NamedTuple):
 
 
 class Mirror:
-    """Copies local checkpoints to the object store, and deletes the copies of checkpoints that were deleted here. Runs for one
-    attempt, in one thread. The caller calls ``step`` repeatedly.
-
-    ``attempt``: the attempt's number; all of its own checkpoints are copied. ``lineage``: checkpoints of earlier attempts that
-    are copied, too. Copies are deleted whatever attempt they are of, except pinned copies and the newest complete one.
-    Incomplete copies of earlier attempts' checkpoints that are not on this disk are deleted as well.
-    """
+    """Copies local checkpoints of ``attempt`` and ``lineage`` to the object store, and deletes the copies of deleted ones. Call
+    ``step`` repeatedly, in one thread."""
 
     def __init__(
         self, remote: RemoteCheckpoints, checkpoints: Path, quarantine: Path, lineage: Sequence[Segment], attempt: int
@@ -93,19 +80,13 @@ class Mirror:
         self._record = Record(checkpoints / RECORD_NAME, remote.objects.url)
 
     def pending(self) -> list[str]:
-        """Return the names of committed checkpoints on this disk that are not known to have a complete copy yet, newest first:
-        those of this attempt and of the lineage. Those whose copy has failed are among them."""
+        """Return the names of committed checkpoints of this attempt and its lineage without a known complete copy, newest
+        first."""
         return [checkpoint_dir_name(*one) for one in self._committed() if one not in self._uploaded]
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
-        """Copy one checkpoint: the newest that is not known to have a complete copy and has not failed. If there is none,
-        update the marker files in the store and delete the copies of checkpoints that were deleted here. Blocks until that is
-        done.
-
-        A call may also only discard what is known of the store, so that the next call lists the store again.
-        ``check_interrupted`` is called repeatedly; an exception from it ends the call. Raises ``CheckpointError``:
-        ``checkpoint-remote``, ``checkpoint-remote-denied``, and errors of this disk.
-        """
+        """Copy the newest checkpoint without a copy or, if there is none, update marker files and delete copies. Blocks; an
+        exception from ``check_interrupted`` ends the call. Raises ``CheckpointError`` if the store fails."""
         try:
             return self._step(check_interrupted)
         except BaseException:
@@ -113,8 +94,7 @@ class Mirror:
             raise
 
     def _step(self, check_interrupted: Callable[[], None]) -> Step:
-        """Upload one checkpoint, or else update marker files and delete copies, as ``step`` describes. If the store was listed
-        more than ``_RELIST_SECONDS`` ago, it only discards the list instead, so that the next call lists the store again."""
+        """Do the work of ``step``. A list of the store that is too old is only discarded."""
         here = self._committed()
         todo = [one for one in here if one not in self._uploaded and one not in self._failed]
         if todo:
@@ -127,8 +107,7 @@ class Mirror:
         return Step(removed=removed, idle=not (marked or removed))
 
     def _committed(self) -> dict[Id, Path]:
-        """Return the directories of the checkpoints that may be copied, newest first. They have a manifest on this disk, and
-        are of this attempt or of the lineage."""
+        """Return the directories of the committed checkpoints of this attempt and its lineage on this disk, newest first."""
         return {
             (step, attempt): directory
             for step, attempt, directory in checkpoint_dirs(self._checkpoints)
@@ -140,11 +119,8 @@ class Mirror:
         return checkpoint[1] == self._attempt or lineage_contains(self._lineage, *checkpoint)
 
     def _list_remote(self) -> dict[Id, dict[str, int]]:
-        """Return the sizes of the objects in the store, by checkpoint and name. The store is listed once, and the result is
-        kept until ``step`` discards it.
-
-        When it is listed, incomplete copies are deleted if their checkpoint is of an earlier attempt and not on this disk.
-        """
+        """Return the sizes of the objects in the store, by checkpoint and name. A new listing also deletes incomplete copies that
+        nothing will complete."""
         if self._remote_files is None:
             there = self._remote.list_checkpoints()
             local = {(step, attempt) for step, attempt, _ in checkpoint_dirs(self._checkpoints)}
@@ -158,9 +134,8 @@ class Mirror:
     # --- upload ---
 
     def _upload(self, checkpoint: Id, directory: Path, check_interrupted: Callable[[], None]) -> Step:
-        """Copy one checkpoint and return the result. It is empty if retention deleted the checkpoint meanwhile, and has
-        ``failed`` for an error of the checkpoint itself, which is not tried again. Raises ``CheckpointError`` for an error of
-        the store, or if the record cannot be written."""
+        """Copy one checkpoint and return the result, with ``failed`` for an error of the checkpoint itself. Other errors are
+        raised."""
         begin, folder = time.monotonic(), directory.name
         try:
             raw = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -182,9 +157,7 @@ class Mirror:
     def _upload_files(
         self, checkpoint: Id, directory: Path, manifest: Manifest, raw: bytes, check_interrupted: Callable[[], None]
     ) -> int:
-        """Send a checkpoint's files, its marker files and last its manifest ``raw``. Returns the number of bytes sent, 0 if the
-        copy is complete already. Objects that have the right size and digest are not sent again, unless the copy is
-        quarantined. Raises ``CheckpointError``."""
+        """Send a checkpoint's files, its manifest last. Returns the number of bytes sent, 0 if the copy is complete already."""
         objects, folder = self._remote.objects, directory.name
         names = self._list_remote().setdefault(checkpoint, {})
         nbytes = 0
@@ -212,7 +185,7 @@ class Mirror:
         return nbytes + len(raw)
 
     def _has(self, path: str, digest: str) -> bool:
-        """True if the store has the object ``path`` with this digest; False also if it was deleted after the store was listed."""
+        """True if the store has the object ``path`` with this digest."""
         try:
             return self._remote.objects.head(path).digest == digest
         except CheckpointError as error:
@@ -221,15 +194,13 @@ class Mirror:
             return False
 
     def _remove_incomplete(self, checkpoint: Id) -> None:
-        """Delete the objects of a copy that has no manifest. Called when the checkpoint is gone on this disk, so that nothing
-        will complete the copy."""
+        """Delete the copy of a checkpoint that is gone on this disk, unless the copy has a manifest."""
         names = self._list_remote().pop(checkpoint, {})
         if names and MANIFEST_NAME not in names:
             self._remote.remove(checkpoint_dir_name(*checkpoint), list(names))
 
     def _sync_markers(self, checkpoint: Id, directory: Path) -> bool:
-        """Create or delete the marker files ``_MARKERS`` of a checkpoint in the store, so that the same exist as on this disk.
-        Contents are not compared. Does nothing if ``directory`` is gone. Returns True if anything was changed."""
+        """Create or delete the checkpoint's marker files in the store, as on this disk. True if anything was changed."""
         names, changed = self._list_remote().setdefault(checkpoint, {}), False
         for mark in _MARKERS:
             here = (directory / mark).exists()
@@ -250,11 +221,9 @@ class Mirror:
     # --- remove ---
 
     def _remove_deleted(self) -> list[Id]:
-        """Delete the copies of checkpoints that were deleted here. Pinned ones are not deleted, nor is the newest
-        complete copy of this attempt and its lineage. Returns the checkpoints whose copies are gone now.
-
-        Raises ``CheckpointError`` if the first deletion fails. After a later failure it returns what was deleted so far.
-        """
+        """Delete the copies of checkpoints that were deleted here, except pinned ones and the newest complete copy. Returns those
+        whose copies are gone."""
+        # only what this directory's record has: of a lost directory, no complete copy is deleted
         gone = [one for one in self._record.ids() if self._is_deleted(one)]
         if not gone:
             return []
@@ -286,8 +255,7 @@ class Mirror:
         return removed
 
     def _is_deleted(self, checkpoint: Id) -> bool:
-        """True if the checkpoint counts as deleted: its directory is gone, and it is not in quarantine. False for a directory
-        that lacks only its manifest, which may be restored."""
+        """True if the checkpoint's directory is gone from this disk, and the checkpoint is not in quarantine."""
         folder = checkpoint_dir_name(*checkpoint)
         return not os.path.lexists(self._checkpoints / folder) and not any(self._quarantine.glob(f"{folder}*"))
 
@@ -298,8 +266,7 @@ def _marker_content(directory: Path, marker: str) -> bytes:
 
 
 def _is_orphan(names: dict[str, int]) -> bool:
-    """True if the objects ``names`` (with their sizes) are the remains of an interrupted copy or deletion: data without a
-    manifest, or a manifest without all of its rank files. False for a quarantined checkpoint."""
+    """True if the objects ``names`` lack the manifest or rank files. False for a quarantined checkpoint."""
     if QUARANTINED_MANIFEST in names:
         return False
     files = [match for name in names if (match := _RANK_FILE.fullmatch(name)) is not None]
@@ -307,8 +274,8 @@ def _is_orphan(names: dict[str, int]) -> bool:
 
 
 def _read_verified(path: Path, entry: FileEntry, check_interrupted: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the bytes of a rank file in chunks. Each block is compared with its digest before its last chunk is yielded. Calls
-    ``check_interrupted`` before each read. Raises ``CheckpointError``: ``checkpoint-damaged``, or ``checkpoint-unreadable``."""
+    """Yield the bytes of a rank file; each block is verified before its last chunk. Raises ``CheckpointError`` if it is damaged
+    or unreadable."""
     block, digests = entry.block_size, entry.blocks
     try:
         fd = open_regular(path)

@@ -17,9 +17,8 @@ Id = tuple[int, int]
 
 
 class Record:
-    """The record of which checkpoints were copied to the store ``url``, kept in the file ``path``. It starts empty if that file
-    cannot be read or is about another URL; then no copy that the file had recorded is deleted in the store. A method
-    that cannot write the file raises ``CheckpointError``."""
+    """The record, in the file ``path``, of the checkpoints copied to the store ``url``. It starts empty if the file cannot be
+    used."""
 
     def __init__(self, path: Path, url: str) -> None:
         self._path, self._url = path, url
@@ -36,13 +35,11 @@ class Record:
         return sorted(one for one in map(parse_checkpoint_dir_name, self._rows) if one is not None)
 
     def is_pinned(self, checkpoint: Id) -> bool:
-        """True if the checkpoint was pinned when it was last recorded. True also if the record does not say. Raises
-        ``KeyError`` if the checkpoint is not recorded."""
+        """True if the checkpoint was pinned when it was last recorded. Raises ``KeyError`` if it is not recorded."""
         return bool(self._rows[checkpoint_dir_name(*checkpoint)].get("pinned", True))
 
     def add(self, folder: str, digest: str, *, pinned: bool) -> None:
-        """Record that the checkpoint ``folder`` has been copied, or that its pin has changed. Nothing is written to the disk if
-        the record says the same already."""
+        """Record on the disk that the checkpoint ``folder`` has been copied, and whether it is pinned."""
         row: dict[str, object] = {"digest": digest, "pinned": pinned}
         if self._rows.get(folder) != row:
             self._write({**self._rows, folder: row})
@@ -63,8 +60,8 @@ class Record:
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return the content of a regular file. Raises ``CheckpointError``: ``checkpoint-missing``; ``checkpoint-damaged`` if it
-    has more than ``limit`` bytes or is no regular file; ``checkpoint-unreadable``."""
+    """Return the content of a regular file of at most ``limit`` bytes. Raises ``CheckpointError``, such as
+    ``checkpoint-missing``."""
     try:
         fd = open_regular(path)
         with os.fdopen(fd, "rb") as file:

@@ -1,8 +1,4 @@
-"""Read the bytes of a rank file in blocks: each is verified before anything in it counts, and only requested ones are read.
-
-``preadv`` fills the target memory in place, a scratch buffer takes the rest of a block; the bytes are hashed while they are in
-the processor's cache.
-"""
+"""Read requested blocks of a rank file into memory, and verify each against its digest."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ Progress = Callable[[int], None]
 
 
 class Region(NamedTuple):
-    """Bytes ``begin <= i < end`` of a file, and the memory that they are read into; None: they are hashed but not kept."""
+    """Bytes ``begin <= i < end`` of a file, and the memory for them; None: they are not kept."""
 
     begin: int
     end: int
@@ -53,8 +49,8 @@ class Block(NamedTuple):
 
 @contextmanager
 def open_rank_file(directory: Path, file: FileEntry) -> Iterator[int]:
-    """Context manager: open a rank file, check its size, and yield its descriptor, which is closed at the end. An ``OSError``
-    or ``CheckpointError`` here or in the with block is raised as a ``CheckpointError`` that names the path."""
+    """Context manager: open a rank file, check its size and yield its descriptor. An ``OSError`` in the block becomes a
+    ``CheckpointError``."""
     path = directory / file.name
     fd = -1
     try:
@@ -93,13 +89,8 @@ def read_blocks(
     threads: int = 1,
     stop_at_first: bool = False,
 ) -> list[Block]:
-    """Read and verify the blocks with the numbers ``blocks``, ascending, into the targets of ``regions``. Returns the damaged
-    blocks; their bytes are in the targets, too.
-
-    ``regions`` cover the file from its first byte to its last without gaps. Up to ``threads`` threads, the caller's included,
-    read a block each, with ``CHUNK`` bytes of memory. ``stop_at_first``: no block is begun after a damaged one, and only the
-    first damaged one is returned. Raises ``CheckpointError`` for a file that ends early, and ``OSError``.
-    """
+    """Read and verify the blocks numbered ``blocks`` into the targets of ``regions``, which cover the whole file. Returns the
+    damaged blocks, with ``stop_at_first`` at most one."""
     reading = _Reading(fd, file, regions, progress, stop_at_first)
     _advise(fd, file, blocks)
     try:
@@ -135,15 +126,12 @@ class _Reading:
         self._caller_thread, self._lock, self._unreported = threading.get_ident(), threading.Lock(), 0
 
     def make_reader(self, is_cancelled: IsCancelled) -> Callable[[int], Block | None]:
-        """Return a function for one thread, with a scratch buffer of its own. The function reads the block of the number that
-        it gets and returns the block if it is damaged. It returns None if the block is intact or ``is_cancelled`` returns
-        True. With ``stop_at_first`` it raises ``_Found`` for a damaged block."""
+        """Return a function, for one thread, that reads and verifies the block of a given number."""
         scratch = memoryview(bytearray(min(CHUNK, self._file.size)))
         return lambda number: self._read(number, scratch, is_cancelled)
 
     def report_progress(self, count: int = 0) -> None:
-        """Add ``count`` bytes to those that have been read and hashed. In the thread that created this object, also pass all
-        bytes not yet reported to ``progress``."""
+        """Count ``count`` more bytes as read. In the thread that created this object, report all bytes not yet reported."""
         if self._progress is None:
             return
         with self._lock:
@@ -155,8 +143,8 @@ class _Reading:
             self._progress(count)
 
     def _read(self, number: int, scratch: memoryview, is_cancelled: IsCancelled) -> Block | None:
-        """Read one block into the targets of the regions and compare its digest. Returns the block if it is damaged; None if
-        it is intact or ``is_cancelled``. Raises ``_Found`` instead if the search stops at the first."""
+        """Read one block into the targets and verify it. A damaged block is returned, or raised as ``_Found``; else None is
+        returned."""
         size, digests = self._file.block_size, self._file.blocks
         begin, end = number * size, min((number + 1) * size, self._file.size)
         hasher = xxhash.xxh3_128()
@@ -180,8 +168,7 @@ class _Reading:
 def _targets(
     regions: Sequence[Region], starts: Sequence[int], begin: int, end: int, scratch: memoryview
 ) -> list[memoryview]:
-    """Return the memory for the bytes ``begin <= i < end`` of the file, in order; bytes of a region without a target go to
-    ``scratch``, which must be at least ``end - begin`` bytes long. ``starts``: where each region begins."""
+    """Return the memory for the bytes ``begin <= i < end`` of the file; bytes without a target go to ``scratch``."""
     parts: list[memoryview] = []
     index, free = bisect_right(starts, begin) - 1, 0
     while begin < end:
@@ -197,8 +184,7 @@ def _targets(
 
 
 def _fill(fd: int, offset: int, end: int, parts: list[memoryview]) -> None:
-    """Read bytes ``offset <= i < end`` of the file into ``parts`` until all are full. Raises ``CheckpointError`` if the file
-    ends early, and ``OSError``."""
+    """Read bytes ``offset <= i < end`` of the file into ``parts``. Raises ``CheckpointError`` if the file ends early."""
     at, skip = 0, 0  # the first part that is not full, and how much of it is filled
     while offset < end:
         batch = parts[at : at + _MAX_BUFFERS]
@@ -218,8 +204,7 @@ def _fill(fd: int, offset: int, end: int, parts: list[memoryview]) -> None:
 
 
 def _advise(fd: int, file: FileEntry, blocks: Sequence[int]) -> None:
-    """If all blocks of the file are to be read, tell the system that it is read from front to back, so that it may read far
-    ahead. Errors are ignored."""
+    """If all blocks are to be read, tell the system that the file is read from front to back."""
     if len(blocks) == len(file.blocks) and hasattr(os, "posix_fadvise"):
         with suppress(OSError):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)

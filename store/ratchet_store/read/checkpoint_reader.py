@@ -1,8 +1,4 @@
-"""Read requested parts of a checkpoint; every block that is read is verified.
-
-The header of a file must match the manifest; a file of another checkpoint, a stale or a torn one is detected by size, digest or
-header.
-"""
+"""Read requested parts of a checkpoint. Every block that is read is verified."""
 
 from __future__ import annotations
 
@@ -36,8 +32,8 @@ Into = Callable[[TensorEntry], memoryview | None]
 
 @dataclass(frozen=True)
 class Loaded:
-    """Result of ``load``. ``pieces``: selected pieces for which there was no target memory, with their bytes; ``states``: the
-    JSON state of every rank whose file was read; ``bytes_read``: bytes of rank files that were read, each verified."""
+    """Result of ``load``. ``pieces``: selected pieces that had no target memory, with their bytes; ``states``: the JSON state of
+    each rank whose file was read."""
 
     pieces: list[tuple[TensorEntry, bytearray]] = field(default_factory=list)
     states: dict[int, JsonValue] = field(default_factory=dict)
@@ -45,8 +41,8 @@ class Loaded:
 
 
 class VerifyOutcome(NamedTuple):
-    """Result of ``verify``. ``error``: what is damaged if not ``ok``, else None; ``bytes_checked``: bytes of rank files that
-    were read and hashed, 0 if not ``ok``."""
+    """Result of ``verify``. ``error``: the first damage, None if ``ok``; ``bytes_checked``: bytes that were verified, 0 if not
+    ``ok``."""
 
     ok: bool
     error: str | None
@@ -64,20 +60,10 @@ def load(
     progress: Progress | None = None,
     threads: int = 1,
 ) -> Loaded:
-    """Read the pieces for which ``is_selected`` is True, and the JSON states of ``ranks``; everything that is read is verified.
+    """Read and verify the pieces for which ``is_selected`` is True, and the JSON states of ``ranks``.
 
-    Of each file that contains any of these, the blocks with the header and with selected bytes are read; of the files of
-    ``complete_ranks`` all blocks. Each block is read once. ``get_buffer(entry)`` returns the memory for a selected piece: a
-    writable contiguous memoryview of exactly ``entry.nbytes`` bytes (elements ``entry.start`` and following), which may be live
-    memory. If it returns None, the piece is read into a new bytearray, returned in ``Loaded.pieces``. A digest is known only at
-    a block's end: when this function raises, the targets are partly overwritten and must not be used.
-
-    Files are read in the order of ranks, beginning with the lowest of ``complete_ranks``: ranks that read concurrently then do
-    not wait for the same bytes. Up to ``threads`` threads, the caller's included, read blocks of a file concurrently; the
-    others have ended when this function returns or raises. Only the caller's thread calls ``get_buffer`` and ``progress``. The
-    error raised does not depend on the number of threads: it is for the first damaged block of the first damaged file. Raises
-    ``CheckpointError`` (``checkpoint-damaged``, ``checkpoint-unreadable``), and ``ValueError`` for a target that is read-only
-    or of another size.
+    ``get_buffer(entry)`` returns the memory for a piece; if it returns None, the piece is in ``Loaded.pieces``. The files of
+    ``complete_ranks`` are read completely. Raises ``CheckpointError``; the targets may then be partly overwritten.
     """
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in manifest.tensors:
@@ -97,6 +83,7 @@ def load(
             raise ValueError(f"{entry.name}: need a writable buffer of {entry.nbytes} bytes, got {target.nbytes}")
         return target.cast("B") if target.nbytes else target
 
+    # each rank begins with another file, so that ranks that read concurrently do not wait for the same bytes
     first = min(complete_ranks, default=0)
     for file in sorted(manifest.files, key=lambda f: ((f.rank - first) % manifest.world_size, f.rank)):
         entries = file_order(by_file[file.name])
@@ -125,8 +112,8 @@ def verify_files(
     progress: Progress | None = None,
     threads: int = 1,
 ) -> int:
-    """Read and verify every byte of the rank files of ``ranks`` (None: of all ranks). Returns the number of bytes. Raises
-    ``CheckpointError`` at the first damage, or if a file cannot be read."""
+    """Read and verify every byte of the rank files of ``ranks`` (None: all); return the number of bytes. Raises
+    ``CheckpointError`` if a file is damaged or unreadable."""
     ranks = range(manifest.world_size) if ranks is None else ranks
     return load(
         directory, manifest, lambda _: False, complete_ranks=ranks, progress=progress, threads=threads
@@ -134,9 +121,8 @@ def verify_files(
 
 
 def verify(directory: Path) -> VerifyOutcome:
-    """Check the manifest and every byte of every rank file of one checkpoint, without a service. The outcome says whether they
-    are intact, and what is damaged first. Raises ``CheckpointError`` for what does not prove damage: not committed, another
-    format version, unreadable. ``ratchet_store.verify`` lists all damaged blocks."""
+    """Verify the manifest and the rank files of one checkpoint. Damage is returned; other errors are raised as
+    ``CheckpointError``."""
     try:
         return VerifyOutcome(True, None, verify_files(directory, read_manifest(directory)))
     except CheckpointError as error:
@@ -148,9 +134,8 @@ def verify(directory: Path) -> VerifyOutcome:
 def damaged_blocks(
     directory: Path, file: FileEntry, entries: Collection[TensorEntry], progress: Progress | None = None
 ) -> list[Block]:
-    """Read one whole file and return all of its damaged blocks; empty if it is intact. The header is checked only if no block
-    is damaged. Raises ``CheckpointError`` for what is wrong with the file as a whole, such as its size, its header, or that it
-    cannot be read."""
+    """Read one whole file and return all of its damaged blocks. Raises ``CheckpointError`` for faults of the whole file, such as
+    its size."""
     order = file_order(list(entries))
     with open_rank_file(directory, file) as fd:
         header, regions = _regions(file, order, {})
@@ -170,9 +155,8 @@ def _read_file(
     progress: Progress | None,
     threads: int,
 ) -> tuple[JsonValue, int]:
-    """Read and verify the selected pieces of one rank file into the memory that ``target_of`` returns. Returns the rank's JSON
-    state and the number of bytes read. ``entries``: all tensors of the file, in file order; ``complete``: read all blocks.
-    Raises ``CheckpointError`` for the first damaged block, and for what is wrong with the file as a whole."""
+    """Read and verify the ``selected`` pieces of one rank file. Returns the rank's JSON state and the number of bytes read.
+    ``entries``: all its tensors, in file order."""
     with open_rank_file(directory, file) as fd:
         targets = {(entry.offset, entry.nbytes): target_of(entry) for entry in selected}
         header, regions = _regions(file, entries, targets)
@@ -187,9 +171,8 @@ def _read_file(
 def _regions(
     file: FileEntry, entries: list[TensorEntry], targets: dict[tuple[int, int], memoryview]
 ) -> tuple[memoryview, list[Region]]:
-    """Return a buffer for the header, and regions that cover the whole file: the header, then the tensors of ``entries``.
-    ``targets``: the target memory by a tensor's offset and size; other tensors have none. Raises ``CheckpointError`` if the
-    tensors leave gaps, do not end with the file, or leave an impossible length for the header."""
+    """Return a buffer for the header, and regions that cover the whole file. ``targets``: memory by a tensor's offset and
+    size."""
     data_start = entries[0].offset if entries else min(file.size, LENGTH_BYTES + MAX_HEADER)
     if not LENGTH_BYTES <= data_start <= LENGTH_BYTES + MAX_HEADER:
         raise CheckpointError("the header's length is impossible")
@@ -214,8 +197,8 @@ def _regions(
 
 
 def _check_header(header: memoryview, file: FileEntry, entries: list[TensorEntry]) -> JsonValue:
-    """Return the rank's JSON state, which the header contains. Raises ``CheckpointError`` for a header that is invalid, or
-    lists other tensors than ``entries``."""
+    """Return the rank's JSON state from the header. Raises ``CheckpointError`` if the header is invalid or does not match
+    ``entries``."""
     length = int.from_bytes(header[:LENGTH_BYTES], "little")
     if length > min(MAX_HEADER, file.size - LENGTH_BYTES):
         raise CheckpointError("the header's length is impossible")
@@ -239,12 +222,8 @@ class StoredTensor(NamedTuple):
 
 
 class CheckpointReader:
-    """A committed checkpoint, opened for inspection: ``.manifest``, ``.state(rank)``, ``.tensors(...)``. Everything that they
-    return has been verified.
-
-    Opening reads the manifest and checks the files' sizes. Raises ``CheckpointError`` when the manifest or, later, a file that
-    is needed is missing, damaged or unreadable.
-    """
+    """A committed checkpoint, opened for inspection; what its methods return has been verified. Raises ``CheckpointError`` if
+    something that is needed is damaged or unreadable."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -256,10 +235,8 @@ class CheckpointReader:
         return read_state(self.directory, self.manifest, rank)
 
     def tensors(self, wanted: str | Collection[str] = "") -> dict[str, StoredTensor]:
-        """Return whole tensors by name. ``wanted``: a prefix of names (the default selects all), or a collection of names.
-
-        Raises ``CheckpointError`` (``checkpoint-missing``) for a name in the collection that is not stored.
-        """
+        """Return whole tensors by name. ``wanted``: a prefix, or a collection of names. Raises ``CheckpointError`` if one of
+        these is not stored."""
         known = {entry.name for entry in self.manifest.tensors}
         names = {name for name in known if name.startswith(wanted)} if isinstance(wanted, str) else set(wanted)
         if unknown := names - known:

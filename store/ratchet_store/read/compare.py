@@ -1,8 +1,5 @@
-"""Compare two checkpoints bit for bit: tensor by tensor, state by state, with digests.
-
-``python -m ratchet_store.compare DIRECTORY DIRECTORY`` prints the result; exit status 0: identical, 1: not,
-2: one cannot be read or is damaged.
-"""
+"""Compare two checkpoints bit for bit. ``python -m ratchet_store.compare DIRECTORY DIRECTORY`` prints the result; exit status 0:
+identical, 1: not, 2: one cannot be read or is damaged."""
 
 from __future__ import annotations
 
@@ -41,16 +38,11 @@ _FORMATS: Final = {
 
 @dataclass(frozen=True)
 class TensorComparison:
-    """The result for one tensor name. ``digest_a`` and ``digest_b``: XXH3-128 in hex of dtype, shape and bytes; None if that
-    checkpoint has no such tensor. ``note``: a text if the tensor exists in one checkpoint only, or dtype or shape differ;
-    otherwise None.
+    """The result for one tensor name. ``digest_a`` and ``digest_b``: None if that checkpoint has no such tensor. ``note``: why
+    elements were not compared.
 
-    The following fields are set only if dtype and shape agree and bytes differ. ``first``: row-major index of the first element
-    that differs; ``count``: number of elements that differ; ``shape``: the tensor's; ``values``: the element at ``first`` in the
-    first and in the second checkpoint; ``largest``: the largest absolute difference among the 2**20 elements that begin at
-    ``first``.
-    ``values`` and ``largest`` are None if the dtype is not a plain number; ``largest`` also if all of these differences are
-    NaN.
+    ``first``: row-major index of the first element that differs; ``count``: number of elements that differ; ``values``: the first
+    one in both checkpoints; ``largest``: the largest absolute difference that was seen.
     """
 
     name: str
@@ -67,9 +59,8 @@ class TensorComparison:
 
 @dataclass(frozen=True)
 class StateDifference:
-    """One place where a rank's JSON state differs. ``pointer``: JSON pointer of the place; ``path``: the same place as the
-    worker's code names it, a key per level; ``a`` and ``b``: the values in the first and in the second checkpoint as text, at
-    most 200 characters, ``(absent)`` if there is none."""
+    """One place where a rank's JSON state differs. ``pointer``: its JSON pointer; ``path``: its keys; ``a`` and ``b``: the two
+    values as shortened text."""
 
     rank: int
     pointer: str
@@ -80,9 +71,8 @@ class StateDifference:
 
 @dataclass(frozen=True)
 class ComponentSummary:
-    """The result for one component (model, optimizer, buffers, hook, rng ...). ``tensors``: number of its tensor names;
-    ``identical``: number of those that are equal; ``nbytes``: bytes of its tensors in the first checkpoint; ``digest_a`` and
-    ``digest_b``: a digest over the names and digests of its tensors in each checkpoint."""
+    """The result for one component, such as the model. ``tensors``: number of its tensors; ``identical``: number of equal ones;
+    ``nbytes``: their bytes in the first checkpoint."""
 
     component: str
     tensors: int
@@ -94,11 +84,8 @@ class ComponentSummary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result for two checkpoints. ``identical``: every tensor is equal bit for bit, and so is every rank's state except the
-    excluded places. ``tensors``: one entry per name, equal ones too; ``states``: differences only, at most 100 per rank.
-    ``components``: a summary per component. ``digest_a`` and ``digest_b``: a digest over all tensors of the first and of the
-    second checkpoint. ``unsaved``: state that training had changed and that either checkpoint could not save, as paths of a
-    resume report; it is not compared."""
+    """The result for two checkpoints. ``identical``: all is equal apart from excluded places; ``states``: differences only, at
+    most 100 per rank; ``unsaved``: paths of state that a checkpoint could not save."""
 
     identical: bool
     tensors: list[TensorComparison]
@@ -115,20 +102,13 @@ class Comparison:
 
 
 def compare(a: Path, b: Path, *, exclude: Collection[str] = ()) -> Comparison:
-    """Compare two committed checkpoints; every byte of both is read and verified. Bits are compared, not values: a NaN equals
-    a NaN of the same bits, and 0.0 differs from -0.0.
-
-    ``exclude``: shell patterns of JSON pointers into the ranks' states that may differ, such as ``/timing/*`` (``*`` also
-    matches ``/``). Raises ``CheckpointError`` if either checkpoint cannot be read or is damaged. Memory: 64 MiB of tensors of
-    each checkpoint, or the largest tensor. These are counted by the sizes in ``a``: tensors that are larger in ``b``, or only
-    there, come on top.
-    """
+    """Compare two committed checkpoints bit for bit. ``exclude``: shell patterns of JSON pointers into the ranks' states that may
+    differ, such as ``/timing/*``. Raises ``CheckpointError`` if either checkpoint is damaged or unreadable."""
     return compare_opened(CheckpointReader(a), CheckpointReader(b), exclude=exclude)
 
 
 def same_files(a: Manifest, b: Manifest) -> bool:
-    """True if the two manifests record the same rank files, block digests and tensors, so that the bytes are equal. No file is
-    read. False does not prove a difference: equal tensors may be stored in other files or slices."""
+    """True if the two manifests record the same rank files and tensors. False does not prove that the bytes differ."""
     return [f.model_dump() for f in a.files] == [f.model_dump() for f in b.files] and a.tensors == b.tensors
 
 
@@ -152,8 +132,7 @@ def compare_opened(a: CheckpointReader, b: CheckpointReader, *, exclude: Collect
 
 
 def _unsaved(state: JsonValue) -> list[str]:
-    """Return the paths that one rank's JSON state records as changed by training but not saved; an empty list if it records
-    none."""
+    """Return the paths that one rank's JSON state records as changed by training but not saved."""
     match state:
         case {"attributes": {"dict": [*items]}}:
             return next((value for key, value in items if key == "unsaved"), [])
@@ -170,8 +149,7 @@ def component_of(name: str) -> str:
 def _compare_names(
     readers: tuple[CheckpointReader, CheckpointReader], names: list[str]
 ) -> tuple[list[TensorComparison], int]:
-    """Compare the tensors ``names``, which are read in batches. Returns a result per name, and the number of bytes of these
-    tensors in the first checkpoint."""
+    """Compare the tensors ``names``. Returns a result per name, and the bytes of these tensors in the first checkpoint."""
     found, nbytes = [], 0
     for batch in _batches(readers[0].manifest, names):
         sides = []
@@ -184,9 +162,7 @@ def _compare_names(
 
 
 def _batches(manifest: Manifest, names: list[str]) -> Iterator[list[str]]:
-    """Yield ``names`` in their order, in lists whose tensors have at most ``_BATCH_BYTES`` bytes in the checkpoint of
-    ``manifest``. A larger tensor shares its list with no other tensor of that checkpoint. Names that the checkpoint does not
-    have count as no bytes."""
+    """Yield ``names`` in lists whose tensors have at most ``_BATCH_BYTES`` bytes in ``manifest``, unless one alone is larger."""
     sizes: dict[str, int] = {}
     for entry in manifest.tensors:
         sizes[entry.name] = sizes.get(entry.name, 0) + entry.nbytes
@@ -232,8 +208,7 @@ def _measure(a: StoredTensor, b: StoredTensor, first: int) -> tuple[tuple[float,
 
 
 def _to_numbers(tensor: StoredTensor, first: int, max_count: int) -> tuple[float, ...]:
-    """Return up to ``max_count`` elements as numbers, from element ``first`` on; an empty tuple for a dtype that is not a
-    plain number."""
+    """Return up to ``max_count`` elements as numbers, from element ``first`` on; empty for a dtype that is no plain number."""
     size = ITEMSIZE[tensor.dtype]
     raw = tensor.data[first * size : (first + max_count) * size]
     if tensor.dtype == "BF16":  # the upper half of an F32
@@ -245,8 +220,8 @@ def _to_numbers(tensor: StoredTensor, first: int, max_count: int) -> tuple[float
 
 
 def count_differences(a: bytes | bytearray, b: bytes | bytearray, itemsize: int) -> tuple[int | None, int]:
-    """Compare two buffers of equal length, as elements of ``itemsize`` bytes. Returns the index of the first element that
-    differs (None: none differs), and the number of elements that differ."""
+    """Return the index of the first element that differs (None: none does) and the number that differ, in two buffers of equal
+    length."""
     first, count = None, 0
     for begin in range(0, len(a), _CHUNK):  # a multiple of every item size
         x, y = a[begin : begin + _CHUNK], b[begin : begin + _CHUNK]
@@ -292,9 +267,7 @@ def _digest(parts: list[tuple[str, str | None]]) -> str:
 def _compare_states(
     readers: tuple[CheckpointReader, CheckpointReader], exclude: Collection[str]
 ) -> tuple[list[StateDifference], set[str]]:
-    """Compare the ranks' JSON states. Returns the differences, and the paths of state that either checkpoint could not save. A
-    rank that only one checkpoint has differs as a whole. Only one rank's two states are held in memory at a time. Raises
-    ``CheckpointError`` for a state that is nested too deep to compare."""
+    """Compare the ranks' JSON states. Returns the differences, and the paths of state that either checkpoint could not save."""
     found: list[StateDifference] = []
     unsaved = set[str]()
     for rank in range(max(reader.manifest.world_size for reader in readers)):
@@ -312,9 +285,8 @@ def _compare_states(
 def _walk(
     a: JsonValue, b: JsonValue, pointer: str, rank: int, exclude: Collection[str], out: list[StateDifference]
 ) -> None:
-    """Append the differences between the JSON values ``a`` and ``b``, which are at ``pointer`` in their states, to ``out``.
-    Pointers that match a pattern of ``exclude`` are skipped, with everything below. Nothing is appended once ``out`` has
-    ``_MAX_STATE_DIFFERENCES`` entries. A value may be ``_MISSING``."""
+    """Append the differences between ``a`` and ``b`` at ``pointer`` to ``out``, up to a limit, except places that match
+    ``exclude``."""
     if len(out) >= _MAX_STATE_DIFFERENCES or any(fnmatchcase(pointer, pattern) for pattern in exclude):
         return
     if type(a) is dict and type(b) is dict:
@@ -329,15 +301,14 @@ def _walk(
 
 
 def _format_value(value: JsonValue, pointer: str) -> str:
-    """Return a JSON value as text, as ``_short`` does. A float's JSON form is hexadecimal text (at a pointer that ends with
-    ``/float``); it is shown as a decimal number, but a NaN as its bits."""
+    """Return a JSON value as short text. A float that is stored as hexadecimal text becomes a decimal number."""
     is_float = pointer.endswith("/float") and isinstance(value, str) and not value.startswith("nan:")
     return repr(float.fromhex(value)) if is_float else _short(value)
 
 
 def _untagged_path(root: JsonValue, pointer: str) -> tuple[str, ...]:
-    """Return the keys along the JSON pointer ``pointer`` into ``root``, without the tags that the JSON form of Python values
-    adds: ``("scheduler", "last_epoch")`` for ``/scheduler/dict/2/1``."""
+    """Return the keys along a JSON pointer into ``root`` without the tags of the JSON form: ``("scheduler", "last_epoch")`` for
+    ``/scheduler/dict/2/1``."""
     out: list[str] = []
     node, tokens = root, [token.replace("~1", "/").replace("~0", "~") for token in pointer.split("/")[1:]]
     while tokens:
@@ -364,8 +335,7 @@ def _short(value: JsonValue) -> str:
 
 
 def render(comparison: Comparison, *, limit: int = 10) -> str:
-    """Return the comparison as text: a row per component, up to ``limit`` tensors and ``limit`` places in states that differ,
-    and a last line with the verdict."""
+    """Return the comparison as text: a row per component, some of the differences, and a last line with the verdict."""
     lines = [f"{'component':<12} {'tensors':>7} {'identical':>9} {'bytes':>13}  digest"]
     for c in comparison.components:
         digests = c.digest_a if c.digest_a == c.digest_b else f"{c.digest_a} != {c.digest_b}"
@@ -387,8 +357,7 @@ def render(comparison: Comparison, *, limit: int = 10) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line: print the comparison of two directories. Returns the exit status: 0 identical, 1 not, 2 a
-    checkpoint cannot be read or is damaged."""
+    """Run the command line: print the comparison of two directories. Returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m ratchet_store.compare", description="Compare two checkpoints bit by bit."
     )

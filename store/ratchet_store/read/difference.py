@@ -56,9 +56,8 @@ _UNTRACKED_STATE: Final = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference between two checkpoints, for a message. ``place``: the tensor or value, for display; ``name``: its stored
-    name, which is a tensor's name or a JSON pointer into a rank's state; ``rank``: whose it is, None for a shared tensor;
-    ``detail``: how the two differ."""
+    """One difference between two checkpoints, for a message. ``place``: for display; ``name``: a tensor's name or a JSON pointer;
+    ``rank``: None for a shared tensor."""
 
     component: str
     name: str
@@ -68,8 +67,7 @@ class Difference:
 
 
 def differences(comparison: Comparison) -> list[Difference]:
-    """Return every difference of the comparison, tensors and states. They are sorted by component, in the order of ``_ORDER``,
-    so that causes come before consequences; then by rank and name."""
+    """Return every difference of the comparison, sorted by component so that causes come before consequences."""
     out = [_tensor_difference(tensor) for tensor in comparison.different] + [
         _state_difference(state) for state in comparison.states
     ]
@@ -77,8 +75,7 @@ def differences(comparison: Comparison) -> list[Difference]:
 
 
 def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
-    """Return what to do about the first difference in ``found``, the result of ``differences``; None if ``found`` is empty.
-    ``unsaved``: as in ``Comparison``."""
+    """Return advice on the first difference in ``found``, None if ``found`` is empty. ``unsaved``: as in ``Comparison``."""
     if not found:
         return None
     if found[0].component in _FRAMEWORKS:
@@ -88,9 +85,7 @@ def advice(found: Sequence[Difference], unsaved: Sequence[str]) -> str | None:
 
 
 def _order_index(one: Difference) -> int:
-    """Return the index in ``_ORDER`` by which a difference is sorted: that of its component, with three exceptions.
-    ``param_groups`` of an optimizer count as ``scheduler``, gradients in ``modules`` as ``gradients``, and an unknown component
-    as ``user``. The suffix of a further optimizer or scheduler (``_`` and what follows) is ignored."""
+    """Return the index in ``_ORDER`` by which a difference is sorted: in general that of its component."""
     component = one.component
     if component.startswith("optimizer") and "param_groups" in one.place:  # learning rates are set by a scheduler
         return _ORDER.index("scheduler")
@@ -125,8 +120,7 @@ def _place_text(component: str, name: str, rank: int | None) -> str:
 
 
 def _detail_text(tensor: TensorComparison) -> str:
-    """Return how a tensor differs: its note, or the number of elements that differ and the first of them, with its values and the
-    largest difference if these are known."""
+    """Return how a tensor differs: its note, or the number of elements that differ and the first of them."""
     if tensor.note is not None:
         return tensor.note
     assert tensor.first is not None and tensor.count is not None

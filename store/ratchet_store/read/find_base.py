@@ -1,8 +1,5 @@
-"""Find the checkpoint that an attempt starts from, and those that the service may adopt; move damaged ones to quarantine.
-
-"The newest valid manifest" would be wrong: it could be a zombie's, or of the branch abandoned by a resume from an earlier step.
-Only checkpoints in the attempt's lineage count. A manifest's parent must be in it, too, or be what the lineage started from.
-"""
+"""Find the checkpoint that an attempt starts from: the newest intact one of its lineage, since the newest of all could be a
+zombie's."""
 
 from __future__ import annotations
 
@@ -38,19 +35,11 @@ def find_base(
     root: Base | None = None,
     check: Callable[[Path, Manifest], object] = verify_files,
 ) -> tuple[Manifest | None, list[Quarantine]]:
-    """Return the manifest of the newest intact checkpoint of the lineage, and the damaged checkpoints that were moved away.
-    None: there is no intact one, so the attempt starts from scratch (or from the fork's source).
+    """Return the manifest of the newest intact checkpoint of the lineage, or None, and the damaged checkpoints that were moved
+    away.
 
-    ``checkpoints``: the job's checkpoint directory. Damaged checkpoints newer than the result are moved to ``quarantine``; with
-    ``quarantine`` None the first one's error is raised instead. A checkpoint of another job than ``expected_job_id`` (None: any
-    job) counts as damaged, and so does one whose parent does not fit the lineage. Directories without a manifest or outside the
-    lineage are skipped. ``check`` verifies a checkpoint; the default reads every byte. A caller that reads and verifies the
-    checkpoint afterwards passes ``check_files``, which checks only the sizes; if that caller then finds damage, it calls
-    ``move_to_quarantine`` and this function again. ``root`` is what the oldest segment started from (``Base()`` for scratch, or
-    a fork's base); None: any parent of an earlier step is accepted there.
-
-    Raises ``CheckpointError`` where an older checkpoint must not silently replace the newest: another format version
-    (``checkpoint-format``), files that the system cannot read or a quarantine that fails (``checkpoint-unreadable``).
+    Damaged checkpoints newer than the result are moved to ``quarantine`` (None: the error is raised). ``check`` verifies a
+    checkpoint. ``root``: what the oldest segment started from. Raises ``CheckpointError`` for errors other than damage.
     """
     moved: list[Quarantine] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
@@ -81,13 +70,8 @@ def find_adoptable(
     expected_job_id: str | None = None,
     root: Base | None = None,
 ) -> list[Manifest]:
-    """Return the manifests of intact checkpoints in the lineage that are not among ``known`` ``(step, attempt)``, oldest first.
-    The service does not know them because the report of their commit was lost.
-
-    Every byte of them is verified. Their names are synced, since the process that committed one may have died before it synced
-    the name. Damaged ones are skipped; ``find_base`` handles them. ``root``, ``expected_job_id``: as in ``find_base``. Raises
-    ``CheckpointError`` for another format version or files that cannot be read.
-    """
+    """Return the manifests of intact checkpoints in the lineage that are not in ``known``, oldest first. Raises
+    ``CheckpointError`` for errors other than damage."""
     found: list[Manifest] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
         if not lineage_contains(lineage, step, attempt) or (step, attempt) in known:
@@ -95,7 +79,7 @@ def find_adoptable(
         try:
             manifest = read_valid_manifest(directory, lineage, expected_job_id, root)
             verify_files(directory, manifest)
-            _sync_names(directory)
+            _sync_names(directory)  # the process that committed it may have died before
         except CheckpointError as error:
             if error.code not in (MISSING, DAMAGED):
                 raise
@@ -114,8 +98,8 @@ def _sync_names(directory: Path) -> None:
 
 
 def read_valid_manifest(directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None) -> Manifest:
-    """Return the checkpoint's manifest after checking that it is of job ``job_id`` (None: any) and that its parent fits the
-    lineage (``_check_parent``). Raises ``CheckpointError``."""
+    """Return the checkpoint's manifest after checking its job (``job_id`` None: any) and its parent. Raises
+    ``CheckpointError``."""
     refresh(directory)  # otherwise a manifest just committed by another node might appear to be missing
     manifest = read_manifest(directory)
     if job_id is not None and manifest.job_id != job_id:
@@ -125,10 +109,7 @@ def read_valid_manifest(directory: Path, lineage: Sequence[Segment], job_id: str
 
 
 def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment], root: Base | None) -> None:
-    """Check the parent that the manifest records. It must be an earlier checkpoint of the same attempt, or the checkpoint that
-    the manifest's segment of the lineage started from. For the oldest segment that is ``root``; if ``root`` is None, any parent
-    of an earlier step is accepted there. If the parent is in the lineage and its manifest can still be read, it must have the
-    recorded digest. Raises ``CheckpointError`` (``checkpoint-damaged``) if not."""
+    """Check that the parent in the manifest fits the lineage. Raises ``CheckpointError`` (``checkpoint-damaged``) if not."""
     parent = manifest.parent
     segment = next(s for s in lineage if s.contains(manifest.step, manifest.attempt))
     oldest = segment.after_step == min(s.after_step for s in lineage)
@@ -151,9 +132,8 @@ def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment
 
 
 def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
-    """Check that the manifest in ``sibling``, the parent's directory, has the digest ``parent.digest``, which the checkpoint in
-    ``directory`` recorded. Nothing is checked if ``sibling`` has no valid manifest: retention may have deleted it. Raises
-    ``CheckpointError`` (``checkpoint-damaged``) if the digests differ. ``directory``: named in the message."""
+    """Raise ``CheckpointError`` if the parent's manifest in ``sibling`` has another digest than ``parent``. Without a valid
+    manifest nothing is checked."""
     try:
         there = read_manifest(sibling)
     except CheckpointError:
@@ -165,8 +145,8 @@ def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
 
 
 def move_to_quarantine(directory: Path, quarantine: Path) -> Path:
-    """Move a damaged checkpoint as a whole into the directory ``quarantine``, by one rename, and return its new path. If its
-    name is taken there, a number is appended. Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
+    """Move a damaged checkpoint by one rename into ``quarantine``, and return its new path. Raises ``CheckpointError`` when the
+    system refuses."""
     try:
         ensure_dir(quarantine)
         for number in range(1000):

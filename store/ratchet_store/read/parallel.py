@@ -15,14 +15,8 @@ IsCancelled = Callable[[], bool]
 
 
 def parallel_map(items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T, R]], threads: int) -> list[R]:
-    """Return the results of all items, in their order. Up to ``threads`` threads, the caller's included, take the items in
-    order. Each calls ``make_worker`` once and applies the returned function to its items. If the system grants fewer threads,
-    these process all items.
-
-    The outcome is the same as with one thread: the error of the first item that has one is raised. All items before that one
-    are done, and none is begun after an error. The call blocks until none of its threads is at work any more, also when it
-    raises or is interrupted.
-    """
+    """Return the results of all items, in their order. Up to ``threads`` threads, the caller's included, each process items by a
+    function from ``make_worker``. Raises the error of the first item that has one; blocks until no thread is at work."""
     count = min(threads, len(items))
     if count <= 1:
         work = make_worker(lambda: False)
@@ -62,9 +56,7 @@ def parallel_map(items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T
 
 
 class _Shared(Generic[T, R]):
-    """The items and their results, shared by the threads of one ``parallel_map``. ``_errors``: by the item's number. Items are
-    begun in order, so once no thread is at work, the error of the lowest number is the one that a single thread would have
-    raised."""
+    """The items and their results, shared by the threads of one ``parallel_map``."""
 
     def __init__(self, items: Sequence[T], make_worker: Callable[[IsCancelled], Work[T, R]]) -> None:
         self._items, self._make_worker = items, make_worker
@@ -72,6 +64,7 @@ class _Shared(Generic[T, R]):
         self._next = self._active_helpers = 0
         self._closed = False
         self._results: dict[int, R] = {}
+        # by item; items are begun in order, so the lowest one's is the error that a single thread would have raised
         self._errors: dict[int, BaseException] = {}
         self.cancelled = False
 
@@ -89,8 +82,8 @@ class _Shared(Generic[T, R]):
                 self._changed.notify()
 
     def run(self, caught: type[BaseException]) -> None:
-        """Process items until none is left, an item has failed, or the caller was interrupted. ``caught``: exceptions that are
-        recorded as an item's error; others (an interrupt of the caller) are raised."""
+        """Process items until no further one is to be begun. ``caught``: exceptions that are recorded as an item's error; others
+        are raised."""
         work: Work[T, R] | None = None
         while (number := self._take()) is not None:
             try:
@@ -100,7 +93,7 @@ class _Shared(Generic[T, R]):
                 self._errors[number] = error
 
     def _take(self) -> int | None:
-        """Return the number of the next item; None if none is left, an item has failed, or the caller was interrupted."""
+        """Return the number of the next item, None if no further item is to be begun."""
         with self._changed:
             if self.cancelled or self._errors or self._next == len(self._items):
                 return None

@@ -1,5 +1,4 @@
-"""Read the directory of a run without a service, which has the layout of a job's (``JobPaths``), and copy from it for a job that
-adopts the run. Nothing here changes the directory."""
+"""Read the directory of a run without a service, and copy a checkpoint from it into a job's directory."""
 
 from __future__ import annotations
 
@@ -40,9 +39,7 @@ _MAX_BYTES: Final = 16 << 20
 
 
 class RunDirectory:
-    """The directory of a run without a service, read only. ``is_allowed(fd)`` returns True if the open file may be read;
-    otherwise the read raises ``PermissionError``. It is called for each file that is opened here, but not for the manifests
-    that ``newest_manifest`` reads."""
+    """The directory of a run without a service, read only. ``is_allowed(fd)`` returns True if the open file may be read."""
 
     def __init__(self, paths: JobPaths, is_allowed: Callable[[int], bool] = lambda fd: True) -> None:
         self._paths, self._is_allowed = paths, is_allowed
@@ -60,15 +57,13 @@ class RunDirectory:
         return None
 
     def attempt_numbers(self) -> Iterator[int]:
-        """Yield the attempt numbers of all starts of the script that have a directory, in no order. Yields nothing if there was
-        none."""
+        """Yield the attempt numbers of all starts of the script that have a directory, in no order."""
         folder = self._paths.root / "attempts"
         if folder.is_dir():
             yield from (n for path in folder.iterdir() if (n := parse_attempt_dir_name(path.name)) is not None)
 
     def bases(self) -> dict[int, Base]:
-        """Return the checkpoint that each start began from, by attempt number. A start that ended before it trained, or whose
-        file cannot be read, is left out."""
+        """Return the checkpoint that each start began from, by attempt number, as far as its file can be read."""
         found = {}
         for number in self.attempt_numbers():
             with suppress(OSError, ValidationError):
@@ -83,9 +78,8 @@ class RunDirectory:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Context manager: hold a shared lock, so that no start of the script runs until the block ends. Without a lock file (a
-        copy in which no script was started), nothing is locked. Raises ``OSError``; ``BlockingIOError``, without waiting, if a
-        start is running."""
+        """Context manager: hold a shared lock, if there is a lock file, so that no start of the script runs meanwhile. Raises
+        ``BlockingIOError`` if one is running."""
         try:
             fd = self._open(NodePaths(self._paths.root).lock_file)
         except FileNotFoundError:  # no run was ever started in this copy
@@ -98,9 +92,9 @@ class RunDirectory:
             os.close(fd)
 
     def newest_manifest(self) -> Manifest:
-        """Return the manifest of the checkpoint that the next start would continue from. Only the files' sizes are checked.
-        Raises ``CheckpointError``: ``checkpoint-missing`` if there is none; ``checkpoint-damaged`` if the newest one is damaged,
-        so that no older one is used in its place; other codes as ``find_base``."""
+        """Return the manifest of the checkpoint that the next start would continue from. Raises ``CheckpointError`` if there is
+        none or the newest is damaged."""
+        # these manifests are read without ``is_allowed``
         found, _ = find_base(
             self._paths.checkpoints,
             None,
@@ -114,16 +108,8 @@ class RunDirectory:
         return found
 
     def copy_checkpoint(self, manifest: Manifest, target: JobPaths) -> None:
-        """Copy the checkpoint of ``manifest`` into the directory of the job ``target``, durably, and verify every byte of the
-        copy. The marker files ``FINISHED`` and ``CHANGED`` are copied, a pin is not.
-
-        Also copies step counters and rings of step fingerprints: those of the attempt that wrote the checkpoint and of the
-        newest ``RING_ATTEMPTS`` attempts since. Missing ones are skipped. With these the job's attempts check that steps done
-        again are the same (replay proof).
-
-        Raises ``CheckpointError`` for a damaged checkpoint, and ``OSError``, also if a file exists in the target already. After
-        an error, what was copied so far stays in the target, possibly with the manifest; the caller removes it.
-        """
+        """Copy the checkpoint of ``manifest``, with some step counters and fingerprints, into the directory of the job
+        ``target``, durably, and verify it. Raises ``CheckpointError`` or ``OSError``; what was copied then stays."""
         source, place = (paths.checkpoint(manifest.step, manifest.attempt) for paths in (self._paths, target))
         for name in (*(file.name for file in manifest.files), MANIFEST_NAME):
             self._copy(source / name, place / name)
@@ -158,8 +144,8 @@ class RunDirectory:
             return file.read(_MAX_BYTES)
 
     def _open(self, path: Path) -> int:
-        """Return a read descriptor of a regular file, which the caller must close. Raises ``OSError``; ``PermissionError`` if
-        ``is_allowed`` refuses the file."""
+        """Return a descriptor of a regular file, which the caller must close. Raises ``OSError``, such as ``PermissionError`` if
+        ``is_allowed`` refuses."""
         fd = open_regular(path)
         if not self._is_allowed(fd):
             os.close(fd)

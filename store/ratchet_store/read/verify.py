@@ -1,12 +1,5 @@
-"""Verify checkpoints off-line, without torch and without a service: every byte is checked, every damaged block is listed.
-
-``python -m ratchet_store.verify PATH...``: checkpoint directories, or directories of them (a job's ``checkpoints``). It prints a
-line for each checkpoint and for each damaged place, or with ``--json`` a JSON object for each checkpoint; progress on a large one
-goes to standard error. Exit status: 0 all are intact; 1 one is damaged; 2 none is damaged, but something could not be read (no
-checkpoint there, a newer format, a missing permission). A directory's entry without a manifest is printed as ``uncommitted`` and
-does not change the exit status. Memory: the manifest, a header and a megabyte, whatever the checkpoint's
-size. ``verifiers`` refuses a URI.
-"""
+"""Verify checkpoints without a service. ``python -m ratchet_store.verify PATH...`` takes checkpoint directories, or directories
+of them. Exit status: 0 all are intact; 1 one is damaged; 2 none is damaged, but something could not be read."""
 
 from __future__ import annotations
 
@@ -37,8 +30,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Flaw:
-    """One damaged place: a block of a file (``block``: its number; ``begin``: its first byte; ``end``: the one after its last),
-    or a file as a whole (then all three are None)."""
+    """One damaged place: number, first byte and the byte after the last of a block, or None for a whole file."""
 
     file: str
     error: str
@@ -49,12 +41,8 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result for one checkpoint. ``flaws``: all damage found; ``error``: why it is unreadable or uncommitted, else None;
-    ``size``: bytes of its rank files, None without a readable manifest.
-
-    The status ``uncommitted`` occurs only for an entry of a directory of checkpoints: the remains of an interrupted save,
-    which is no damage.
-    """
+    """Result for one checkpoint. ``flaws``: all damage found; ``error``: why it is unreadable or uncommitted; ``size``: bytes of
+    its rank files. ``uncommitted``, without a manifest, is no damage."""
 
     path: str
     status: Status
@@ -75,9 +63,8 @@ class Finding:
 
 
 def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
-    """Read and verify every byte of one checkpoint, and return the finding. Damage and read errors are in the finding, not
-    raised. A file that cannot be read ends the check: later files are not read. ``progress`` is called with the bytes done and
-    the total."""
+    """Read and verify one checkpoint. Damage and read errors are in the finding. ``progress`` gets the bytes done and the
+    total."""
     path = str(directory)
     try:
         manifest = read_manifest(directory)
@@ -110,12 +97,8 @@ def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
 
 
 def verifiers(target: str) -> Iterator[Callable[[ProgressCallback | None], Finding]]:
-    """Yield a function for each checkpoint at ``target``, oldest first: called with a progress callback (or None), it verifies
-    that checkpoint and returns the finding. ``target``: a checkpoint's directory, or a directory of checkpoints.
-
-    The first ``next`` raises ``CheckpointError`` if ``target`` is a URI, is no directory, or holds no checkpoint. A path with a
-    checkpoint's name is not examined before its function is called: if it does not exist, the finding is ``unreadable``.
-    """
+    """Yield a function for each checkpoint at ``target``, oldest first, that verifies it. ``target``: a checkpoint, or a
+    directory of them. Raises ``CheckpointError`` if ``target`` cannot be used."""
     if "://" in target:
         raise CheckpointError(
             f"{target}: only directories can be verified here: fetch the checkpoint first", code=UNREADABLE
@@ -134,8 +117,7 @@ def verifiers(target: str) -> Iterator[Callable[[ProgressCallback | None], Findi
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line: print a finding for each checkpoint at the paths. Returns the exit status: 1 if one is damaged,
-    else 2 if something could not be read, else 0."""
+    """Print a finding for each checkpoint at the paths. Returns the exit status that the module describes."""
     parser = argparse.ArgumentParser(
         prog="python -m ratchet_store.verify", description="Verify every byte of checkpoints."
     )
@@ -157,8 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _ProgressReporter:
-    """Progress callback for one checkpoint: prints a line on standard error at most every ``_REPORT_INTERVAL_SECONDS``, so
-    none if the check is short."""
+    """Progress callback for one checkpoint: prints a line on standard error at most every ``_REPORT_INTERVAL_SECONDS``."""
 
     def __init__(self) -> None:
         self._reported_at = time.monotonic()
@@ -174,8 +155,7 @@ class _ProgressReporter:
 
 
 def _check_committed(directory: Path, progress: ProgressCallback | None) -> Finding:
-    """Check one entry of a directory of checkpoints, as ``check`` does. Without a manifest the finding is ``uncommitted``, and
-    nothing is read."""
+    """Check one entry of a directory of checkpoints. Without a manifest the finding is ``uncommitted``."""
     if not os.path.lexists(directory / MANIFEST_NAME):
         return Finding(
             str(directory), "uncommitted", error=f"it has no {MANIFEST_NAME} and does not count as a checkpoint"

@@ -1,9 +1,4 @@
-"""Retention by the attempt that saves: after every commit it deletes surplus checkpoints, and only those that it wrote itself.
-
-Called after each save of a job that may save at every step, so it remembers instead of reading: one listing of the directory,
-a few ``lstat`` calls, and the deletions. What other attempts wrote is deleted by the service, or in a run without a service
-before a start trains and after its last save.
-"""
+"""Retention by the attempt that saves: after a commit the attempt deletes surplus checkpoints that it wrote itself."""
 
 from __future__ import annotations
 
@@ -39,8 +34,8 @@ _MAX_OTHER_NAMES: Final = 10
 
 
 class Retained(NamedTuple):
-    """Result of ``Keeper.on_committed``. ``deleted``: checkpoints (step and attempt) that were deleted; ``notes``: type and
-    text of messages for the user. A ``Keeper`` returns each text only once."""
+    """Result of ``Keeper.on_committed``. ``deleted``: step and attempt of the deleted checkpoints; ``notes``: type and text of
+    messages for the user."""
 
     deleted: list[Id]
     notes: list[tuple[str, str]]
@@ -48,18 +43,16 @@ class Retained(NamedTuple):
 
 @dataclass(frozen=True)
 class _Own:
-    """One of the attempt's checkpoints as it was when it was committed. ``manifest``: inode, size and modification time of its
-    manifest; ``files``: paths and sizes of its rank files. Paths are plain strings, since building a ``Path`` costs more than
-    an ``lstat``."""
+    """One of the attempt's checkpoints as it was committed. ``manifest``: inode, size and modification time; ``files``: paths and
+    sizes of the rank files."""
 
     directory: Path
     manifest: tuple[int, int, int]
-    files: tuple[tuple[str, int], ...]
+    files: tuple[tuple[str, int], ...]  # str: building a Path costs more than an lstat
 
     @classmethod
     def from_manifest(cls, directory: Path, manifest: Manifest) -> _Own:
-        """Return the record of the checkpoint in ``directory``, with its manifest file as it is on the disk now. Raises
-        ``OSError``."""
+        """Return the record of the committed checkpoint in ``directory``. Raises ``OSError``."""
         files = tuple((f"{directory}/{entry.name}", entry.size) for entry in manifest.files)
         return cls(directory, _identity(f"{directory}/{MANIFEST_NAME}"), files)
 
@@ -68,8 +61,7 @@ class _Own:
         return os.path.lexists(f"{self.directory}/{name}")
 
     def is_complete(self) -> bool:
-        """True if the rank files still exist with their recorded sizes and the manifest file is still the same one. The bytes
-        are not read. False also on file system errors."""
+        """True if the rank files still exist with their recorded sizes and the manifest file is unchanged."""
         try:
             return _identity(f"{self.directory}/{MANIFEST_NAME}") == self.manifest and all(
                 os.lstat(path).st_size == size for path, size in self.files
@@ -79,14 +71,8 @@ class _Own:
 
 
 class Keeper:
-    """Retention of one attempt, on its rank 0. ``on_committed`` must be called by one thread at a time; ``record_metric``,
-    which does no I/O, by any thread.
-
-    ``checkpoints``: the job's checkpoint directory. ``protected``: checkpoints that are never deleted, whatever the rules say.
-    The rules are applied to the attempt's own checkpoints alone. While it runs, the job may therefore have more than its rules
-    allow: also those of earlier attempts. The service applies the rules of the whole job when the attempt has ended.
-    A run without a service applies them before a start trains and after its last save.
-    """
+    """Retention of one attempt's own checkpoints, on its rank 0. ``protected``: never deleted. One thread at a time may call
+    ``on_committed``."""
 
     def __init__(self, checkpoints: Path, spec: CheckpointSpec, attempt: int, protected: Collection[Id] = ()) -> None:
         self._checkpoints, self._rules, self._attempt = checkpoints, Rules.from_spec(spec), attempt
@@ -99,19 +85,12 @@ class Keeper:
         self._reported: set[str] = set()
 
     def record_metric(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the value of ``keep_best``'s metric among ``values``, the metrics by name that rank 0 logged at ``step``. If it
-        is logged again at the same step, the last value counts. Without ``keep_best`` nothing is recorded."""
+        """Record the value of ``keep_best``'s metric among ``values``, which rank 0 logged at ``step``."""
         self._values.put(step, values)
 
     def on_committed(self, manifest: Manifest) -> Retained:
-        """Delete the attempt's checkpoints that no rule keeps any more, oldest first. Pinned and protected ones are not
-        deleted, nor is the newest one that the service has verified. Called after the checkpoint of ``manifest`` has been
-        committed durably.
-
-        Deletes nothing if the attempt has been declared over (fenced), or a later attempt has a checkpoint directory, committed
-        or not: the caller is then a zombie, and might delete the checkpoint that the later attempt started from. A checkpoint
-        that cannot be deleted costs only space: the file system error is reported in ``notes``, not raised.
-        """
+        """Delete the attempt's checkpoints that no rule keeps after the commit of ``manifest``; errors are in ``notes``. Deletes
+        nothing if this attempt is not the current one any more."""
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.attempt)
         try:
             seen = _Own.from_manifest(directory, manifest)
@@ -121,6 +100,7 @@ class Keeper:
         self._own_checkpoints[manifest.step] = seen
         if manifest.reason == "first":
             self._first_step = manifest.step
+        # a zombie might delete the checkpoint that the later attempt started from
         if any(attempt > self._attempt for attempt in there.values()) or self._fence_file.exists():
             return Retained([], [])
         self._drop_missing(there)
@@ -128,8 +108,8 @@ class Keeper:
         return self._delete(self._surplus(values), values)
 
     def _list_attempts(self) -> dict[str, int]:
-        """Return the attempt number of everything in the checkpoint directory that is named like a checkpoint, by name. Names
-        that were seen before are not parsed again. Raises ``OSError``."""
+        """Return the attempt number of everything in the checkpoint directory that is named like a checkpoint, by name. Raises
+        ``OSError``."""
         there: dict[str, int] = {}
         with os.scandir(self._checkpoints) as entries:
             for name in (entry.name for entry in entries):
@@ -144,9 +124,8 @@ class Keeper:
         return there
 
     def _drop_missing(self, present: Collection[str]) -> None:
-        """Forget the attempt's checkpoints whose directory is not among the names ``present`` (quarantined, or deleted by
-        hand). Of the newest ``_RECHECKED_COUNT`` also forget those that are no longer complete. A forgotten checkpoint counts
-        neither as kept nor as surplus. Nothing is deleted."""
+        """Forget the attempt's checkpoints that are not among ``present`` or, as far as they are checked, not complete any
+        more."""
         for step in [step for step, own in self._own_checkpoints.items() if own.directory.name not in present]:
             del self._own_checkpoints[step]
         for step in sorted(self._own_checkpoints, reverse=True)[:_RECHECKED_COUNT]:
@@ -154,16 +133,13 @@ class Keeper:
                 del self._own_checkpoints[step]
 
     def _surplus(self, values: Mapping[int, float]) -> list[int]:
-        """Return the steps to delete, newest first. ``values``: the metric by step. Also forgets checkpoints that
-        ``keep_every`` keeps permanently.
-
-        Pins are looked up from the newest checkpoint on, until ``keep_last`` unpinned ones are found; ``_delete`` checks the
-        pins of the older ones.
-        """
+        """Return the steps to delete, newest first. ``values``: the metric by step. Also forgets checkpoints that ``keep_every``
+        keeps permanently."""
         steps = sorted(self._own_checkpoints, reverse=True)
         pinned: set[Id] = set()
         free = 0
         for step in steps:
+            # only up to keep_last unpinned ones: _delete checks the pins of the older ones
             if self._own_checkpoints[step].has_file(PINNED_NAME):
                 pinned.add((step, self._attempt))
                 continue
@@ -178,8 +154,7 @@ class Keeper:
         return [step for step in found if not self._is_last_verified(step, steps)]
 
     def _is_last_verified(self, step: int, steps: Iterable[int]) -> bool:
-        """True if ``step`` is the newest of the attempt's ``steps`` that has the marker file ``VERIFIED``: the service has
-        verified all of its bytes."""
+        """True if ``step`` is the newest of the attempt's ``steps`` that has the marker file ``VERIFIED``."""
 
         def verified(one: int) -> bool:
             return self._own_checkpoints[one].has_file(VERIFIED_NAME)
@@ -187,16 +162,14 @@ class Keeper:
         return verified(step) and not any(verified(one) for one in steps if one > step and one in self._own_checkpoints)
 
     def _drop_permanent(self, older: list[Id], best: Collection[Id]) -> None:
-        """Forget the checkpoints among ``older`` that ``keep_every`` keeps, unless they are among ``best``: they are never
-        deleted, and their number would make every later call slower. Nothing is deleted."""
+        """Forget the checkpoints among ``older`` that ``keep_every`` keeps permanently, unless they are among ``best``."""
         for one in older:
+            # never deleted; remembering many of them would make every later call slower
             if self._rules.is_permanent(one) and one not in best:
                 del self._own_checkpoints[one[0]]
 
     def _delete(self, steps: list[int], values: Mapping[int, float]) -> Retained:
-        """Delete the checkpoints of ``steps``, which are newest first, beginning with the oldest. A pinned one is skipped
-        without a note. An error becomes a note, and the next checkpoint is deleted. ``values``: the metric by step. If a
-        checkpoint was deleted under ``keep_best`` while no step has a value other than NaN, a further note says why."""
+        """Delete the unpinned checkpoints of ``steps``, oldest first. An error becomes a note. ``values``: the metric by step."""
         deleted: list[Id] = []
         notes: list[tuple[str, str]] = []
         for step in reversed(steps):
@@ -228,8 +201,8 @@ class _Values:
         self._other_names: dict[str, None] = {}
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metric's value from what was logged at ``step``. If the metric is not among ``values``, remember some of
-        their names for ``missing_reason``."""
+        """Record the metric's value that was logged at ``step``. If it was not logged, remember some other names for
+        ``missing_reason``."""
         if self._name is None:
             return
         with self._lock:
@@ -242,8 +215,7 @@ class _Values:
                 self._other_names |= dict.fromkeys(list(values)[:_MAX_OTHER_NAMES])
 
     def at_steps(self, steps: Collection[int], newest: int) -> dict[int, float]:
-        """Return the known values at ``steps``, the steps that have a checkpoint. ``newest``: the step of the newest commit.
-        Values of other steps up to ``newest`` are forgotten: no checkpoint of those steps can follow."""
+        """Return the known values at ``steps``. Values of other steps up to ``newest``, the last commit's step, are forgotten."""
         with self._lock:
             known = {**self._saved, **self._pending}
             self._saved = {step: known[step] for step in steps if step in known}

@@ -1,13 +1,7 @@
-"""Delete checkpoints. The manifest is removed first, by a durable rename, so that a crash never leaves one that looks whole.
+"""Delete checkpoints: the manifest first, by a durable rename, so that a crash never leaves one that looks whole.
 
-The caller makes sure that no process is still writing the checkpoints that it deletes. ``delete`` and ``delete_all`` delete
-pinned checkpoints, too. ``delete_unless_pinned`` does not, and a pin may come at any time: the pinning process creates the marker
-file, durably, and then checks for the manifest; ``delete_unless_pinned`` removes the manifest, durably, then checks for the
-marker file, and restores the manifest if there is one. One of the two notices the other, so a pin that found a manifest holds,
-and one that comes too late fails. After a crash in between, ``sweep`` restores the manifest of a pinned checkpoint that still has
-all of its files.
-
-A link with a checkpoint's name is never followed, since its target may be another job's checkpoint: only the link is deleted.
+Pinning creates the marker file, then checks for the manifest. ``delete_unless_pinned`` removes the manifest, then checks for the
+marker file, and restores the manifest if it is there. So a pin that found a manifest holds.
 """
 
 from __future__ import annotations
@@ -30,14 +24,8 @@ from ratchet_store.retention.rules import Id
 
 
 def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[Id, bool]:
-    """Return the checkpoints of the ``lineage`` that look complete, newest first; the value is True if the checkpoint is pinned
-    (has the marker file ``PINNED``). A checkpoint looks complete if it is no link, its manifest is valid and its rank files have
-    their sizes; the bytes are not read.
-
-    The service applies the retention rules to the result when no attempt is alive, and a run without a service before a start
-    trains and after its last save. A live attempt deletes its own checkpoints by a ``Keeper``. No rule keeps or deletes
-    checkpoints that do not look complete: ``find_base`` handles them.
-    """
+    """Return the checkpoints of the ``lineage`` that look complete by manifest and file sizes, newest first; the value is True if
+    pinned."""
     found = [
         (s, e, d) for s, e, d in checkpoint_dirs(checkpoints) if lineage_contains(lineage, s, e) and _looks_complete(d)
     ]
@@ -45,9 +33,8 @@ def complete_checkpoints(checkpoints: Path, lineage: Sequence[Segment]) -> dict[
 
 
 def delete_unless_pinned(directory: Path) -> bool:
-    """Delete one checkpoint and return True, also if it is missing. Returns False if its directory has the marker file
-    ``PINNED``, or gets it while the manifest is being removed; the manifest is then restored, and nothing is lost. Raises
-    ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses."""
+    """Delete one checkpoint and return True, also if it is missing; False if it is pinned. Raises ``CheckpointError`` when the
+    system refuses."""
     try:
         if _is_pinned(directory):
             return False
@@ -61,12 +48,7 @@ def delete_unless_pinned(directory: Path) -> bool:
 
 
 def delete(directory: Path) -> None:
-    """Delete one checkpoint, pinned or not: its manifest is removed first, durably, then its files. A missing checkpoint is no
-    error.
-
-    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses. ``sweep`` finishes an interrupted deletion,
-    but restores a pinned checkpoint that still has all of its files.
-    """
+    """Delete one checkpoint, pinned or not; a missing one is no error. Raises ``CheckpointError`` when the system refuses."""
     try:
         _uncommit(directory)
         _remove_checkpoint(directory)
@@ -75,9 +57,8 @@ def delete(directory: Path) -> None:
 
 
 def _uncommit(directory: Path) -> bool:
-    """Rename the manifest to ``DELETED_MANIFEST_NAME``, durably, so that the checkpoint no longer counts, and return True.
-    Returns False if there was no manifest, or ``directory`` is a link or a file; other files of the checkpoint may then be
-    missing, too. Raises ``OSError``."""
+    """Rename the manifest to ``DELETED_MANIFEST_NAME``, durably, so that the checkpoint no longer counts. False if nothing was
+    renamed."""
     if directory.is_symlink():
         return False
     try:
@@ -99,16 +80,8 @@ def _restore_manifest(directory: Path) -> None:
 
 
 def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
-    """Remove checkpoints whose deletion was interrupted: those whose manifest has the name ``DELETED_MANIFEST_NAME``. Returns
-    the removed paths, relative to ``checkpoints``.
-
-    ``dead_attempts``: attempts that are proved dead. Of these it also removes directories without a manifest, and ``.tmp``
-    files in directories with one. Links stay.
-
-    A checkpoint whose deletion was interrupted is not removed if it is pinned and still has all of its files: its manifest is
-    restored. Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses a deletion. An ``OSError`` in
-    removing a ``.tmp`` file or restoring a manifest is raised as it is.
-    """
+    """Finish interrupted deletions and remove what ``dead_attempts`` left unfinished; return the removed paths, relative to
+    ``checkpoints``. A pinned checkpoint with all of its files is restored instead. Raises ``CheckpointError`` or ``OSError``."""
     removed: list[str] = []
     for _, attempt, directory in checkpoint_dirs(checkpoints):
         try:
@@ -132,12 +105,8 @@ def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
 
 
 def delete_all(job: JobPaths) -> list[tuple[int, int]]:
-    """Delete every checkpoint of a job, its checkpoint directory and its quarantine, pinned ones too. Returns
-    ``(step, attempt)`` of every directory that had a checkpoint's name, committed or not, oldest first. No attempt of the job
-    may run.
-
-    Raises ``CheckpointError`` (``checkpoint-unreadable``) when the system refuses.
-    """
+    """Delete all checkpoints of a job, pinned and quarantined ones too; no attempt may run. Returns ``(step, attempt)`` of those
+    not in quarantine, oldest first."""
     found = list(checkpoint_dirs(job.checkpoints))
     for _, _, directory in reversed(found):
         delete(directory)
@@ -169,8 +138,7 @@ def _is_restorable(directory: Path) -> bool:
 
 
 def _looks_complete(directory: Path) -> bool:
-    """True if the checkpoint is no link, its manifest is valid and its rank files exist with their sizes. The bytes are not
-    read."""
+    """True if the checkpoint is no link, its manifest is valid and its rank files exist with their sizes."""
     try:
         check_files(directory, read_manifest(directory))
         return not directory.is_symlink()
@@ -179,18 +147,14 @@ def _looks_complete(directory: Path) -> bool:
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Remove a directory and its content without following links; of what is no directory, its name. A missing path is no error,
-    nor is a file that another process removes meanwhile.
-
-    Of the files, the removed manifest (``DELETED_MANIFEST_NAME``) is deleted last: by it ``sweep`` knows that the rest may be
-    removed. Nothing is synced: files that come back after a power loss belong to no committed checkpoint. Raises ``OSError``.
-    """
+    """Remove a directory with its content, a file or a link. Links are not followed, and a missing path is no error."""
     try:
         if not stat.S_ISDIR(os.lstat(directory).st_mode):
             directory.unlink(missing_ok=True)
             return
     except (FileNotFoundError, NotADirectoryError):
         return
+    # nothing is synced: files that come back after a power loss belong to no committed checkpoint
     for last in (False, True):
         try:
             with os.scandir(directory) as found:
@@ -198,6 +162,7 @@ def _remove_checkpoint(directory: Path) -> None:
         except FileNotFoundError:
             return
         for name, is_dir in entries:
+            # the last one: by it ``sweep`` knows that the rest may be removed
             if name == DELETED_MANIFEST_NAME:
                 continue
             if is_dir:

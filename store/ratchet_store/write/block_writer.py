@@ -1,11 +1,5 @@
-"""Write a file's bytes to the disk, block by block, each with its digest; past the page cache where the system supports that.
-
-A write through the page cache costs the processor a copy into pages that the system has to allocate first, and in a virtual
-machine occasionally ten times as much, all of it taken from concurrent training. With ``O_DIRECT`` (open(2)) the disk reads the
-bytes from where they are: their address, their offset in the file and their length must be multiples of a page. The header,
-a file's last bytes, and everything where the system refuses (a file system without ``O_DIRECT``, unaligned memory), go through
-the page cache.
-"""
+"""Write a file block by block, each with its digest, past the page cache where possible: that takes less processor time from
+training."""
 
 from __future__ import annotations
 
@@ -40,13 +34,8 @@ Range = tuple[int, int]
 
 
 class Blockwise:
-    """Fills ``fd``, an empty file, with ``header``, whose length is a multiple of a page, followed by ``data``. Call ``work`` in
-    one thread or in several concurrently, then ``finish`` once, which writes the header. Nothing is synced.
-
-    ``block``: bytes of the file under one digest. ``ranges``: parts of ``data`` (bytes ``begin <= i < end``), without
-    overlaps, that get a digest of their own as well. A range's digest is computed together with its block's, while the bytes are
-    in the processor's cache: later it would cost twice as much.
-    """
+    """Fills the empty file ``fd`` with ``header`` (whole pages) and ``data``. Call ``work`` in one thread or several, then
+    ``finish``. ``block``: bytes under one digest; ``ranges``: disjoint parts of ``data`` that get digests of their own."""
 
     def __init__(self, fd: int, header: bytes, data: memoryview, block: int, ranges: Sequence[Range] = ()) -> None:
         self._fd, self._header, self._data, self._block = fd, header, data, block
@@ -62,8 +51,7 @@ class Blockwise:
         self._direct = self._aligned_bytes > 0 and _set_direct_io(fd, enabled=True)
 
     def work(self) -> None:
-        """Take blocks of the file and write them until none is left to begin. Other threads may still be writing theirs when
-        this returns. Raises nothing: an error ends the writing in all threads, and ``finish`` raises it."""
+        """Write blocks of the file until none is left to begin. Errors are raised by ``finish``."""
         while (number := self._take_block()) is not None:
             digest, failed = "", None
             try:
@@ -74,8 +62,8 @@ class Blockwise:
             del failed  # whose traceback holds this frame
 
     def finish(self) -> tuple[list[str], list[str]]:
-        """Wait for all threads at work, and write the rest: the header and the last, incomplete page. Returns the digests in
-        hex of the blocks, and of the ranges. Nothing is synced. Raises the first error of any thread, mostly ``OSError``."""
+        """Wait for all threads, write the rest, and return the digests in hex of the blocks and of the ranges. Raises the first
+        error of any thread."""
         with self._changed:
             self._changed.wait_for(lambda: not self._working)
             error, self._error = self._error, None
@@ -91,7 +79,7 @@ class Blockwise:
         return [self._digests[number] for number in sorted(self._digests)], self._range_digests
 
     def _ranges_by_block(self, ranges: Sequence[Range]) -> dict[int, list[tuple[int, int, int]]]:
-        """Return begin, end and number of each non-empty range, by the number of the block that it begins in, sorted by begin."""
+        """Return begin, end and number of each non-empty range, by the number of the block that it begins in."""
         found: dict[int, list[tuple[int, int, int]]] = {}
         for number, (begin, end) in enumerate(ranges):
             if begin < end:
@@ -101,8 +89,7 @@ class Blockwise:
         return found
 
     def _take_block(self) -> int | None:
-        """Return the number of the next block to write, and count this thread as at work; None if all have been begun or one
-        has failed."""
+        """Return the number of the next block and count this thread as at work; None: no block is to be begun."""
         with self._changed:
             number = None if self._error is not None else next(self._remaining_blocks, None)
             self._working += number is not None
@@ -116,8 +103,7 @@ class Blockwise:
             self._changed.notify_all()
 
     def _write(self, number: int) -> str:
-        """Write the whole pages of data in a block; ``finish`` writes the rest. Returns the digest of all bytes of the block,
-        those of the header included."""
+        """Write the whole pages of data in a block. Returns the digest of the block, bytes of the header included."""
         start, begin, end = len(self._header), number * self._block, min((number + 1) * self._block, self.size)
         hasher = xxhash.xxh3_128(self._header[begin:end])
         at = max(begin, start)
@@ -132,19 +118,18 @@ class Blockwise:
         return hasher.hexdigest()
 
     def _hash(self, hasher: xxhash.xxh3_128, at: int, stop: int, ranges: deque[tuple[int, int, int]]) -> None:
-        """Hash the bytes ``at <= i < stop`` of the data into ``hasher``. Remove from ``ranges`` those that begin among these
-        bytes, and compute their digests. A range that ends after ``stop`` is read twice."""
+        """Hash bytes ``at <= i < stop`` of the data into ``hasher``, and compute the digests of ``ranges`` that begin there."""
         while ranges and ranges[0][0] < stop:
             begin, end, number = ranges.popleft()
             middle = min(end, stop)
             hasher.update(self._data[at:middle])
+            # now, while the bytes are in the processor's cache: later it would cost twice as much
             self._range_digests[number] = xxhash.xxh3_128_hexdigest(self._data[begin:end])
             at = middle
         hasher.update(self._data[at:stop])
 
     def _put(self, data: memoryview, offset: int) -> None:
-        """Write ``data`` at ``offset`` of the file, past the page cache as long as the system accepts that. Adapts the bytes
-        per write to the disk's speed. Raises ``OSError``."""
+        """Write ``data`` at ``offset`` of the file, past the page cache if the system accepts that. Raises ``OSError``."""
         while data:
             direct, most, begin = self._direct, self._write_bytes, time.monotonic()
             try:
@@ -169,8 +154,7 @@ class Blockwise:
 
 
 def _set_direct_io(fd: int, *, enabled: bool) -> bool:
-    """Switch writing past the page cache on or off for a descriptor. Returns True if it is on afterwards. Returns False if it
-    is off, also where the system does not support it, which is no error."""
+    """Switch writing past the page cache on or off for a descriptor. Returns True if it is on afterwards."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if enabled else flags & ~_O_DIRECT)

@@ -25,11 +25,8 @@ _TENSOR_ALIGNMENT: Final = 64  # bytes; torch's tensors begin on multiples of it
 
 
 class Piece(NamedTuple):
-    """A tensor, or ``nbytes`` bytes of consecutive elements of one, to be stored.
-
-    ``shape`` is the whole tensor's; ``start`` is the index (row-major) of the piece's first element; ``dtype`` is safetensors'
-    name ("F32", "I64", "BF16", "BOOL", ...).
-    """
+    """A tensor, or consecutive elements of one. ``shape``: the whole tensor's; ``start``: row-major index of the first element;
+    ``dtype``: such as ``F32``."""
 
     name: str
     dtype: str
@@ -39,9 +36,8 @@ class Piece(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The manifest's entries for a rank file that was written. ``tensors``: in file order; if they equal those of the writer's
-    last file, they are the same objects. ``tensors_json``: the same as JSON text. ``digests``: XXH3-128 in hex of the ranges
-    that were passed to ``write``."""
+    """The manifest's entries for a rank file. ``tensors``: in file order; ``tensors_json``: the same as JSON; ``digests``: of the
+    ranges passed to ``write``."""
 
     file: FileEntry
     tensors: tuple[TensorEntry, ...]
@@ -50,13 +46,8 @@ class Written(NamedTuple):
 
 
 def file_order(names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]) -> list[int]:
-    """Return the order in which pieces are stored in a rank file, as a list of indices. The arguments hold name, dtype and
-    number of bytes of each piece. Raises ``StateError`` for a dtype that cannot be stored.
-
-    Wide elements come first, so that without gaps every piece starts on a multiple of its element size. Within a width, shared
-    tensors come first, since other ranks read them. Within these, sizes divisible by a larger power of two (up to 64) come
-    first: the system copies bytes a fifth faster between addresses with the same last bits, and tensors in memory are aligned.
-    """
+    """Return the order in which pieces are stored, as a list of indices. Raises ``StateError`` for a dtype that cannot be
+    stored."""
     for name, dtype in zip(names, dtypes, strict=True):
         if dtype not in ITEMSIZE:
             raise StateError(
@@ -67,13 +58,14 @@ def file_order(names: Sequence[str], dtypes: Sequence[str], sizes: Sequence[int]
 
 def _sort_key(name: str, dtype: str, size: int) -> tuple[int, bool, int]:
     """Return the key by which ``file_order`` sorts a piece of ``size`` bytes."""
+    # Wide elements first: without gaps, every piece then starts on a multiple of its element size. Then shared tensors, which
+    # other ranks read. Then sizes divisible by a larger power of two: copies between aligned addresses are faster.
     return -ITEMSIZE[dtype], name.startswith(RANK_PREFIX), -math.gcd(size, _TENSOR_ALIGNMENT)
 
 
 class RankWriter:
-    """Writes the files of one rank, one after another. From save to save the tensors' bytes change, but seldom their names or
-    shapes: the header's entries are checked and computed again only when these change, the manifest's entries also when the
-    header's size changes."""
+    """Writes the files of one rank, one after another. What follows from the pieces alone is computed again only when they
+    change."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self._name = rank, rank_file_name(rank, world_size)
@@ -84,19 +76,9 @@ class RankWriter:
     def write(
         self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
     ) -> Written:
-        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, durably. The file does not count before
-        the checkpoint's manifest is committed.
-
-        ``pieces``: in ``file_order``. ``data``: the bytes of the pieces, concatenated, which must not change meanwhile; if
-        they start on a page, they are written past the page cache where the system supports that. ``state``: the rank's JSON
-        state. ``ranges``: parts of ``data`` (bytes ``begin <= i < end``), without overlaps, that get digests of their own, for
-        ``Written.digests``. The file is written as ``.tmp``, hashed while it is written, synced and renamed; then the directory,
-        which is created if missing, is synced. The name of a new directory becomes durable only by the commit.
-
-        Raises ``StateError`` for tensors or state that cannot be stored. Raises ``CheckpointError`` when the system refuses
-        (``checkpoint-not-written``; the ``.tmp`` is removed) or the directory holds a committed checkpoint, or one that is
-        being deleted (``checkpoint-exists``).
-        """
+        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, durably. ``data``: the bytes of
+        ``pieces``, which are in ``file_order``; they must not change meanwhile. ``ranges``: parts of ``data`` for
+        ``Written.digests``. Raises ``StateError`` for what cannot be stored, ``CheckpointError`` if it cannot be written."""
         text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
         if len(view) != layout.size:
             raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")
@@ -116,16 +98,15 @@ class RankWriter:
         return Written(file, tensors, listing, digests)
 
     def help(self) -> None:
-        """Help another thread that is inside ``write``: write blocks of its file until all blocks have been begun. Returns at
-        once if no file is being written. Raises nothing; ``write`` raises the errors."""
+        """Write blocks of the file of another thread that is inside ``write``, until none is left; ``write`` raises the
+        errors."""
         with self._lock:
             found = self._active_writer
         if found is not None:
             found.work()
 
     def _stream(self, blocks: Blockwise) -> tuple[int, list[str], list[str]]:
-        """Write all blocks. Returns the file's size in bytes, the digests of the blocks, and those of the ranges. Raises
-        ``OSError``."""
+        """Write all blocks. Returns the file's size in bytes, the digests of the blocks, and those of the ranges."""
         with self._lock:
             self._active_writer = blocks
         try:
@@ -144,8 +125,8 @@ class RankWriter:
 
 
 class _Layout:
-    """What follows from the pieces without their bytes: the header's entries and the data's size. Raises ``StateError`` for
-    pieces that cannot be stored, or that are not in ``file_order``."""
+    """What follows from the pieces without their bytes. Raises ``StateError`` for pieces that cannot be stored or are out of
+    order."""
 
     def __init__(self, file: str, pieces: Sequence[Piece]) -> None:
         order = file_order([p.name for p in pieces], [p.dtype for p in pieces], [p.nbytes for p in pieces])
@@ -159,9 +140,8 @@ class _Layout:
         self._entries: tuple[int, tuple[TensorEntry, ...], str] | None = None
 
     def entries(self, data_start: int) -> tuple[tuple[TensorEntry, ...], str]:
-        """Return the manifest's entries of the pieces, in file order, and the JSON text of these entries. ``data_start``:
-        offset of the first piece in the file, which is the header's size. The last result is kept and returned again for the
-        same ``data_start``."""
+        """Return the manifest's entries of the pieces, also as JSON text. ``data_start``: offset of the first piece in the
+        file."""
         if self._entries is None or self._entries[0] != data_start:
             made = tuple(
                 TensorEntry(
@@ -175,8 +155,7 @@ class _Layout:
 
 
 def _header_entries(pieces: Sequence[Piece]) -> dict[str, Stored]:
-    """Return the header's entries by key (``safetensors_header.tensor_key``), in the order of ``pieces``. Raises ``StateError``
-    for a key that occurs twice or is reserved."""
+    """Return the header's entries by key, in the order of ``pieces``. Raises ``StateError`` for a repeated or reserved key."""
     stored: dict[str, Stored] = {}
     position = 0
     for name, dtype, shape, start, nbytes in pieces:
@@ -191,8 +170,7 @@ def _header_entries(pieces: Sequence[Piece]) -> dict[str, Stored]:
 
 
 def _check_piece(piece: Piece) -> None:
-    """Check that a piece's name and shape can be stored, and that its bytes fit the shape and the dtype. The dtype must be a
-    known one. Raises ``StateError``."""
+    """Check that name, shape and size of a piece with a known dtype can be stored. Raises ``StateError``."""
     where = f"tensor {piece.name!r}"
     try:
         piece.name.encode()
