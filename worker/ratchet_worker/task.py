@@ -70,8 +70,8 @@ Sums: TypeAlias = dict[str, tuple[float, float]]
 @dataclass(frozen=True)
 class TaskContext:
     """What a task receives in ``build``. ``rank``: number of this process among all ``world_size`` processes of the job;
-    ``local_rank``: number of this process on its node; ``device``: the device for the model. ``seed``: the job's seed; derive
-    random streams from the seed, the rank, the epoch and the sample."""
+    ``local_rank``: its number on its node; ``device``: for the model; ``seed``: the job's, from which random streams are
+    derived."""
 
     rank: int
     world_size: int
@@ -83,7 +83,7 @@ class TaskContext:
 @runtime_checkable
 class Stateful(Protocol):
     """An object with state that can be saved and restored. ``state_dict`` returns what ``ratchet_hooks.state.encode`` accepts,
-    such as tensors, numbers, strings, bools, None, and lists, tuples and dicts of these; ``load_state_dict`` restores it."""
+    such as tensors, numbers, strings, and containers of these."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -95,21 +95,17 @@ class TrainData(Protocol):
     """This rank's training data, whose position can be saved and restored.
 
     ``iter(data)`` yields this rank's batches from the current position to the end of the current epoch. A batch counts as
-    consumed when it is yielded, not when it was prefetched. With the last batch of an epoch, before it is yielded, ``epoch``
-    grows by one and the position becomes 0, so that ``iter(data)`` again gives the next epoch. Data may also do that at the end
-    of the pass: restored behind an epoch's last batch, they may give one pass without a batch. Any other pass without a batch is
-    an error. A second ``iter`` ends the first.
+    consumed when it is yielded, not when it was prefetched. At the end of an epoch ``epoch`` grows by one and the position
+    becomes 0, so that ``iter(data)`` again gives the next epoch. A second ``iter`` ends the first.
 
-    ``steps_per_epoch``: number of batches of this rank in one epoch, equal on all ranks; None if it is not known. ``exact`` is
-    False for data that cannot continue exactly (a stream that cannot seek): the resume report then marks the data as not exact,
-    with the reason in ``inexact_reason`` if that attribute exists. ``state_dict`` must be encodable by
-    ``ratchet_hooks.state.encode``: it holds the epoch, the position, and what identifies the order (seed, world size, batch size,
-    number of samples). ``load_state_dict`` raises ``ValueError`` when it cannot continue that order, with a sentence that names
-    the difference.
+    ``steps_per_epoch``: number of batches of this rank in one epoch, equal on all ranks; None if it is not known. ``exact``:
+    False for data that cannot continue exactly; the resume report then has the reason from ``inexact_reason``, if that attribute
+    exists. ``state_dict`` returns what ``ratchet_hooks.state.encode`` accepts: the epoch, the position, and what identifies the
+    order. ``load_state_dict`` raises ``ValueError``, with a sentence for the user, if it cannot continue that order.
 
     When the number of ranks has changed, ``load_resized(states)`` is called, if the object has it, with the old ranks' states in
-    rank order; it must continue without repeating or leaving out a sample. Without that method the resume is refused if
-    ``policy.on_hook_mismatch`` is ``fail``; otherwise the data start over and are reported as reset.
+    rank order; it must continue without repeating or leaving out a sample. Without that method the data start over, or the resume
+    is refused (``policy.on_hook_mismatch``).
     """
 
     # Properties, so that a plain attribute fits as well as a computed one.
@@ -131,19 +127,16 @@ class TrainData(Protocol):
 
 @dataclass
 class Parts:
-    """What a task builds. Everything with state is named here. It is restored bit for bit after a kill, except data whose
-    ``exact`` is False.
+    """What a task builds. Everything with state is named here, and is restored after a kill.
 
     ``model``: a module on ``ctx.device``, without DDP; ``optimizer``: over the model's parameters; ``train``: this rank's data, a
     ``TrainLoader``, a ``TrainStream`` or an object that implements ``TrainData``; ``scaler``: the gradient scaler for automatic
     mixed precision in 16 bits. ``accumulate``: number of batches in one step, whose gradients are averaged.
 
-    Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` must be set; ``epochs`` needs ``train.steps_per_epoch``, and
-    means ``epochs * steps_per_epoch // accumulate`` steps. ``evaluate_every`` is in steps (None: only at the end).
-    ``scheduler.step()`` runs once per step, also where the scaler skips ``optimizer.step()``. ``stateful`` holds further objects
-    by name, each with ``state_dict`` and ``load_state_dict`` (an exponential moving average, a tokenizer's counters ...); their
-    state is saved per rank. ``digest`` identifies the data (for instance a digest of the files); it is recorded and compared at a
-    resume.
+    Exactly one of ``total_steps`` (optimizer steps) and ``epochs`` must be set; ``epochs`` needs ``train.steps_per_epoch``.
+    ``evaluate_every`` is in steps (None: only at the end). ``scheduler.step()`` runs once per step. ``stateful`` holds further
+    objects by name, each with ``state_dict`` and ``load_state_dict``; their state is saved per rank. ``digest`` identifies the
+    data; it is recorded and compared at a resume.
     """
 
     model: nn.Module
@@ -159,8 +152,8 @@ class Parts:
     digest: str | None = None
 
     def steps(self) -> int:
-        """The number of optimizer steps of the whole job. Raises ``ValueError`` if the parts do not determine it, if
-        ``accumulate`` is below 1, or if there is no step to do."""
+        """The number of optimizer steps of the whole job. Raises ``ValueError`` if the parts do not determine a positive
+        number."""
         if (self.total_steps is None) == (self.epochs is None):
             raise ValueError("Parts needs exactly one of total_steps and epochs")
         if self.accumulate < 1:
@@ -182,14 +175,13 @@ class Task(Protocol):
 
     - ``evaluation() -> Iterable[batch]``: this rank's share of the evaluation data; called again for each evaluation.
     - ``evaluate(model, batch) -> dict[str, (sum, weight)]``: the batch's contribution to each metric. The metric is
-      ``sum of sums / sum of weights`` over all batches and ranks. ``model`` is the module inside DDP, in eval mode. The method
-      runs without gradients, and with rank 0's buffers if DDP broadcasts buffers. Afterwards mode, buffers and generators are as
-      before.
+      ``sum of sums / sum of weights`` over all batches and ranks. ``model`` is the module inside DDP, in eval mode and without
+      gradients.
     - ``batch_to_device(batch, device) -> batch``: the default moves a tensor, or tensors inside lists, tuples and dicts.
     - ``before_step(model, optimizer, step) -> None``: called after the gradients are averaged (and unscaled), before
       ``optimizer.step()``; for gradient clipping.
     - ``parameter_shapes() -> list[tuple[int, ...]]``: shapes of the trained parameters, without building the model (a model built
-      under ``torch.device("meta")`` takes no memory). With this method, a dry run shows what the hook's state will hold.
+      under ``torch.device("meta")`` takes no memory), for a dry run.
     """
 
     def build(self, ctx: TaskContext) -> Parts:

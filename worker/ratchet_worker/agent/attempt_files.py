@@ -1,5 +1,4 @@
-"""Reads the launch file for one node, holds the lock that proves that the agent is alive, and writes the agent's result. Does not
-import torch."""
+"""Reads the launch file for one node, holds the lock of a live agent, and writes the agent's result."""
 
 from __future__ import annotations
 
@@ -35,9 +34,7 @@ class LaunchRefused(Exception):
 
 
 def load_launch(path: Path, node: int = 0) -> LaunchFile:
-    """Read and check ``launch.json`` at ``path``, and return its content with the number and the ranks of ``node``. The protocol
-    version is checked before all other fields. Raises ``LaunchRefused`` if the file cannot be read, is invalid, has
-    another protocol version, belongs to another directory or has no such node."""
+    """Return the content of ``launch.json`` for ``node``. Raises ``LaunchRefused`` for a file that this agent cannot run."""
     try:
         raw: Any = json.loads(path.read_bytes())
         protocol = raw["protocol"]
@@ -60,8 +57,8 @@ def load_launch(path: Path, node: int = 0) -> LaunchFile:
 
 
 def lock(paths: NodePaths) -> int | None:
-    """Return a descriptor that holds ``agent.lock`` exclusively until the caller closes it or this process ends; None if another
-    process still holds the lock after a second. Creates the node's directory and the lock file. Raises ``OSError``."""
+    """Return a descriptor that holds ``agent.lock`` until it is closed, None if another process holds it. Creates the node's
+    directory."""
     paths.root.mkdir(parents=True, exist_ok=True)
     fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + _LOCK_TIMEOUT
@@ -77,8 +74,7 @@ def lock(paths: NodePaths) -> int | None:
 
 
 def start_session() -> None:
-    """Start a new process session (``setsid``), so that signals to the launcher's process group do not reach the agent. Does
-    nothing if the agent is a group leader already."""
+    """Start a new process session, if possible, so that signals to the launcher's process group do not reach the agent."""
     with suppress(PermissionError):
         os.setsid()
 
@@ -89,8 +85,7 @@ def agent_file() -> AgentFile:
 
 
 def write_refusal(paths: NodePaths, launch_file: Path, node: int, refusal: LaunchRefused, started_at: str) -> None:
-    """Write ``result.json`` for a refused launch, with the refusal as cause and message. Writes nothing if the launch file does
-    not even name its job and attempt."""
+    """Write ``result.json`` for a refused launch. Writes nothing if the launch file does not name its job and attempt."""
     try:
         raw: Any = json.loads(launch_file.read_bytes())
         result = AttemptResult(
@@ -110,8 +105,7 @@ def write_refusal(paths: NodePaths, launch_file: Path, node: int, refusal: Launc
 
 
 def write_result(paths: NodePaths, result: AttemptResult) -> None:
-    """Write ``result.json`` durably, in the space that was reserved for it. On an error, such as a full disk, it retries for 10
-    seconds, then writes the result to the agent's log instead. Raises no ``OSError`` for the write."""
+    """Write ``result.json`` durably. After 10 seconds of failures, the result is written to the agent's log instead."""
     release(paths.result_file)
     data = result.model_dump_json(indent=1).encode()
     deadline = time.monotonic() + _RESULT_TIMEOUT

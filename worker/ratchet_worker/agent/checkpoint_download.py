@@ -1,16 +1,5 @@
-"""Fetches the checkpoint that an attempt starts from, if the local disk has lost it, from the object store before any rank is
-started.
-
-First the newest intact checkpoint of the local directory is determined, with every byte verified. If the local checkpoints cannot
-be read, nothing is fetched: the ranks will report the error. Then the object store is queried:
-
-- If the store has a newer checkpoint of the lineage, it is fetched, and the directory is its cache from then on.
-- If the store cannot be queried (it is unreachable or refuses, or obstore is not installed), the attempt starts from the local
-  checkpoint if that is at least as new as the one that the service has recorded. If the service has recorded none,
-  the attempt starts without the store, too. Otherwise the query is repeated until ``policy.startup_deadline`` has passed without
-  a byte. The attempt then ends with a checkpoint-error, which policy may retry. A job with a recorded checkpoint never starts
-  from scratch because a network was down.
-"""
+"""Fetches the checkpoint that an attempt starts from, if the object store has a newer one than this disk. While the store cannot
+be queried, the attempt starts only if the service has recorded no newer checkpoint than the local one."""
 
 from __future__ import annotations
 
@@ -38,21 +27,15 @@ _UNREACHABLE_CODES: Final = frozenset({REMOTE, DENIED, NO_CLIENT})
 
 
 class WaitFor(Protocol):
-    """The signature of ``Supervisor.wait_for``: polls ``done`` until it returns a value that is not None, and returns that value.
-    Returns None at ``deadline`` (monotonic seconds). Raises ``NotStarted`` if the attempt is over meanwhile."""
+    """The signature of ``Supervisor.wait_for``: returns the first value of ``done`` that is not None, or None at ``deadline``
+    (monotonic seconds)."""
 
     def __call__(self, done: Callable[[], T | None], deadline: float) -> T | None: ...
 
 
 def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitFor, messages: AgentMessages) -> None:
-    """Fetch the newest checkpoint from the object store if it is newer than the newest local one, and report and record what was
-    found. Blocks; does nothing if no attempt has trained yet.
-
-    Raises ``NotStarted`` if the attempt is over meanwhile. Raises it with cause checkpoint-error if a fetch fails although the
-    store can be queried, for example because the local disk is full. Raises it also if the store cannot be queried until the
-    deadline and the local checkpoint is missing, or older than the one that the service has recorded. If the local checkpoints
-    cannot be read, nothing is raised: the ranks will report it.
-    """
+    """Fetch the newest checkpoint from the object store if it is newer than the local ones. Blocks. Raises ``NotStarted`` if the
+    attempt cannot start."""
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch
     work = _Work(launch)
@@ -71,9 +54,8 @@ def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitF
 
 
 def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
-    """Wait until ``work`` is done, or until a whole ``deadlines.rendezvous`` passes in which not one byte was read or received.
-    In the second case request the thread to stop, and set ``work.failure`` instead of raising. Raises ``NotStarted`` from
-    ``wait_for``."""
+    """Wait until ``work`` is done, or set ``work.failure`` once ``deadlines.rendezvous`` passes without a byte read or
+    received."""
     seen = -1
     while work.progress.nbytes > seen:
         seen = work.progress.nbytes
@@ -85,14 +67,13 @@ def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
 
 
 def _patience(deadline: float) -> Patience:
-    """Return the time limits of requests. A request to a store that does not answer fails before ``deadline`` (seconds), so that
-    the attempt may start from the local checkpoint."""
+    """Return the time limits of requests to the store, each shorter than ``deadline`` (seconds)."""
     return Patience(connect=min(5.0, deadline / 4), request=min(60.0, deadline / 3), retry=min(10.0, deadline / 3))
 
 
 class _Work(threading.Thread):
-    """The thread that queries the store and fetches, so that the main thread can react to a stop request meanwhile. ``failure``:
-    why the attempt cannot start, None if it can; ``notes``: messages for the job's history."""
+    """The thread that queries the store and fetches. ``failure``: why the attempt cannot start; ``notes``: messages for the job's
+    history."""
 
     def __init__(self, launch: LaunchFile) -> None:
         super().__init__(name="fetch", daemon=True)
@@ -104,9 +85,8 @@ class _Work(threading.Thread):
         self.reason = "the store did not answer"
 
     def run(self) -> None:
-        """Find the newest local checkpoint, then try to fetch a newer one every second until ``_try_fetch`` is done or
-        ``progress.stop`` is set. Raises nothing: a failure is stored in ``failure``. An error in reading the local checkpoints
-        is only logged, since the ranks will report it."""
+        """Find the newest local checkpoint, then try to fetch a newer one until that is settled. A failure is stored in
+        ``failure``."""
         try:
             launch = self._launch
             local = newest_local(
@@ -126,8 +106,7 @@ class _Work(threading.Thread):
             self.failure = f"fetching from the object store failed: {type(error).__name__}: {error}"
 
     def _try_fetch(self, local: tuple[int, int] | None) -> bool:
-        """Query the store once and fetch what is newer than ``local`` (step, attempt; None: no checkpoint). True if nothing
-        remains to be done, which includes a failure; False to try again."""
+        """Query the store once and fetch what is newer than ``local``. False: try again; True: done, or failed."""
         launch, uri = self._launch, self._launch.spec.checkpoint.uri
         assert uri is not None
         try:
@@ -147,8 +126,8 @@ class _Work(threading.Thread):
         return True
 
     def _can_start_from_local(self, local: tuple[int, int] | None) -> bool:
-        """True if the attempt may start without the unreachable store. This is so if the service has recorded no checkpoint, or
-        ``local`` is at least as new as the recorded one. Adds a note if so."""
+        """True if the service has recorded no newer checkpoint than ``local``, so that the store is not needed. Adds a note
+        then."""
         recorded = self._launch.recorded
         if recorded is not None and (local is None or local < (recorded.step, recorded.attempt or 0)):
             return False
@@ -161,8 +140,7 @@ class _Work(threading.Thread):
         return True
 
     def _record_result(self, result: FetchResult, local: tuple[int, int] | None) -> None:
-        """Add notes on damaged copies in the store, on what was fetched, and on a recorded checkpoint that neither the disk nor
-        the store has."""
+        """Add notes on damaged copies in the store, on what was fetched, and on a recorded checkpoint that is lost."""
         self.notes += result.notes
         if result.fetched is not None:
             self.notes.append(f"fetched from {result.uri}: this disk had {_describe_local(local)}")

@@ -1,11 +1,5 @@
-"""Uploads committed checkpoints to the object store, in a thread of node 0's agent that nothing waits for while ranks train. It
-also deletes the copies of checkpoints that were deleted here.
-
-Failures are reported, without effect on training. A round that fails is repeated, at growing intervals. A checkpoint that itself
-cannot be copied is not tried again. After the ranks' end the thread continues until nothing is left to do, a round fails, or the
-time that the caller allows is over. Checkpoints that are still missing then are reported; the next attempt's agent uploads those
-that are still on the disk.
-"""
+"""Uploads committed checkpoints to the object store in a thread of node 0's agent, and deletes the copies of deleted ones.
+Failures are reported, without effect on training."""
 
 from __future__ import annotations
 
@@ -45,8 +39,7 @@ class AgentMessages:
         self._spool = Spool(paths.agent_spool)
 
     def note(self, kind: str, message: str) -> None:
-        """Write a message to the agent's log and to the job's history. ``kind``: the event's type. The history gets at most 4000
-        characters."""
+        """Write a message to the agent's log and, cut to 4000 characters, to the job's history. ``kind``: the event's type."""
         log_message(f"{kind}: {message}")
         self._spool.append(Note(rank=AGENT_RANK, at=now(), type=kind, message=message[:4000]))
 
@@ -75,12 +68,12 @@ class AgentMessages:
 
 
 class _Over(Exception):
-    """Raised in the upload thread if no time is left, or the attempt is fenced and must not write any more."""
+    """Raised in the upload thread if its deadline has passed."""
 
 
 class Uploader:
-    """Uploads this job's committed checkpoints from a thread of its own, deletes copies of those that were deleted here
-    (``Mirror``), and reports both. Call ``start`` once, and ``finish`` or ``abandon`` at the end, from the same thread."""
+    """Uploads committed checkpoints in a thread of its own, and deletes the copies of deleted ones. Call ``start``, then
+    ``finish`` or ``abandon``."""
 
     def __init__(self, launch: LaunchFile, messages: AgentMessages) -> None:
         assert launch.spec.checkpoint.uri is not None
@@ -97,8 +90,7 @@ class Uploader:
         self._thread.start()
 
     def finish(self, seconds: float) -> None:
-        """Upload missing checkpoints for at most ``seconds``, then report those that are not known to be in the store, the
-        newest five by name. Blocks. A thread that still hangs in a request is left behind. Does nothing without ``start``."""
+        """Upload missing checkpoints for at most ``seconds``, then report those not known to be in the store. Blocks."""
         if self._thread.ident is None:
             return
         self._deadline = time.monotonic() + seconds
@@ -112,23 +104,20 @@ class Uploader:
             self._messages.note("upload-incomplete", text)
 
     def abandon(self) -> None:
-        """Stop uploading as soon as possible: the attempt is fenced and must not write another object. Waits for the thread, at
-        most half a second."""
+        """Stop uploading as soon as possible, since the attempt is fenced. Waits for the thread, at most half a second."""
         self._deadline = 0.0
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(0.5)
 
     def _missing(self) -> list[str]:
-        """The names of the committed checkpoints that are not known to be in the store, without a query of the store; a single
-        general text if the store's address cannot be opened or the disk cannot be read."""
+        """Return the names of committed checkpoints not known to be in the store, or one general text."""
         with suppress(CheckpointError, OSError):
             return self._open_mirror().pending()
         return ["any committed checkpoint"]
 
     def _run(self) -> None:
-        """The thread's loop: call ``Mirror.step`` once per round, and wait when nothing is left to do or after a failure. After
-        ``finish`` or ``abandon`` it ends when nothing is left, at the first failure, or at the deadline."""
+        """The thread's loop: call ``Mirror.step`` repeatedly, with pauses, until ``finish`` or ``abandon`` ends it."""
         while True:
             ending = self._deadline is not None
             try:
@@ -162,8 +151,7 @@ class Uploader:
             raise _Over
 
     def _report_step(self, step: Step) -> None:
-        """Report what one round has uploaded, failed to upload and deleted, and reset the count of failures. An upload of a
-        checkpoint that was reported before is not reported again."""
+        """Report what one round has uploaded, failed to upload and deleted, and reset the count of failures."""
         if self._failures:
             log_message("the object store answers again")
         self._failures, self._reported_code = 0, ""
@@ -183,14 +171,12 @@ class Uploader:
             self._messages.report_deleted(number, attempt)
 
     def _repeat_reports(self, now: float) -> None:
-        """Report each upload a second time, ``_REPEAT_SECONDS`` after its first report: the first may have come before rank 0's
-        report of the commit. ``now``: monotonic seconds; with infinity, all repetitions are due."""
+        """Report uploads a second time if due at ``now``: the first report may have come before rank 0's report of the commit."""
         while self._pending_repeats and self._pending_repeats[0][0] <= now:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 
     def _report_failure(self, error: Exception) -> None:
-        """Count a failure of a whole round. Report it if a round has succeeded since the last report, if its code differs from
-        that of the last reported failure, or if that report is more than ten minutes old."""
+        """Count a failure of a whole round, and report it unless a failure of the same kind was reported recently."""
         text = error.detail if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         code = getattr(error, "code", type(error).__name__)
         self._failures += 1
@@ -205,8 +191,7 @@ class Uploader:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with ``code``, without waiting for a thread that hangs in a request. If an upload or download thread still
-    exists, the process ends at once (``os._exit``), since an orderly shutdown would fail to unwind that thread."""
+    """End the process with ``code``, at once (``os._exit``) if an upload or download thread still exists, which may hang."""
     if any(thread.name in (_NAME, "fetch") for thread in threading.enumerate()):
         with suppress(OSError, ValueError):
             sys.stderr.flush()

@@ -1,5 +1,4 @@
-"""Fetches the job's code, and the file of the spec's ``start_from``, from the service, by digest, on a node that lacks them. A
-directory appears only when unpacked and verified. Code that lies on the nodes is not fetched: its digest is computed."""
+"""Fetches the job's code, and the file of ``start_from``, from the service by digest, on a node that lacks them."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 
 class _Wanted(NamedTuple):
-    """A directory to fetch, by the digest of its content. ``one_file``: the directory has a single file, that of the spec's
-    ``start_from``, which may have any size."""
+    """A directory to fetch, by the digest of its content. ``one_file``: the directory has a single file, that of
+    ``start_from``."""
 
     digest: str
     target: Path
@@ -30,13 +29,8 @@ class _Wanted(NamedTuple):
 
 
 def download_code(launch: LaunchFile, wait_until: WaitUntil, raise_if_over: Callable[[], None]) -> str | None:
-    """Fetch the job's code, and the file of ``start_from``, from the service if this node lacks them. Blocks. Returns the digest
-    of the code if the code lies on the nodes (``code.source``), else None. ``raise_if_over`` raises if the attempt is over.
-
-    Raises ``NotStarted`` if one of them cannot be fetched (in time, or at all), code on this node cannot be read, or the attempt
-    is over. Raises ``UserError`` if code that should lie on this node is missing, or its directory contains what a code directory
-    must not.
-    """
+    """Fetch the job's code, and the file of ``start_from``, if this node lacks them. Blocks. Returns the digest of code that lies
+    on the nodes, else None. Raises ``NotStarted``, or ``UserError`` for wrong code on this node."""
     resolved, wanted = launch.resolved, []
     if launch.code_dir is not None and resolved.code_digest is not None:
         wanted.append(_Wanted(resolved.code_digest, Path(launch.code_dir), False))
@@ -90,15 +84,13 @@ def _launcher_error(text: str) -> NotStarted:
 
 
 class _Body:
-    """A response body as a file for ``tarfile``. A broken connection raises ``Unreachable``, so that it is not taken for a
-    damaged archive. ``raise_if_over`` is called before each read."""
+    """A response body as a file for ``tarfile``. A broken connection raises ``Unreachable``."""
 
     def __init__(self, response: http.client.HTTPResponse, raise_if_over: Callable[[], None]) -> None:
         self._response, self._raise_if_over = response, raise_if_over
 
     def read(self, size: int) -> bytes:
-        """Return the next bytes of the body, at most ``size``; empty at its end. Raises ``Unreachable`` if the connection ends
-        early."""
+        """Return at most ``size`` bytes of the body, none at its end. Raises ``Unreachable`` if the connection ends early."""
         self._raise_if_over()
         try:
             data = self._response.read(size)
@@ -110,8 +102,7 @@ class _Body:
 
 
 def _local_code_digest(launch: LaunchFile) -> str:
-    """The digest of the code directory on this node. Raises ``UserError`` if the directory is missing or holds what code must
-    not, and ``NotStarted`` if it cannot be read."""
+    """Return the digest of the code directory on this node. Raises ``UserError`` or ``NotStarted`` if there is no usable one."""
     root = Path(launch.code_dir or "")
     if launch.code_dir is None or not root.is_dir():
         raise UserError(f"code.path: node {launch.node} has no directory {launch.code_dir}, and code.source is nodes")

@@ -13,12 +13,8 @@ _STRENGTH: Final = {Desired.RUN: 0, Desired.PREEMPT: 1, Desired.SUSPEND: 2, Desi
 
 
 class DesiredState:
-    """Merges the service's requests and the agent's signals. A stop that the service requests takes precedence over a signal; of
-    several signals the first counts. Thread-safe.
-
-    A stop request is never withdrawn, since ranks may have agreed on a step already. The service may replace one stop by another
-    (a suspend that is resumed becomes a preempt), so its newest stop counts.
-    """
+    """Merges the service's requests and signals to the agent into one desired state. A stop by the service takes precedence; no
+    stop is withdrawn. Thread-safe."""
 
     def __init__(self, initial: Desired = Desired.RUN) -> None:
         self._lock = threading.Lock()
@@ -44,8 +40,7 @@ class DesiredState:
             self._signal = self._signal or cause
 
     def merged(self) -> Control:
-        """Return the desired state for the ranks. It is the service's if the service requests a stop. Otherwise it is a
-        preemption with the signal's cause if there was a signal, else RUN. Each has the highest ``checkpoint_request`` so far."""
+        """Return the desired state for the ranks: the service's if that is a stop, else a preemption after a signal, else RUN."""
         with self._lock:
             local = Control(desired=Desired.PREEMPT, cause=self._signal) if self._signal else Control()
             if _STRENGTH[self._service_control.desired] >= _STRENGTH[local.desired]:

@@ -1,8 +1,5 @@
-"""Starts ranks by forking them from one process that has imported torch (``fork_server``). That import is nearly all of a rank's
-start-up time, and would cost the same CPU time and memory again for each rank that did it separately.
-
-Until a rank's process exists, the server represents it: its pid, its death, its stacks.
-"""
+"""Starts ranks by forking one process that has imported torch (``fork_server``): that import is nearly all of a rank's start-up
+time."""
 
 from __future__ import annotations
 
@@ -18,15 +15,13 @@ from ratchet_worker.ipc.atomic_files import log_message
 
 
 class ForkingStarter:
-    """Starts ranks that use no CUDA by forking: a process that has touched CUDA cannot be forked, and a rank's imports might
-    touch it. ``modules`` are imported once for all ranks."""
+    """Starts ranks that use no CUDA by forking. ``modules`` are imported once for all ranks."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
 
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
-        """Start the fork server with all plans, and return the ranks. The server's process stands for each rank until that rank
-        is forked. Raises ``OSError`` if the server cannot be started."""
+        """Start the fork server with all plans, and return the ranks. Raises ``OSError`` if the server cannot be started."""
         server = _Server(plans, self._modules)
         return (_Forked(plan.rank, server) for plan in plans)
 
@@ -61,22 +56,19 @@ class _Server:
         return self.process_for(rank) is not self._process
 
     def wakeup_fd(self, rank: int) -> int:
-        """The descriptor that becomes readable on news of ``rank``: the report pipe until the rank exists, then the pidfd of its
-        process. If the server has died before it forked the rank: the server's pidfd."""
+        """Return a descriptor that becomes readable on news of ``rank``. It changes when the rank is forked."""
         process = self.process_for(rank)
         return self._report if process is self._process and process.exit_code() is None else process.fileno()
 
     def kill(self) -> None:
-        """Kill the server, so that it forks no more ranks, wait for its death, and read its last reports. A rank that it has
-        forked but not reported ends by itself."""
+        """Kill the server, so that it forks no more ranks, wait for its death, and read its last reports."""
         self._process.kill_group()
         if self._process.exit_code() is None:
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         self._read_reports()
 
     def _read_reports(self) -> None:
-        """Read the server's new reports without waiting: each gives the pid of a rank. When all ranks exist, the server ends and
-        is reaped like an orphan. Nothing waits for its end, since it may be delayed."""
+        """Read the server's new reports, the pids of ranks, without waiting."""
         if not self._pending_ranks:
             return
         with suppress(BlockingIOError):
@@ -91,11 +83,12 @@ class _Server:
             log_message(f"rank {rank} is process {pid}")
         if not self._pending_ranks:
             os.close(self._report)
+            # the server ends now and is reaped like an orphan; nothing waits for its end, since that may be delayed
             os.close(self._process.fileno())
 
 
 class _Forked:
-    """A rank, from the start of its fork server on. Until the rank is forked, the server's process stands for it."""
+    """A rank that a fork server starts. Until the rank is forked, the server's process stands for it."""
 
     def __init__(self, rank: int, server: _Server) -> None:
         self._rank, self._server = rank, server
@@ -109,20 +102,17 @@ class _Forked:
         return self._server.process_for(self._rank).pid
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable on news of this rank: until the rank is forked the server's report pipe,
-        then the pidfd of the rank's process (``_Server.wakeup_fd``). So it changes when the rank is forked: ask again before each
-        wait."""
+        """Return a descriptor that becomes readable on news of this rank. It may change: call this before each wait."""
         return self._server.wakeup_fd(self._rank)
 
     def exit_code(self) -> int | None:
-        """The rank's exit code, or None while it runs. If the server dies before it forks the rank, the server's exit code."""
+        """Return the rank's exit code, None while it runs; the server's if the rank was never forked."""
         code = self._server.process_for(self._rank).exit_code()
         # The code may be the server's, if it has reported this rank and ended since ``process_for``: query again.
         return None if code is None else self._server.process_for(self._rank).exit_code()
 
     def kill_group(self) -> None:
-        """Kill the rank's process group. If the rank has not been forked, this kills the server, and so all ranks that are not
-        forked yet."""
+        """Kill the rank's process group or, before the rank is forked, the server, and so all ranks not forked yet."""
         if not self._server.has_forked(self._rank):
             self._server.kill()
         self._server.process_for(self._rank).kill_group()
@@ -132,15 +122,12 @@ class _Forked:
         self._server.process_for(self._rank).request_stacks()
 
     def reap(self) -> None:
-        """Wait for the end of the rank's process, or of the server if the rank was never forked, and reap it."""
+        """Wait for the end of the rank's process, or the server's if the rank was never forked, and reap it."""
         self._server.process_for(self._rank).reap()
 
 
 def _server_plan(plans: Sequence[RankPlan], plans_fd: int, report_fd: int) -> RankPlan:
-    """Return the plan of the fork server: the first rank's plan, but with every rank's descriptors, and of its variables only
-    those that have the same value for all ranks. These include the ones that are read when a library is loaded (OMP_NUM_THREADS)
-    or the interpreter starts (PYTHONHASHSEED). Added are the descriptors ``plans_fd`` (the ranks' plans) and ``report_fd`` (where
-    the server reports pids), and the variables by which the server finds them."""
+    """Return the plan of the fork server: the first rank's, with all descriptors and the variables that all ranks share."""
     first = plans[0]
     shared = {k: v for k, v in first.env.items() if all(plan.env.get(k) == v for plan in plans)}
     env = shared | {names.FORK_PLANS_FD: str(plans_fd), names.FORK_REPORT_FD: str(report_fd)}

@@ -1,11 +1,4 @@
-"""Hang detection: compares the ranks' progress, read from their step counters, with the deadlines of the spec, or with deadlines
-learned from the job's pace.
-
-No deadline applies to a rank in stage ``UNMANAGED``: its script has no Session, so its progress is unknown.
-
-``Learner`` shortens the deadlines of an attempt's stages after start-up while it runs, by the longest silences of this attempt
-and of earlier ones. The rule and its reasons are in ``ratchet_contract.protocol.timing``. Times are in seconds.
-"""
+"""Hang detection: compares the ranks' progress with the spec's deadlines, or with deadlines learned from the job's pace."""
 
 from __future__ import annotations
 
@@ -38,8 +31,8 @@ class Learner:
         self._trained = 0.0  # up to the last progress: a silence that has not ended yet does not count as training
 
     def record_startup(self, seconds: float, now: float) -> None:
-        """Record that all ranks have finished start-up (mostly their first step), ``seconds`` after their start. The time that
-        counts as training begins at ``now``."""
+        """Record that all ranks have finished start-up, ``seconds`` after their start. Training time is counted from ``now``
+        on."""
         self._startup = max(self._startup or 0.0, seconds)
         self._trained_since, self._trained = now, 0.0
 
@@ -48,12 +41,10 @@ class Learner:
         self._visits[rank, stage] = self._visits.get((rank, stage), 0) + 1
 
     def record_progress(self, rank: int, stage: Stage, silence: float, now: float) -> None:
-        """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``.
-
-        A silence beyond the deadline is not learned from. Such a rank was left running only because ranks that it may have waited
-        for made progress, so its silence is no measure for hangs.
-        """
+        """Record that ``rank`` makes progress after ``silence`` seconds in ``stage``. A silence beyond the deadline is not
+        learned from."""
         first = stage is not Stage.TRAINING and self._visits.get((rank, stage), 0) < 2
+        # a rank beyond it was left running only because ranks that it may have waited for made progress
         usual = silence <= self.deadline(stage)
         if self._trained_since is not None:
             self._trained = max(self._trained, now - self._trained_since)
@@ -64,9 +55,8 @@ class Learner:
         self._longest_silences[stage] = max(self._longest_silences[stage], silence)
 
     def deadline(self, stage: Stage) -> float:
-        """The longest time, in seconds, that a rank may be silent in ``stage`` once start-up is over. It is the learned time if
-        learning is allowed and enough was observed. Otherwise it is ``deadlines.step``, the limit with which the attempt
-        begins."""
+        """Return the seconds that a rank may be silent in ``stage`` after start-up: the learned time, or else
+        ``deadlines.step``."""
         ceiling, settled = self.deadlines.step, self._trained >= SETTLED_SECONDS
         seen = max(self._silence_counts[stage].values(), default=0) if stage in self._silence_counts else 0
         if not self.deadlines.learns or not settled or seen < MIN_OBSERVATIONS:
@@ -82,8 +72,7 @@ class Learner:
         return f"step_deadline ({seconds:g} s)"
 
     def pace(self, *, hung: bool) -> Pace | None:
-        """The pace that this attempt has shown; None if it has shown none and has not hung. ``hung``: ranks have hung in this
-        attempt."""
+        """Return the pace of this attempt, None if there is nothing to report. ``hung``: ranks have hung."""
         if self._startup is None and not self._own_silences and not hung:
             return None
         silences = {stage.name.lower(): round(seconds, 3) for stage, seconds in self._own_silences.items()}
@@ -98,9 +87,8 @@ _PAUSE_SECONDS: Final = 5.0  # seconds; a longer pause between two polls means t
 
 
 class Stuck(NamedTuple):
-    """Ranks that make no progress while the others wait for them, the longest silent one first, and a message. ``halted``: a
-    signal has stopped them, so they are the ranks that all others wait for, on any node. ``since``: when the longest silent one
-    last made progress (monotonic seconds)."""
+    """Ranks that make no progress, the longest silent one first. ``halted``: a signal stopped them; ``since``: last progress of
+    the first one (monotonic seconds)."""
 
     ranks: tuple[int, ...]
     message: str
@@ -109,8 +97,7 @@ class Stuck(NamedTuple):
 
 
 class Watch:
-    """Watches the step counters of one node's ranks. Times are seconds of one monotonic clock, passed by the caller. ``ready`` is
-    True while all ranks have finished start-up; it becomes False again if a script without a Session makes one."""
+    """Watches the step counters of one node's ranks. ``ready``: all ranks have finished start-up. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -121,10 +108,8 @@ class Watch:
         hint: str = "",
         other_readers: Mapping[int, Callable[[], Reading | None]] | None = None,
     ) -> None:
-        """``readers``: the function that reads the counter of each rank of this node (None: no counter yet). ``hint``: appended
-        to the message about a start-up that takes too long. ``other_readers``: the same functions for ranks of other nodes, as
-        far as their counters are visible from here. Progress there excuses silent ranks of this node, since these may wait for
-        ranks of other nodes. It also counts in ``has_progressed_since``. Ranks of other nodes are never reported as stuck."""
+        """``readers``: by rank of this node, the function that reads its counter. ``other_readers``: the same for other nodes,
+        whose progress excuses silent ranks here. ``hint``: appended to messages about start-up."""
         self._other_readers = dict(other_readers or {})
         self._other_readings: dict[int, tuple[Reading, float]] = {}  # last reading, and time of the last progress
         self._others_polled_at = now
@@ -147,9 +132,7 @@ class Watch:
         self._excused_at = dict(self._progress_at)
 
     def poll(self, now: float) -> None:
-        """Read all counters, update what is known of the ranks' progress, and set ``ready`` once all ranks have finished
-        start-up. If more than ``_PAUSE_SECONDS`` have passed since the last poll, the agent did not run either, and the pause
-        does not count as silence."""
+        """Read the counters and update the ranks' progress. A long pause between two polls does not count as silence."""
         gap = now - self._polled_at
         self._polled_at = now
         if gap > _PAUSE_SECONDS:  # the agent was stopped together with the ranks: do not count that time
@@ -173,9 +156,7 @@ class Watch:
                 self._learner.record_startup(now - self._started_at, now)
 
     def _record_progress(self, rank: int, reading: Reading, now: float) -> None:
-        """Record a new ``reading`` of ``rank``'s counter. Once start-up is over, let the learner learn from the silence before
-        this progress, unless ``rank`` had waited for a rank behind it. If a script without a Session makes one only now, start-up
-        begins again."""
+        """Record a new ``reading`` of ``rank``'s counter; the learner may learn from the silence before it."""
         before = self._readings[rank]
         if before.stage is Stage.UNMANAGED and reading.stage is not Stage.UNMANAGED:
             self.ready, self._started_at = False, now  # the script makes a Session after all: its start-up begins now
@@ -188,13 +169,8 @@ class Watch:
         self._progress_at[rank] = now
 
     def _excuse(self, places: list[tuple[int, int]], moved: Mapping[int, Reading], now: float) -> None:
-        """Restart the deadline of each silent rank that may wait for another rank: for one that makes progress and was not ahead
-        of it. An example is rank 0 while it evaluates alone or writes a manifest.
-
-        ``places``: the positions, before this progress, of the ranks of all nodes that make progress. ``moved``: the new
-        readings, by rank, of those on this node. If a rank that makes progress, on any node, was behind the silent one, the
-        silent one is recorded as waiting: its silence is no measure of its own pace.
-        """
+        """Restart the deadline of each silent rank that may wait for one that makes progress. ``places``: positions before this
+        progress; ``moved``: new readings on this node."""
         if not places:
             return
         least = min(places)
@@ -205,9 +181,8 @@ class Watch:
                     self._waited_ranks.add(rank)
 
     def _poll_others(self, now: float) -> list[tuple[int, int]]:
-        """Return the former positions of other nodes' ranks that have made progress since their counters were last read. These
-        are read only once a rank of this node has made no progress for some seconds; otherwise the result is empty. They are
-        read less often the more ranks there are, since many machines may share the disk."""
+        """Return the former positions of other nodes' ranks that have made progress. Polled seldom, since many machines may share
+        the disk."""
         still = now - min(self._progress_at.values(), default=now)
         if still < min(_SILENCE_SECONDS, self._learner.deadlines.step / 2) or now - self._others_polled_at < max(
             1.0, len(self._other_readers) / _POLLS_PER_SECOND
@@ -222,13 +197,11 @@ class Watch:
         return places
 
     def last_step(self, rank: int) -> int:
-        """The number, counted over all attempts, of the last step that ``rank`` has finished in this attempt; 0 before the
-        first."""
+        """Return the number, counted over all attempts, of the last step that ``rank`` finished in this attempt; 0 for none."""
         return self._readings[rank].finished
 
     def has_progressed_since(self, when: float) -> bool:
-        """True if a rank of this node has made progress since ``when``, or a polled rank of another node has. A rank whose script
-        has no Session is assumed to have made progress."""
+        """True if a rank here, or a polled one of another node, has progressed since ``when``, or a rank here has no Session."""
         here = any(moved > when or self._is_unmanaged(rank) for rank, moved in self._progress_at.items())
         return here or any(moved > when for _, moved in self._other_readings.values())
 
@@ -237,9 +210,8 @@ class Watch:
         return self._readings[rank].stage is Stage.UNMANAGED
 
     def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
-        """Return the stuck ranks: of the ranks in ``live`` that have missed their deadline, those furthest behind, for which the
-        others wait. If ``is_halted(rank)`` is True for ranks in ``live`` (a signal has halted their processes), return these
-        instead. None if no rank has missed its deadline. Ranks in stage ``UNMANAGED`` are ignored."""
+        """Return the stuck ranks among ``live``: those that a signal has halted, else those furthest behind. None if no rank has
+        missed its deadline."""
         live = sorted(rank for rank in live if not self._is_unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]
@@ -269,18 +241,16 @@ class Watch:
         ]
 
     def _position(self, rank: int) -> tuple[int, int]:
-        """Return the numbers of the last step that ``rank`` has started and of the last one that it has finished, by which ranks
-        are compared. 0 for none in this attempt."""
+        """Return the numbers of the last step that ``rank`` has started, and of the last that it has finished."""
         return self._readings[rank].started, self._readings[rank].finished
 
     def _furthest_behind(self, late: list[int]) -> tuple[int, ...]:
-        """The ranks of ``late`` with the fewest steps, for which the others wait in a collective; all if none is behind."""
+        """Return the ranks of ``late`` with the fewest steps, for which the others may wait in a collective."""
         least = min(self._position(r) for r in late)
         return tuple(r for r in late if self._position(r) == least)
 
     def _describe_stuck(self, guilty: tuple[int, ...], halted: tuple[int, ...], limit: str, now: float) -> str:
-        """The message about the stuck ranks: for each its stage, its step and how long it has been silent, then ``limit``, the
-        text on the deadline."""
+        """Return the message about the stuck ranks: stage, step and silence of each, then ``limit``, the text on the deadline."""
         parts = []
         for rank in guilty:
             reading = self._readings[rank]
@@ -292,5 +262,5 @@ class Watch:
 
 
 def _is_ready(reading: Reading) -> bool:
-    """True if start-up is over: a step is finished, or the stage is neither start-up nor training (no step to do, no Session)."""
+    """True if start-up is over: a step is finished, or the stage is neither start-up nor training."""
     return reading.finished > 0 or reading.stage not in (Stage.STARTUP, Stage.TRAINING)

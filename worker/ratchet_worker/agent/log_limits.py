@@ -1,10 +1,5 @@
-"""Maintenance of the ranks' logs by the agent: it bounds their size and keeps an index of times.
-
-Ranks write to their log files directly, so that nothing in between can block a rank. A log that takes more disk space than
-``LaunchFile.log_bytes`` loses its middle: the agent punches a hole. Sizes and offsets stay valid, and with them line ids,
-followers' positions and the ranks' descriptors. The beginning stays (``HEAD``), since it shows how the job was configured, and so
-does the end. If the file system cannot punch holes, the logs grow without bound, and a message reports that.
-"""
+"""Bounds the size of the ranks' logs and keeps an index of times. A log that is too large loses its middle by a punched hole, so
+that offsets stay valid."""
 
 from __future__ import annotations
 
@@ -40,8 +35,7 @@ class _Log:
 
 
 class LogKeeper:
-    """Bounds the logs of this node's ranks and records their sizes. Call ``start``, and ``finish`` once the ranks have ended. It
-    runs in its own thread, because a hung disk must not block the supervisor."""
+    """Bounds the logs of this node's ranks in a thread of its own, because a hung disk must not block the supervisor."""
 
     def __init__(self, launch: LaunchFile, paths: AttemptPaths) -> None:
         self._logs = [_Log(rank, paths.log(rank), paths.log_times(rank)) for rank in launch.ranks]
@@ -53,16 +47,14 @@ class LogKeeper:
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
 
     def spools(self) -> dict[int, Path]:
-        """Return the spool of this node's own messages, for the report sender. The key is the rank number that stands for the
-        node."""
+        """Return the spool of this node's own messages, by the rank number that stands for the node."""
         return {node_rank(self._node): self._spool_path}
 
     def start(self) -> None:
         self._thread.start()
 
     def finish(self, timeout: float = 5.0) -> None:
-        """Make a last pass over the logs and end the thread; wait for both at most ``timeout`` seconds. Does nothing without
-        ``start``."""
+        """Make a last pass over the logs and end the thread; waits at most ``timeout`` seconds."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(timeout)
@@ -78,8 +70,7 @@ class LogKeeper:
                 return
 
     def poll(self, at: float, *, last: bool = False) -> None:
-        """Record the logs' sizes and bound those that are too large. ``at``: Unix seconds; ``last``: record every growth, however
-        small. Raises no ``OSError``: the next call retries what failed."""
+        """Record the logs' sizes and shorten those that are too large. ``at``: Unix seconds; ``last``: record every growth."""
         for log in self._logs:
             try:
                 found = log.path.stat()
@@ -93,9 +84,7 @@ class LogKeeper:
                 self._report_once("log-not-kept", f"the size of {log.path} cannot be limited: {error.strerror}")
 
     def _record(self, log: _Log, size: int, at: float, last: bool) -> None:
-        """Append the log's ``size`` and the time ``at`` to its index. Do so only if the log has grown since the last record, and
-        only by enough bytes, after enough time, or if ``last``. A record that was written only in part is removed; the next call
-        tries again."""
+        """Append the log's ``size`` and the time ``at`` to its index, if a new record is due."""
         if size <= log.recorded_size:
             return
         if size - log.recorded_size < SPACING_BYTES and at - log.recorded_at < SPACING_SECONDS and not last:
@@ -111,8 +100,7 @@ class LogKeeper:
         log.recorded_size, log.recorded_at = size, at
 
     def _shorten(self, log: _Log, size: int) -> None:
-        """Remove the middle of the log, down to about three quarters of the bound, so that this is rarely needed. ``size``: the
-        log's size. If the file system cannot punch holes, a message is reported once and logs grow without bound."""
+        """Remove the middle of the log, down to about three quarters of the bound, if the file system can punch holes."""
         if "logs-unbounded" in self._reported_kinds:
             return
         if (

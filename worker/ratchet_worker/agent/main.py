@@ -1,10 +1,5 @@
-"""The agent: one small process per attempt and node that starts the ranks, watches them and reports how they ended.
-
-``python -m ratchet_worker.agent LAUNCH_FILE [--node K | --node-from VARIABLE]``. Does not import torch. It outlives the service
-by design, and its ranks never outlive it. ``result.json`` is the authoritative record of the end; the exit code
-(``ratchet_contract.exit_codes``) is for engines that see nothing else. Exit code 75 also means that another agent runs or ran
-this part of the attempt, or that the attempt was fenced before, and nothing was done.
-"""
+"""The agent: one process per attempt and node that starts the ranks, watches them and reports how they ended. ``result.json`` is
+the authoritative record of the end."""
 
 from __future__ import annotations
 
@@ -77,10 +72,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timing(), *, node: int = 0) -> int:
-    """Run one node's part of the attempt and return the exit code. Call it in the main thread of a dedicated process. Blocks
-    until this part is over; its ``result.json`` is then written, if the disk takes it. If another agent runs or ran this part, or
-    the attempt is fenced already, it starts nothing and returns ``EXIT_LEASE_LOST``. ``starter``: None chooses one by the launch
-    file."""
+    """Run one node's part of the attempt and return the exit code. Blocks; call it in the main thread. Returns
+    ``EXIT_LEASE_LOST`` without a start if another agent runs or ran this part, or the attempt is fenced."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the supervisor handles them
     paths = AttemptPaths(launch_file.parent).node(node)
     held = lock(paths)
@@ -108,11 +101,8 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
 
 
 def _starter(launch: LaunchFile) -> Starter:
-    """Return the starter for this launch: one that forks the ranks, or one that starts an interpreter for each.
-
-    Ranks that use CUDA are not forked, since a process that has touched CUDA cannot be forked. A single rank is not forked, since
-    no other rank would share its imports.
-    """
+    """Return the starter for this launch: one that forks the ranks, unless they use CUDA or there is only one."""
+    # a process that has touched CUDA cannot be forked
     if launch.resolved.device == "cuda" or len(launch.ranks) == 1:
         return ProcessStarter()
     # Deterministic algorithms make torch import its compiler, which takes a second. Without them, user code runs before that
@@ -121,8 +111,7 @@ def _starter(launch: LaunchFile) -> Starter:
 
 
 class _Attempt:
-    """One node's part of the attempt: start, supervision, clean-up and result. A failure of the start, of the supervision or of
-    the clean-up does not prevent the result."""
+    """One node's part of the attempt: start, supervision, clean-up and result, which is written even if another part fails."""
 
     def __init__(self, launch: LaunchFile, starter: Starter, timing: Timing, started_at: str) -> None:
         self._launch = launch
@@ -143,8 +132,7 @@ class _Attempt:
         )
 
     def run(self) -> int:
-        """Run the ranks, clean up, write the result and send it to the service; return the agent's exit code. Every failure
-        of the start or the supervision becomes a conclusion; a failure of the clean-up is only logged."""
+        """Run the ranks, clean up, write the result and send it to the service; return the agent's exit code."""
         ends: list[Ended] = []
         try:
             procfs.become_subreaper()
@@ -176,15 +164,14 @@ class _Attempt:
         return exit_code_of(result.cause)
 
     def _start(self) -> None:
-        """Fetch the code and, on node 0, the newest checkpoint from the object store, if this node lacks them. Then prepare the
-        working directory, meet the other nodes and start the ranks. Closes the agent's copy of the rendezvous store's socket:
-        only rank 0 keeps it open. Raises ``NotStarted``, ``UserError`` or ``OSError``."""
+        """Prepare this node, meet the other nodes and start the ranks. Raises ``NotStarted``, ``UserError`` or ``OSError``."""
         code, work = self._launch.code_dir, Path(self._launch.workdir)
         digest = code_download.download_code(self._launch, self._wait_until, self._supervisor.raise_if_over)
         self._deadline += self._object_store.fetch(self._report_sender, self._supervisor.wait_for)
         if self._launch.node == 0:  # before the rendezvous: nodes that share this disk then find the directory ready
             self._prepare(code, work, digest)
         rendezvous = self._join_rendezvous()
+        # closes the agent's copy of the store's socket: only rank 0 keeps it open
         with rendezvous.listener or nullcontext():
             if self._launch.node != 0:
                 self._prepare(code, work, digest)
@@ -201,9 +188,7 @@ class _Attempt:
                 ) from None
 
     def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
-        """Create or update the working directory ``work``. If the job continues with other code, report the files in it that the
-        job has changed and that were therefore not replaced. ``code``: the code directory, None without code. ``digest``: the
-        digest of the code if it lies on the nodes (``code.source``), else None."""
+        """Create or update the working directory ``work``, and report files that are kept because the job has changed them."""
         left = working_directory.prepare(
             None if code is None else Path(code), work, digest or self._launch.resolved.code_digest
         )
@@ -219,21 +204,19 @@ class _Attempt:
             spool.close()
 
     def _join_rendezvous(self) -> Rendezvous:
-        """Return the rendezvous of this node: of a job with one node at once, of one with several after all nodes have met.
-        Raises as ``single_node`` or ``NodeRendezvous.join``."""
+        """Return the rendezvous of this node, with several nodes after all of them have met. Raises as
+        ``NodeRendezvous.join``."""
         if self._rendezvous is None:
             return single_node(self._launch.world_size)
         told = os.environ.get(names.NODE_ADDRESS)
         return self._rendezvous.join(told, self._wait_until, self._report_sender.start)
 
     def _wait_until(self, done: Callable[[], T | None]) -> T | None:
-        """Poll ``done`` until it returns a value that is not None, and return that value. Return None once the time for the start
-        has passed. Raises ``NotStarted`` if the attempt is over."""
+        """Return the first value of ``done`` that is not None, or None after the time for the start. Raises ``NotStarted``."""
         return self._supervisor.wait_for(done, self._deadline)
 
     def _clean_up(self) -> None:
-        """Kill the processes that the ranks have left behind on this node, and delete the attempt's temporary directory on this
-        node."""
+        """Kill processes that the ranks have left behind on this node, and delete the attempt's temporary directory there."""
         left = procfs.kill_stragglers(names.NODE_DIR, str(self._node_paths.root))
         if left:
             log_message(f"processes {left} did not end after SIGKILL")
@@ -245,8 +228,7 @@ class _Attempt:
         self._object_store.finish(cause, fenced, self._supervisor.remaining_grace)
 
     def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
-        """The content of ``result.json`` for this node. Without a finished step, ``last_step`` is the step of the checkpoint that
-        the attempt started from, or 0."""
+        """Return the content of ``result.json`` for this node."""
         base = self._base()
         last = max((e.end.last_step for e in ends), default=0) or (base.step if base is not None else 0)
         return AttemptResult(
@@ -276,8 +258,7 @@ class _Attempt:
             return None
 
     def _report_result(self, result: AttemptResult) -> None:
-        """Write the result to disk. Then, unless the attempt is fenced, also send it to the service; if that fails, the service
-        reads the result from the disk."""
+        """Write the result to the disk and, unless the attempt is fenced, send it to the service."""
         log_message(f"ended: {result.cause}: {result.message}")
         write_result(self._node_paths, result)
         if self._supervisor.evidence.fenced is None:

@@ -1,7 +1,4 @@
-"""The address at which other nodes reach this node, the interface that has it, and ``host:port`` for both address families.
-
-Linux only (getifaddrs(3)). Does not import torch.
-"""
+"""The address at which other nodes reach this node, and ``host:port`` for both address families. Linux only."""
 
 from __future__ import annotations
 
@@ -46,8 +43,8 @@ _Entry._fields_ = [
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each interface that is up, IPv4 before IPv6; an interface without an address has an empty list.
-    Link-local addresses are omitted: without their interface they are useless to another node. Raises ``OSError``."""
+    """Return the addresses of each interface that is up, IPv4 first, without link-local ones, which other nodes cannot use.
+    Raises ``OSError``."""
     libc = ctypes.CDLL(None, use_errno=True)
     head = ctypes.POINTER(_Entry)()
     if libc.getifaddrs(ctypes.byref(head)) != 0:
@@ -68,7 +65,7 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def _address(pointer: int | None) -> str | None:
-    """The text of the address in the ``sockaddr`` at ``pointer``; None if there is none or it is neither IPv4 nor IPv6."""
+    """Return the address in the ``sockaddr`` at ``pointer`` as text; None unless it is IPv4 or IPv6."""
     if not pointer:
         return None
     family = ctypes.cast(pointer, ctypes.POINTER(ctypes.c_ushort))[0]
@@ -81,10 +78,8 @@ def _address(pointer: int | None) -> str | None:
 def find_node_address(
     interface: str | None, launcher_address: str | None, service_address: Callable[[], tuple[str, int]]
 ) -> Place:
-    """Return the address at which other nodes reach this node, and its interface. It is the first address of ``interface`` (from
-    the spec) if given. Otherwise it is ``launcher_address``, a host name or address, if the launcher gave one. Otherwise it is
-    the local address of the route to the service, whose host and port ``service_address`` returns. Raises ``NoAddress``,
-    ``OSError`` if the interfaces cannot be listed, and what ``service_address`` raises."""
+    """Return the address at which other nodes reach this node: of ``interface``, else ``launcher_address``, else that of the
+    route to the service. Raises ``NoAddress``, ``OSError``, and what ``service_address`` raises."""
     here = interfaces()
     if interface is not None:
         if interface not in here:
@@ -134,8 +129,8 @@ def _route_address(host: str, port: int) -> str:
 
 
 def _candidates(host: str, port: int) -> list[Any]:
-    """The entries of ``getaddrinfo`` for ``host``, IPv4 first, so that all nodes of a network with both families use the same
-    address. Raises ``OSError``."""
+    """Return the entries of ``getaddrinfo`` for ``host``, IPv4 first, so that all nodes prefer the same family. Raises
+    ``OSError``."""
     return sorted(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM), key=lambda info: info[0] != socket.AF_INET)
 
 
@@ -163,8 +158,8 @@ def listen(address: str, backlog: int) -> socket.socket:
 
 
 def connection_error(address: str, seconds: float) -> str | None:
-    """Connect to ``address`` (``host:port``) as a test, and close the connection. Return None on success, else why none was made
-    within ``seconds``. Raises ``ValueError`` if ``address`` is not ``host:port``."""
+    """Test the connection to ``address`` (``host:port``). Returns None on success, else text on why none was made within
+    ``seconds``."""
     try:
         socket.create_connection(parse_host_port(address), timeout=seconds).close()
     except OSError as error:

@@ -28,14 +28,12 @@ class ObjectStoreSync:
             self._uploader = Uploader(launch, self._messages)
 
     def spools(self) -> dict[int, Path]:
-        """Return the spool of the agent's own messages, for the report sender. The key is the rank number that stands for the
-        agent. Empty if there is nothing to sync."""
+        """Return the spool of the agent's own messages by the agent's rank number; empty if there is nothing to sync."""
         return {} if self._messages is None else {AGENT_RANK: self._paths.agent_spool}
 
     def fetch(self, report_sender: ReportSender, wait_for: checkpoint_download.WaitFor) -> float:
-        """Fetch the newest checkpoint from the store if this disk lacks it, and return the seconds that the check and the
-        download took. Blocks. Starts ``report_sender`` first, because a download may take long. ``wait_for``:
-        ``Supervisor.wait_for``. Raises ``NotStarted``."""
+        """Fetch the newest checkpoint from the store if this disk lacks it; return the seconds that this took. Blocks. Raises
+        ``NotStarted``."""
         if self._messages is None:
             return 0.0
         report_sender.start()  # a download may take long: the service must see reports meanwhile
@@ -48,9 +46,8 @@ class ObjectStoreSync:
             self._uploader.start()
 
     def finish(self, cause: Cause, fenced: bool, remaining_grace: float) -> None:
-        """Finish the uploads after the ranks' end, or abandon them if the attempt is ``fenced``. Blocks for at most about
-        ``remaining_grace``, the seconds left of ``policy.stop_grace``; after a failure or loss (by ``cause``), for at most about
-        10 seconds."""
+        """Finish the uploads, or abandon them if the attempt is ``fenced``. Blocks for at most about ``remaining_grace``
+        seconds."""
         if self._messages is None:
             return
         if fenced:

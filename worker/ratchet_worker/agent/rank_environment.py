@@ -27,17 +27,12 @@ def plan_ranks(
     inherited: Mapping[str, str],
     code_digest: str | None = None,
 ) -> list[RankPlan]:
-    """Return one plan per rank of this node, in order; only rank 0 gets the rendezvous socket. ``inherited``: the agent's
-    environment; ``code_digest``: the digest of code that lies on the nodes, None for other code.
-
-    If the spec names no interpreter, the ranks run the agent's interpreter, whose Ratchet has the service's current version. The
-    interpreter that was resolved at submission may have another version by now, or be gone.
-
-    Raises ``UserError`` if a secret's variable is not set.
-    """
+    """Return one plan per rank of this node, in order. ``inherited``: the agent's environment. Raises ``UserError`` if a secret
+    is missing."""
     common = _common_environment(launch, inherited, rendezvous.interface)
     if code_digest is not None:
         common[names.CODE_DIGEST] = code_digest
+    # not the one that was resolved at submission: by now it may have another version, or be gone
     python = sys.executable if launch.spec.python is None else launch.resolved.python
     plans = []
     for local_rank, rank in enumerate(launch.ranks):
@@ -53,10 +48,7 @@ def plan_ranks(
 
 
 def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interface: str) -> dict[str, str]:
-    """The variables that all ranks share. Later ones win: inherited (without reserved ones), defaults, the spec's variables,
-    secrets, the spec's NCCL settings (backend nccl only), and last the GPUs. Defaults set by ``setdefault`` give way to
-    earlier values. ``interface``: the network interface for traffic between ranks. Raises ``UserError`` if a secret's value is
-    missing."""
+    """Return the variables that all ranks share, secrets included. Raises ``UserError`` if a secret's value is missing."""
     spec = launch.spec
     env = {k: v for k, v in inherited.items() if not k.startswith(names.RESERVED_PREFIXES)}
     env["PYTHONUNBUFFERED"] = "1"
@@ -82,11 +74,10 @@ def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interf
 
 
 def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> None:
-    """Set the network interface of gloo and NCCL in ``env``. By default gloo resolves the host name, which on many machines leads
-    to the loopback interface, and NCCL takes the first interface that suits it. On several nodes both get ``interface``, over
-    which the nodes met, unless ``world.interface`` is unset and the node's own environment names another. On one node, gloo gets
-    the loopback interface, whatever the inherited ``env`` and ``world.interface`` name, and NCCL's is not changed. The spec's own
-    variables are set later and take precedence. NCCL uses the interface for data only if it has no InfiniBand."""
+    """Set the network interface of gloo and NCCL in ``env``: on one node the loopback interface for gloo, else in general
+    ``interface``."""
+    # By default gloo resolves the host name, which on many machines leads to the loopback interface, and NCCL takes the first
+    # interface that suits it.
     if world.nodes == 1:
         env["GLOO_SOCKET_IFNAME"] = "lo"
         return
@@ -98,11 +89,10 @@ def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> 
 
 
 def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The values of the spec's secrets by name, from the agent's environment. Launchers pass a value under the secret's own name,
-    so this variable is tried first. Then comes the variable of the secret's source (``from_env``), which may hold another secret
-    by now, or belong to the node. Raises ``UserError`` if a value is missing."""
+    """Return the values of the spec's secrets from the agent's environment. Raises ``UserError`` if one is missing."""
     values = {}
     for name, secret in launch.spec.secrets.items():
+        # launchers pass a value under the secret's own name; the source's variable may hold another secret by now
         value = inherited.get(name, inherited.get(secret.from_env or name))
         if value is None and secret.from_secret is not None:
             raise UserError(
@@ -121,8 +111,7 @@ def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]
 def _rank_environment(
     launch: LaunchFile, paths: AttemptPaths, rank: int, local_rank: int, rendezvous: Rendezvous
 ) -> dict[str, str]:
-    """The variables that give one rank its place in the job, the node and the attempt: Ratchet's own and those that torchrun
-    sets."""
+    """Return the variables for a rank's place in the job, the node and the attempt: Ratchet's and torchrun's."""
     local, world = str(len(launch.ranks)), str(launch.world_size)
     return {
         names.LAUNCH_FILE: str(paths.launch_file),

@@ -20,21 +20,15 @@ _ABORT_TICK: Final = 0.01  # seconds between two polls of whether the ranks have
 
 @dataclass(frozen=True)
 class Timing:
-    """Times in seconds.
+    """Time limits and pauses of the supervision, in seconds."""
 
-    ``failure_grace``: time for ranks to write their own failure after another rank's death. ``stacks``: limit for writing their
-    stacks before they are killed. ``abort``: limit for aborting their communicators. ``linger``: limit for exiting after their
-    result is written. ``report``: pause between two reports. ``delivery``: limit for sending the last report. ``tick``: pause
-    between two polls of the counters.
-    """
-
-    failure_grace: float = 0.3
-    stacks: float = 3.0
-    linger: float = 10.0
-    abort: float = 2.0
-    report: float = 0.3
-    delivery: float = 5.0
-    tick: float = 0.05
+    failure_grace: float = 0.3  # for ranks to write their own failure after another rank's death
+    stacks: float = 3.0  # for ranks to write their stacks before they are killed
+    linger: float = 10.0  # for ranks to exit after their result is written
+    abort: float = 2.0  # for ranks to abort their communicators
+    report: float = 0.3  # pause between two reports
+    delivery: float = 5.0  # for sending the last report
+    tick: float = 0.05  # pause between two polls of the counters
 
 
 class SupervisedRank:
@@ -61,9 +55,8 @@ class SupervisedRank:
         return Target(self.process, self.log)
 
     def end(self, last_step: int) -> Ended:
-        """Return how the rank ended: its exit code (None if the agent killed it), the content of its result file (None without
-        one), and the higher of ``last_step`` and the result's step. The time of the end is that of the result, or of the death if
-        that was earlier. Call it after the rank has died."""
+        """Return how the dead rank ended; the exit code is None if the agent killed it. ``last_step``: the last one that its
+        counter showed."""
         found = read_rank_result(self.result_path)
         result, at = found if found is not None else (None, self.died_at)
         step = max(last_step, result.last_step if result is not None else 0)
@@ -75,13 +68,8 @@ class SupervisedRank:
 def write_stacks(
     ranks: Sequence[SupervisedRank], why: str, timeout: float, kill: Callable[[Sequence[SupervisedRank]], None]
 ) -> str:
-    """Have each of ``ranks`` write the stacks of its threads to its log, before the caller kills it. Return text that names the
-    ranks that wrote none (empty if all did).
-
-    Records all of them as killed by the agent. Waits at most ``timeout`` seconds for the running ranks, and as long again for the
-    halted ones. Halted ranks write last, after ``kill`` of the others. The wait for them ends as soon as they have written: they
-    must not train further.
-    """
+    """Have each of ``ranks`` write the stacks of its threads to its log. Returns text that names the ranks that wrote none.
+    Halted ranks write last, after ``kill`` of the others."""
     for rank in ranks:
         rank.killed = True  # the signal itself ends a rank that has no handler yet
     halted = [rank for rank in ranks if rank.is_halted]
@@ -96,9 +84,8 @@ def write_stacks(
 
 
 def abort_groups(ranks: Sequence[SupervisedRank], why: str, timeout: float, wait: Callable[[float], None]) -> str:
-    """Have each of ``ranks`` abort its communicators, before the caller kills it, and record it as killed by the agent. Return,
-    after at most about ``timeout`` seconds, text that names the ranks that have aborted and those that have not (empty if there
-    are none). Halted and exiting ranks are skipped, since they cannot respond. ``wait(seconds)`` waits and records deaths."""
+    """Have each of ``ranks`` abort its communicators; blocks for at most about ``timeout`` seconds. Returns text that names the
+    ranks that have aborted and that have not."""
     asked = [rank for rank in ranks if not rank.is_halted and not procfs.is_exiting(rank.process.pid)]
     for rank in asked:
         rank.killed = True

@@ -1,7 +1,5 @@
-"""Starting a rank's process. The supervisor depends only on the two protocols. ``ProcessStarter`` is the plain implementation,
-``fork_starter`` the fast one; another one (which starts a container, say) implements the same protocols. In every implementation
-a rank is the leader of its own session and process group.
-"""
+"""Starting a rank's process, which is the leader of its own session and process group. ``fork_starter`` has a faster
+implementation."""
 
 from __future__ import annotations
 
@@ -17,8 +15,8 @@ from ratchet_worker.ipc import procfs, stack_dump
 
 @dataclass(frozen=True)
 class RankPlan:
-    """How to run one rank's process. ``env``: its whole environment; ``log``: the file that its output is appended to;
-    ``pass_fds``: descriptors that the process inherits, under the same numbers."""
+    """How to run one rank's process. ``env``: its whole environment; ``log``: file for its output; ``pass_fds``: descriptors
+    inherited under the same numbers."""
 
     rank: int
     command: Sequence[str]
@@ -38,8 +36,8 @@ class RankProcess(Protocol):
     def pid(self) -> int: ...
 
     def fileno(self) -> int:
-        """A descriptor that becomes readable when the process has ended, and perhaps on other news before. It may change: call
-        this before each wait."""
+        """Return a descriptor that becomes readable when the process has ended, perhaps before. It may change: call this before
+        each wait."""
 
     def exit_code(self) -> int | None:
         """The exit code: None while the process runs, ``-signal`` if a signal ended it. Does not reap the process."""
@@ -48,8 +46,8 @@ class RankProcess(Protocol):
         """Send SIGKILL to the whole process group."""
 
     def request_stacks(self) -> None:
-        """Request, by a signal, that the rank writes the stacks of all its threads to its log (``stack_dump``). A halted rank is
-        continued for it, and one that has no handler for the signal yet is ended by it."""
+        """Request, by a signal, that the rank writes the stacks of its threads to its log. The signal continues a halted rank,
+        and ends one without a handler."""
 
     def reap(self) -> None:
         """Reap the ended process and close its descriptor."""
@@ -59,11 +57,8 @@ class Starter(Protocol):
     """Starts the processes of the ranks (``ProcessStarter`` or ``ForkingStarter``)."""
 
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
-        """Start the ranks, and yield each one as soon as it can be watched. Called from the agent's main thread only: ranks die
-        with the thread that forked them.
-
-        Raises ``OSError`` if the program cannot be run; the caller must then end the ranks that were yielded before.
-        """
+        """Start the ranks, and yield each one as soon as it can be watched; call it in the main thread only. After an ``OSError``
+        the caller must end the ranks that were yielded."""
 
 
 class ProcessStarter:
@@ -75,8 +70,7 @@ class ProcessStarter:
 
 
 def start_process(plan: RankPlan) -> Child:
-    """Start a fresh interpreter, in a session of its own, that appends its output to the plan's log. Raises ``OSError`` if it
-    cannot be run."""
+    """Start a fresh interpreter in a session of its own, with its output appended to the plan's log. Raises ``OSError``."""
     plan.log.parent.mkdir(parents=True, exist_ok=True)
     with plan.log.open("ab") as log:
         process = subprocess.Popen(
@@ -113,8 +107,7 @@ class Child:
         return self._pidfd
 
     def exit_code(self) -> int | None:
-        """The exit code: None while the process runs, ``-signal`` if a signal ended it. Does not reap; works after ``reap``,
-        too."""
+        """Return the exit code, also after ``reap``: None while the process runs, ``-signal`` if a signal ended it."""
         if self._reaped_exit_code is not None:
             return self._reaped_exit_code
         # WNOWAIT leaves the zombie: while it exists, its pid is not reused, and its group can be killed safely.
@@ -129,14 +122,13 @@ class Child:
             procfs.kill_group(self.pid)
 
     def request_stacks(self) -> None:
-        """Request, by a signal, that the process writes the stacks of its threads to its log; do not wait for that. A halted
-        process is continued, and one that has no handler for the signal yet is ended by it. Does nothing if the process has
-        ended."""
+        """Request, by a signal, that the process writes the stacks of its threads to its log. The signal continues a halted
+        process, and ends one without a handler."""
         if self.exit_code() is None:
             stack_dump.request_dump(self.pid)
 
     def reap(self) -> None:
-        """Wait for the end of the process, reap it, keep its exit code and close its descriptor. Does nothing the second time."""
+        """Wait for the end of the process, reap it and close its descriptor. The exit code is kept."""
         if self._reaped_exit_code is None:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             self._reaped_exit_code = self.exit_code()

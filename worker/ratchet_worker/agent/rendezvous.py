@@ -1,6 +1,4 @@
-"""Rendezvous of the agents of several nodes before any rank is started. Each agent reports its address to the service. The
-service replies which nodes are present and, once all are, where node 0 listens. The service may be unreachable for a while; late
-nodes are waited for until the deadline."""
+"""Rendezvous of the agents of several nodes, through the service, before any rank is started."""
 
 from __future__ import annotations
 
@@ -22,15 +20,14 @@ _CONNECT_SECONDS: Final = 1.0
 
 
 class WaitUntil(Protocol):
-    """Polls ``done`` until it returns a value that is not None, and returns that value. Returns None if the time for a start has
-    passed. Raises ``NotStarted`` if the attempt is over."""
+    """Polls ``done`` and returns its first value that is not None, or None if the time for a start has passed."""
 
     def __call__(self, done: Callable[[], T | None]) -> T | None: ...
 
 
 class Rendezvous(NamedTuple):
-    """The address of the store through which the ranks meet. ``interface``: this node's interface for traffic between ranks;
-    ``listener``: the store's listening socket, on node 0 only."""
+    """The address of the store through which the ranks meet. ``interface``: this node's; ``listener``: the store's listening
+    socket, on node 0 only."""
 
     host: str
     port: int
@@ -45,8 +42,7 @@ def single_node(world_size: int) -> Rendezvous:
 
 
 class NodeRendezvous:
-    """One node's part of the rendezvous. The report sender's thread reads ``address`` (this node's ``host:port``, None before it
-    is known) and calls ``on_group``."""
+    """One node's part of the rendezvous. ``address``: this node's ``host:port``, None before it is known."""
 
     def __init__(self, launch: LaunchFile) -> None:
         self._launch = launch
@@ -57,8 +53,7 @@ class NodeRendezvous:
         self.address: str | None = None
 
     def on_group(self, group: Group) -> None:
-        """Receive what the service knows of the group: which nodes are present, and where node 0 listens. Logs a change of the
-        nodes that are present."""
+        """Receive from the service which nodes are present, and where node 0 listens."""
         if self._group is None or group.present != self._group.present:
             log_message(f"present: {_format_nodes(group.present)} of {self._nodes}")
         self._group = group
@@ -66,14 +61,9 @@ class NodeRendezvous:
     def join(
         self, launcher_address: str | None, wait_until: WaitUntil, start_reports: Callable[[], None]
     ) -> Rendezvous:
-        """Wait until all nodes are present and node 0 can be reached, and return the rendezvous; node 0 opens the store's socket.
-        ``launcher_address``: this node's address, if its launcher knows it; ``start_reports`` starts the reports to the service.
-
-        Raises ``NotStarted`` if the attempt is over. Raises it with cause launcher-error if this node's address or the service is
-        not found, a node does not arrive in time, or node 0 cannot be reached. Raises ``UserError`` if the spec's interface does
-        not exist, is not up or has no address. Raises ``OSError`` if node 0 cannot open the socket, or the interfaces cannot be
-        listed.
-        """
+        """Wait until all nodes are present and node 0 can be reached; return the rendezvous. ``launcher_address``: this node's,
+        if its launcher knows it. Raises ``NotStarted`` if the nodes do not meet in time, ``UserError`` for an unusable
+        ``world.interface``, and ``OSError``."""
         place = self._find_address(launcher_address, wait_until)
         listener = (
             network_addresses.listen(place.address, _backlog(self._launch.world_size))
@@ -101,8 +91,8 @@ class NodeRendezvous:
             raise
 
     def _find_address(self, launcher_address: str | None, wait_until: WaitUntil) -> network_addresses.Place:
-        """This node's address and interface, by ``find_node_address``; waits until the service's address is known, if that is
-        needed. Raises ``NotStarted`` or ``UserError``."""
+        """Return this node's address and interface; may wait until the service's address is known. Raises ``NotStarted`` or
+        ``UserError``."""
         link, wanted = ServiceLink(self._launch), self._launch.spec.world.interface
 
         def find() -> network_addresses.Place | None:
@@ -134,8 +124,7 @@ class NodeRendezvous:
         return self._last_error is None or None
 
     def _describe_missing(self) -> str:
-        """The text of the error for a rendezvous that was not complete in time: the service did not answer, or which nodes are
-        missing."""
+        """Return the error text for a rendezvous that was not complete in time."""
         if self._group is None:
             return (
                 f"the service did not answer node {self._launch.node} within {self._deadline_text}, so it does "

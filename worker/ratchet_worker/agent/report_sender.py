@@ -1,10 +1,5 @@
-"""Sends the ranks' spools to the service and receives the desired state, in a thread of the agent that no other thread waits for
-while ranks train.
-
-Lines are numbered and sent until acknowledged, so a lost response costs only a repetition. The service may stop, come back at
-another address, or never have existed: training is not affected. An attempt that is no longer the job's current one ("fenced") is
-ended only on a proof: a response of the service, or the fence file on the disk.
-"""
+"""Sends the ranks' spools to the service and receives the desired state, in a thread of the agent. Messages are sent until
+acknowledged; training does not depend on the service."""
 
 from __future__ import annotations
 
@@ -45,12 +40,8 @@ class Status(NamedTuple):
 
 
 class Listener(Protocol):
-    """Receives news from the service and gives the status for each report; the supervisor implements it. Its methods are called
-    in the report sender's thread and must not block.
-
-    ``status`` returns the phase and last step to report. ``on_control`` receives the desired state of each response.
-    ``on_fenced`` is called once, with the reason, if the attempt is fenced; no report is sent after it.
-    """
+    """Receives news from the service and gives the status for each report, in the report sender's thread; methods must not block.
+    ``on_fenced`` is called once."""
 
     def status(self) -> Status: ...
 
@@ -71,8 +62,8 @@ class ReportSender:
         period: float,
         rendezvous: NodeRendezvous | None = None,
     ) -> None:
-        """``spools``: by rank number, the spool file whose messages are sent. ``period``: seconds between two reports.
-        ``rendezvous``: for a group of several nodes; it receives what the service reports about the group."""
+        """``spools``: by rank number, the file whose messages are sent; ``period``: usual seconds between two reports;
+        ``rendezvous``: receives news of the group."""
         self._launch = launch
         self._rendezvous = rendezvous
         self._readers = {rank: SpoolReader(path, rank) for rank, path in spools.items()}
@@ -96,9 +87,8 @@ class ReportSender:
             self._thread.start()
 
     def finish(self, result: AttemptResult, timeout: float) -> bool:
-        """Have the thread send what is left and ``result``, try again for at most ``timeout`` seconds, and end. Wait for that at
-        most a second longer. True if the service has received ``result``, which is sent with the last messages. Call ``start``
-        before."""
+        """Send what is left and ``result`` for at most ``timeout`` seconds, and end the thread; blocks. True if the service has
+        received ``result``."""
         self._result = result
         self._deadline = time.monotonic() + timeout
         self._wake.set()
@@ -106,8 +96,7 @@ class ReportSender:
         return not self._thread.is_alive() and self._result is None
 
     def _run(self) -> None:
-        """The thread's loop: send reports until the attempt is fenced or, after ``finish``, until the result was sent or no retry
-        is worthwhile."""
+        """The thread's loop: send reports until the attempt is fenced or ``finish`` ends it."""
         while True:
             try:
                 delay = self._send_report()
@@ -122,8 +111,7 @@ class ReportSender:
             self._pause(delay)
 
     def _is_retry_worthwhile(self, delay: float) -> bool:
-        """True if, after ``finish``, a retry in ``delay`` seconds is before the deadline and an address of the service is known.
-        Without a retry, the service reads everything from the disk."""
+        """True if a retry in ``delay`` seconds is before the deadline and an address of the service is known."""
         return self._deadline is not None and time.monotonic() + delay < self._deadline and self._link.has_address()
 
     def _pause(self, delay: float) -> None:
@@ -134,9 +122,7 @@ class ReportSender:
             time.sleep(delay)
 
     def _send_report(self) -> float:
-        """Send one report and pass the response on, or skip the report; return the seconds until the next one. Raises nothing if
-        the service is unreachable. Raises ``Fenced`` if the service refuses the attempt, or if the fence file exists, even with
-        an unreachable service."""
+        """Send or skip one report, and return the seconds until the next one. Raises ``Fenced`` if the attempt is fenced."""
         if self._fence_file.exists():
             raise Fenced(f"{self._fence_file} exists: the service has declared this attempt over")
         ending = self._result
@@ -187,13 +173,7 @@ class ReportSender:
         return 0.0 if moved and more else self._period
 
     def _can_skip_report(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
-        """True if this period's report is skipped; counts the period.
-
-        Only reports that have nothing but figures (metrics, progress, hook summaries) are skipped, and only while ranks train.
-        They are sent in every second period at most, and less often if responses are slow or request it (``periods_to_wait``), so
-        that a service can manage more jobs. They are skipped for at most ``max_control_delay`` seconds, since a stop request
-        arrives with a response.
-        """
+        """True if this period's report is skipped, and counted as such: it has nothing but figures, such as metrics."""
         busy = (
             self._deadline is not None
             or self._failures
@@ -208,15 +188,15 @@ class ReportSender:
         return True
 
     def _batches(self) -> tuple[list[RankBatch], bool]:
-        """Return the unacknowledged messages, up to the limits of one report, and whether more are waiting. The ranks take turns
-        to be first, so that a rank with many messages does not starve the others. The agent's messages about rank 0's checkpoints
-        are sent after all messages of rank 0: the service cannot record them for a checkpoint that it does not know yet."""
+        """Return the unacknowledged messages, up to the limits of one report, and whether more are waiting."""
         batches: list[RankBatch] = []
         lines, size, more = _MAX_LINES, self._max_bytes, False
         ranks = [rank for rank in self._readers if rank != AGENT_RANK]
+        # the ranks take turns to be first, so that one with many messages does not starve the others
         self._first = (self._first + 1) % max(1, len(ranks))
         turns = ranks[self._first :] + ranks[: self._first]
         if AGENT_RANK in self._readers:
+            # after rank 0: of a checkpoint that it does not know yet, the service cannot record the agent's messages
             turns.insert(turns.index(0) + 1 if 0 in turns else 0, AGENT_RANK)
         behind = False  # True if rank 0 has more than fits into this report
         for rank in turns:
@@ -243,20 +223,15 @@ class ReportSender:
         return any(reader.acked > before[rank] for rank, reader in self._readers.items())
 
     def _back_off(self) -> float:
-        """Count one more failure in a row, and return the seconds to wait before the next try: random, and growing up to
-        ``_LAST_DELAY``."""
+        """Count one more failure in a row, and return the seconds to wait before the next try."""
         nominal = min(_LAST_DELAY, _FIRST_DELAY * 2.0 ** min(self._failures, 10))
         self._failures += 1
         return nominal * random.uniform(0.5, 1.0)
 
 
 def periods_to_wait(response_seconds: float, period: float, stop_grace: float, requested_seconds: float = 0.0) -> int:
-    """Return the number of periods (``period`` seconds each), at least one, that a report with figures alone (metrics, progress,
-    hook summaries) waits after a response.
-
-    ``response_seconds``: how long the response took. ``requested_seconds``: the wait that the response requested. ``stop_grace``
-    (seconds) bounds the wait.
-    """
+    """Return the number of periods, at least one, that a report with figures alone waits after a response. ``stop_grace``
+    (seconds) bounds the wait."""
     slow = min(_MAX_SLOW_PERIODS, int(_RESPONSE_TIME_FACTOR * response_seconds / period))
     most = int(max_control_delay(stop_grace) / period)
     return max(1, min(most, max(slow, int(requested_seconds / period))))

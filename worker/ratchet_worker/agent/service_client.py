@@ -1,5 +1,4 @@
-"""One HTTP connection to the attempt's service, and the interpretation of its responses. The address is read from
-``service.json``, unless the service has a fixed one."""
+"""One HTTP connection to the attempt's service, and the interpretation of its responses."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ LONGEST_WAIT: Final = 60.0
 
 
 class Unreachable(Exception):
-    """Raised if there is no usable response now. The caller may retry later. ``retry_after_seconds``: the wait that the service
-    has requested (429, 503), else 0.0; a caller with a nearer deadline may retry earlier."""
+    """Raised if there is no usable response now; the caller may retry. ``retry_after_seconds``: the wait that the service
+    requested, or 0.0."""
 
     retry_after_seconds: float = 0.0
 
@@ -46,12 +45,11 @@ class Fenced(Exception):
 
 
 class Denied(Exception):
-    """Raised if the service has responded with 404 to a download: it does not have, or does not give, what was requested."""
+    """Raised if the service does not have, or does not give, what a download requested."""
 
 
 class ServiceLink:
-    """One HTTP connection to the service, opened at the first request and kept for the next ones. Not thread-safe. Every new
-    connection looks up the address again."""
+    """One HTTP connection to the service, opened at the first request and kept. Not thread-safe."""
 
     def __init__(self, launch: LaunchFile) -> None:
         self._launch = launch
@@ -74,8 +72,8 @@ class ServiceLink:
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
     def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
-        """Send one report and return the service's acknowledgement. Each network operation blocks for at most ``timeout`` seconds
-        (None: ``_TIMEOUT``), and never longer than ``_TIMEOUT``. Raises ``Unreachable``, ``TooLarge`` or ``Fenced``."""
+        """Send one report and return the acknowledgement. ``timeout``: seconds for each network operation. Raises
+        ``Unreachable``, ``TooLarge`` or ``Fenced``."""
         body = report.model_dump_json().encode()
         try:
             status, data = self._exchange(body, min(_TIMEOUT, timeout or _TIMEOUT))
@@ -98,9 +96,8 @@ class ServiceLink:
 
     @contextmanager
     def fetch(self, name: str) -> Iterator[http.client.HTTPResponse]:
-        """Send a GET for ``name`` below the attempt's address and yield the response with status 200; read its body within the
-        block. The connection is closed afterwards. Raises ``Unreachable``, ``Denied`` (404 from a Ratchet service) or
-        ``Fenced``. Errors of reading the body are raised as ``OSError`` or ``HTTPException``."""
+        """Context manager: send a GET for ``name``, and yield the response with status 200. Raises ``Unreachable``, ``Denied`` or
+        ``Fenced``; errors of reading the body are raised as they are."""
         try:
             answer = self._request("GET", self._root + name, None, {}, _TIMEOUT)
             data = b"" if answer.status == 200 else answer.read(_MAX_RESPONSE_BYTES)
@@ -118,9 +115,8 @@ class ServiceLink:
             self._close()
 
     def _exchange(self, body: bytes, timeout: float) -> tuple[int, bytes]:
-        """Post ``body`` as a report, and return status and body of the response. A body longer than ``_MAX_RESPONSE_BYTES`` is
-        cut, and the connection closed. ``timeout``: seconds for each network operation. Raises ``Unreachable`` without an
-        address. Raises ``OSError`` or ``HTTPException`` and leaves the connection unusable: the caller must ``_close`` it."""
+        """Post ``body`` as a report; return status and body of the response. After an ``OSError`` or ``HTTPException`` the caller
+        must ``_close``."""
         answer = self._request("POST", self._path, body, {"Content-Type": "application/json"}, timeout)
         data = answer.read(_MAX_RESPONSE_BYTES)
         if answer.will_close or not answer.isclosed():
@@ -130,8 +126,8 @@ class ServiceLink:
     def _request(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float
     ) -> http.client.HTTPResponse:
-        """Send a request on the open or a new connection and return the response, whose body is not read yet. Stores the waiting
-        times that the response's headers request. ``path`` is absolute, without the prefix of the service's URL."""
+        """Send a request and return the response, whose body is not read yet. ``path``: without the prefix of the service's
+        URL."""
         connection = self._connection or self._connect()
         connection.timeout = timeout
         if connection.sock is not None:
@@ -157,8 +153,8 @@ class ServiceLink:
         return self._connection
 
     def _url(self) -> SplitResult:
-        """The URL of the service: the one from the launch file, else the one in ``service.json``. Raises ``Unreachable`` if it is
-        not an HTTP URL, or as ``_service``."""
+        """Return the URL of the service, from the launch file or ``service.json``. Raises ``Unreachable`` if no usable one is
+        known."""
         given = self._launch.service_url
         text = given if given is not None else self._service().url
         url = urlsplit(text)
@@ -200,20 +196,15 @@ class ServiceLink:
         raise unreachable
 
     def _record_denial(self, what: str) -> None:
-        """Record that the service does not know the job or its token; raise ``Fenced`` after repeated denials (``_DENIALS``).
-
-        A denial counts only if it comes from the service of this run directory (``_is_own_service``). While that service is down,
-        another one may have taken its port.
-        """
+        """Record that the service does not know the job or its token. Raises ``Fenced`` after repeated denials."""
         now = time.monotonic()
+        # while the attempt's own service is down, another one may have taken its port
         self._denied_at = [*self._denied_at, now] if self._is_own_service() else []
         if len(self._denied_at) >= _DENIALS and now - self._denied_at[0] >= _DENIAL_TIME:
             raise Fenced(f"the service does not know this attempt ({what})")
 
     def _is_own_service(self) -> bool:
-        """True if the responding service is, as far as can be seen, the one that ``service.json`` or the launch file names. False
-        if that service ran on this machine and its process has ended. Raises ``Unreachable`` if ``service.json`` is needed and
-        cannot be read."""
+        """True if the responding service is, as far as can be seen, the attempt's own. May raise ``Unreachable``."""
         if self._launch.service_url is not None:
             return True
         service = self._service()
@@ -229,8 +220,7 @@ class ServiceLink:
 
 
 def parse_retry_after(header: str | None) -> float:
-    """The header's value in seconds, at most ``LONGEST_WAIT``; 0.0 if it is missing or not a whole number (proxies may send a
-    date)."""
+    """Return the header's value in seconds, at most ``LONGEST_WAIT``; 0.0 if it is missing or not a whole number."""
     text = (header or "").strip()
     if not (text.isascii() and text.isdigit()):
         return 0.0
@@ -247,9 +237,8 @@ def parse_seconds(header: str | None) -> float:
 
 
 def tls_context(launch: LaunchFile) -> ssl.SSLContext:
-    """Return a TLS context with the certificate authorities of the service. They come from the file next to ``service.json`` if
-    it is readable here, else from the launch file, else from the system. The certificate and its host name are always checked.
-    Raises ``Unreachable`` if the authorities cannot be read."""
+    """Return a TLS context with the service's certificate authorities or, if none are known, the system's. Raises ``Unreachable``
+    if they cannot be read."""
     file = HomePaths(Path(launch.service_file).parent).service_authorities
     try:
         authorities = file.read_text(encoding="ascii")

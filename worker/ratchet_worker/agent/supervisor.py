@@ -1,6 +1,4 @@
-"""Runs one node's ranks of an attempt from the first start to the last death. Ranks die with the thread that forked them, so all
-of it runs in the agent's main thread. The report sender's thread uses only ``status``, ``on_*`` and, through them,
-``DesiredState``."""
+"""Runs one node's ranks of an attempt, in the agent's main thread, since ranks die with the thread that forked them."""
 
 from __future__ import annotations
 
@@ -50,8 +48,7 @@ its own rank halted reports it first; the others wait this long for that report 
 
 
 class Supervisor:
-    """Runs one node's ranks of an attempt: call ``run`` once after ``start``. It is also the ``Listener`` of the report
-    sender."""
+    """Runs one node's ranks of an attempt: call ``run`` once after ``start``. It is the report sender's ``Listener``."""
 
     def __init__(self, launch: LaunchFile, paths: AttemptPaths, starter: Starter, timing: Timing) -> None:
         self._paths = paths
@@ -96,23 +93,20 @@ class Supervisor:
     # --- the uplink's side (any thread) ---
 
     def status(self) -> Status:
-        """Return the phase and the last finished step for the next report. The phase is STOPPING once a stop was requested or a
-        rank of this node has failed. Else it is RUNNING while start-up is over (``Watch.ready``), and LAUNCHING otherwise."""
+        """Return the phase and the last finished step for the next report."""
         stopping = self._stop_since is not None or self._failed_since is not None
         running = AttemptPhase.RUNNING if self._watch.ready else AttemptPhase.LAUNCHING
         return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
 
     def on_control(self, control: Control) -> None:
-        """Receive a response of the service, and wake the main thread. The response has the desired state and, if another node
-        has failed or ended without starting a rank, a message about that; only the first such message counts."""
+        """Receive a response of the service: the desired state, and perhaps a message that another node has failed."""
         self._peer_cause = self._peer_cause or control.peer_cause
         self._peer_end = self._peer_end or control.peer_end
         self._desired.update_from_service(control.model_copy(update={"peer_end": None, "peer_cause": None}))
         self._wakeup_pipe.wake()
 
     def on_fenced(self, reason: str) -> None:
-        """Record that the attempt is fenced (not the job's current one any more), and wake the main thread, which kills the
-        ranks. ``reason``: text for the result."""
+        """Record that the attempt is fenced, and wake the main thread, which kills the ranks. ``reason``: text for the result."""
         self._fenced = reason
         self._wakeup_pipe.wake()
 
@@ -120,8 +114,7 @@ class Supervisor:
 
     @property
     def last_step(self) -> int:
-        """The number, counted over all attempts, of the highest step that a rank of this node has finished in this attempt; 0
-        before the first."""
+        """The highest step, counted over all attempts, that a rank of this node finished in this attempt; 0 for none."""
         return max((self._watch.last_step(rank) for rank in self._ranks), default=0)
 
     @property
@@ -132,18 +125,16 @@ class Supervisor:
 
     @property
     def pace(self) -> Pace | None:
-        """The pace of this node's ranks, as measured in this attempt only; None if nothing was measured and no rank has hung."""
+        """The pace of this node's ranks in this attempt; None if there is nothing to report."""
         return self._learner.pace(hung=bool(self._evidence.hung))
 
     @property
     def evidence(self) -> Evidence:
-        """Return what ``conclude`` needs besides the ranks' ends: what the agent has observed and done so far, the reason for
-        fencing, and the desired state, whether or not it could be written for the ranks."""
+        """Return what ``conclude`` needs besides the ranks' ends, such as hangs, the reason for fencing and the desired state."""
         return replace(self._evidence, fenced=self._fenced, stop=self._wanted)
 
     def install_signal_handlers(self) -> None:
-        """Install the agent's signal handlers. A stop signal only sets a flag that the main thread reads; the first signal gives
-        the cause."""
+        """Install the agent's signal handlers. A stop signal only sets a flag that the main thread reads."""
 
         def flag(cause: Cause) -> None:
             self._signal = self._signal or cause
@@ -151,9 +142,7 @@ class Supervisor:
         self._wakeup_pipe.install_signal_handlers(flag)
 
     def raise_if_over(self) -> None:
-        """Raise ``NotStarted`` if the attempt is over before any rank was started: a stop was requested, the attempt is fenced,
-        or another node has failed. Also writes the desired state to the control file of this node's ranks if it has changed; a
-        stop that cannot be written counts as well."""
+        """Raise ``NotStarted`` if the attempt is over already. Also writes a changed desired state to the control file."""
         self._publish()
         wanted = self._wanted
         if self._fenced is not None:
@@ -165,8 +154,8 @@ class Supervisor:
             raise NotStarted(peer_failure(self._peer_end, time.time()))
 
     def wait_for(self, done: Callable[[], T | None], deadline: float) -> T | None:
-        """Poll ``done`` and return its first value that is not None, or None at ``deadline`` (monotonic seconds). Blocks. For use
-        before ranks are started; raises ``NotStarted`` if the attempt is over (see ``raise_if_over``)."""
+        """Return the first value of ``done`` that is not None, or None at ``deadline`` (monotonic seconds). Blocks. Raises
+        ``NotStarted`` if the attempt is over."""
         while (value := done()) is None and time.monotonic() < deadline:
             self._wait(self._timing.tick)
             self.raise_if_over()
@@ -174,23 +163,23 @@ class Supervisor:
         return value
 
     def start(self, plans: Sequence[RankPlan]) -> None:
-        """Start all ranks, and their start-up deadlines. Raises ``NotStarted`` if the attempt is over (``raise_if_over``), and
-        ``OSError`` if one cannot be started; the caller must then call ``finish`` to end the ranks already started."""
+        """Start all ranks. Raises ``NotStarted`` if the attempt is over, and ``OSError``; the caller must then call
+        ``finish``."""
         self.raise_if_over()
         self._watch.begin(time.monotonic())
         for process in self._starter.start(plans):
             self._ranks[process.rank] = SupervisedRank(process, self._paths)
 
     def run(self) -> list[Ended]:
-        """Watch the ranks until each has ended or was killed by the agent; return their ends in the order of ranks. Blocks."""
+        """Watch the ranks until all have ended, and return their ends in the order of ranks. Blocks."""
         while any(r.live for r in self._ranks.values()):
             self._wait(self._timing.tick)
             self._step()
         return self.finish()
 
     def finish(self) -> list[Ended]:
-        """Kill what is left of the ranks' process groups, wait for the ranks' death (``_kill_live``), reap those that have died,
-        and return all ends in the order of ranks. Safe to call at any time and repeatedly."""
+        """Kill what is left of the ranks, wait for their death, and return all ends in the order of ranks. May be called
+        repeatedly."""
         self._kill_live("the attempt ends")
         self._watch.poll(time.monotonic())
         for rank in self._ranks.values():
@@ -200,9 +189,7 @@ class Supervisor:
         return [rank.end(self._watch.last_step(number)) for number, rank in sorted(self._ranks.items())]
 
     def _step(self) -> None:
-        """Make one pass of the main loop: record deaths, read the counters, carry out a trial's fault, write the desired state
-        and do the ``_housekeeping``. Kill all ranks if the attempt is fenced, another node has failed, ranks hang, or a requested
-        stop is overdue, and ``failure_grace`` after a rank has failed."""
+        """Make one pass of the main loop. Kills the ranks if, for example, the attempt is fenced or ranks hang."""
         self._collect()
         if self._fenced is not None:
             log_message(f"fenced: {self._fenced}")
@@ -230,8 +217,7 @@ class Supervisor:
         self._wakeup_pipe.wait([r.process.fileno() for r in self._ranks.values() if r.live], seconds)
 
     def _collect(self) -> None:
-        """Record the exit code and time of each rank that has died since the last call, and whether it was killed for lack of
-        memory. The first end that the other ranks do not expect starts ``failure_grace``. Does not wait and does not reap."""
+        """Record the exit code and time of each rank that has died since the last call."""
         for number, rank in self._ranks.items():
             if not rank.live or (code := rank.process.exit_code()) is None:
                 continue
@@ -252,8 +238,7 @@ class Supervisor:
         self._collect()
 
     def _publish(self) -> None:
-        """Write the merged desired state to the control file of this node's ranks if it has changed. A failed write is logged and
-        retried at the next call. The first stop request starts ``stop_grace``."""
+        """Write the merged desired state to the control file if it has changed; a failed write is retried at the next call."""
         if self._signal is not None:
             self._desired.update_from_signal(self._signal)
         wanted = self._wanted = self._desired.merged()
@@ -286,9 +271,7 @@ class Supervisor:
                 self._abort_and_kill([rank], "it has written its result and does not exit")
 
     def _end_hang(self, now: float) -> bool:
-        """Kill the ranks if some are stuck beyond their deadline; return True if so. Their stacks are written to their logs
-        first. On several nodes, ranks that no signal has halted get ``_PEER_TIMEOUT`` seconds more, so that the agent of the
-        guilty node can report first."""
+        """Kill the ranks, after they have written their stacks, if some are stuck beyond their deadline; return True then."""
         waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen_at is None]
         stuck = self._watch.find_stuck(waited_for, self._is_stopped, now)
         if stuck is None:
@@ -308,8 +291,7 @@ class Supervisor:
         return True
 
     def _inject_fault(self) -> None:
-        """Carry out a trial's fault plan: kill this agent by SIGKILL, and with it its ranks. This happens after the step that the
-        plan names, once the named rank has started the next step. Does nothing without such a plan."""
+        """Carry out a trial's fault plan, if any: kill this agent after the planned step, and with it its ranks."""
         if self._fault is None:
             return
         reading = CounterReader(self._paths.counter(self._fault.rank)).read()
@@ -323,8 +305,8 @@ class Supervisor:
         return self._ranks[rank].is_halted
 
     def _end_overdue_stop(self, now: float) -> None:
-        """Kill the ranks if they have not ended within ``policy.stop_grace`` seconds after the stop request. Their stacks are
-        written to their logs first."""
+        """Kill the ranks, after they have written their stacks, if a requested stop takes longer than ``policy.stop_grace``
+        allows."""
         if self._stop_since is None or now - self._stop_since <= self._policy.stop_grace:
             return
         moved = self._watch.has_progressed_since(self._stop_since)
@@ -334,15 +316,14 @@ class Supervisor:
         self._kill_live("no agreed stop")
 
     def _write_stacks(self, why: str) -> str:
-        """Have each live rank write the stacks of its threads to its log, and record it as killed by the agent. Return text about
-        the stacks, for a message. Halted ranks write last, after the others were killed."""
+        """Have each live rank write its stacks to its log; return text for a message. If ranks are halted, the others are
+        killed."""
         live = [rank for rank in self._ranks.values() if rank.live]
         told = write_stacks(live, why, self._timing.stacks, lambda ranks: self._abort_and_kill(ranks, why))
         return f"; the stacks of all threads are in the ranks' logs ({self._logs_command}){told}"
 
     def _kill_live(self, why: str) -> None:
-        """Kill all live ranks (``_abort_and_kill``), then wait for their death, for at most ``_KILL_TIMEOUT`` seconds. A rank
-        that is still alive then counts as dead."""
+        """Kill all live ranks and wait for their death, for at most ``_KILL_TIMEOUT`` seconds; then all count as dead."""
         self._evidence = replace(self._evidence, killed_at=self._evidence.killed_at or time.time())
         self._abort_and_kill([rank for rank in self._ranks.values() if rank.live], why)
         deadline = time.monotonic() + _KILL_TIMEOUT
@@ -354,8 +335,7 @@ class Supervisor:
                 rank.live, rank.died_at = False, time.time()
 
     def _abort_and_kill(self, ranks: Sequence[SupervisedRank], why: str) -> None:
-        """Have ``ranks`` abort their communicators, then send SIGKILL to their process groups. Does not wait for their death. A
-        rank that is exiting already is not recorded as killed."""
+        """Have ``ranks`` abort their communicators, then send SIGKILL to their process groups. Does not wait for their death."""
         if aborts := abort_groups(ranks, why, self._timing.abort, self._wait_and_collect):
             self._evidence = replace(self._evidence, aborts=f"{self._evidence.aborts}; {aborts}")
         for rank in ranks:

@@ -17,8 +17,7 @@ STOP_SIGNALS: Final = tuple(_STOP_CAUSES)
 
 
 class WakeupPipe:
-    """A pipe that interrupts the main thread's wait. ``wake`` may be called from any thread; the other methods only from the main
-    thread."""
+    """A pipe that interrupts the main thread's wait. ``wake`` may be called from any thread."""
 
     def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -39,14 +38,15 @@ class WakeupPipe:
                 os.read(self._read, 4096)
 
     def install_signal_handlers(self, on_stop: Callable[[Cause], None]) -> None:
-        """Install the signal handlers and unblock all signals. A stop signal (SIGTERM, SIGINT, SIGUSR1) only calls ``on_stop``
-        with its cause and ends a ``wait``; SIGHUP does nothing. No handler is ``SIG_IGN``, because ranks would inherit it."""
+        """Install the signal handlers and unblock all signals. A stop signal calls ``on_stop`` with its cause and ends a
+        ``wait``."""
 
         def flag(number: int, _frame: FrameType | None) -> None:
             on_stop(_STOP_CAUSES[signal.Signals(number)])
 
         for number in STOP_SIGNALS:
             signal.signal(number, flag)
+        # ignored, but not by SIG_IGN, which ranks would inherit
         signal.signal(signal.SIGHUP, lambda _number, _frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -1,10 +1,5 @@
-"""The working directory of a job's ranks: a writable copy of the code snapshot, made once and kept over all attempts.
-
-Files that a script writes relative to its current directory, such as its own checkpoints, exist for the next attempt. The code
-itself is imported from the snapshot, which is read-only. ``work.json``, next to the directory, records what was copied, file by
-file. If the job continues with other code, the files that have not been changed since are replaced, or deleted if the new code
-lacks them.
-"""
+"""The working directory of a job's ranks: a writable copy of the code, kept over all attempts. Other code replaces the files that
+the job has not changed."""
 
 from __future__ import annotations
 
@@ -31,12 +26,8 @@ _OTHER: Final = "other"
 
 @dataclass(frozen=True)
 class CopiedCode:
-    """The content of ``work.json``: the digest of the code that was copied into the directory, and the form of each file that was
-    copied, by path. A form is a text that identifies a file's content and type (``_form``).
-
-    ``begun``: the forms that an interrupted update may have given a file since (None: removed). ``left``: files of the code that
-    were not copied, since the job had files of its own there.
-    """
+    """The content of ``work.json``: digest of the copied code, and the form of each copied file by path. ``begun``: forms that an
+    interrupted update may have made; ``left``: files not copied, since the job had its own."""
 
     digest: str | None = None
     files: dict[str, str] = field(default_factory=dict)
@@ -49,16 +40,8 @@ class CopiedCode:
 
 
 def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
-    """Create ``work`` as a copy of ``code`` (None: an empty directory), or update it if it exists. Returns the paths of files
-    that differ in the new code but that an update left as they are, because the job has changed them, too. Empty for a new
-    copy. Raises ``OSError``.
-
-    The copy is made under another name in the same directory, synced and renamed. So a copy that a crash interrupted is never
-    used; the next call that copies anything removes it. On a disk that nodes share with node 0, node 0's agent calls this before
-    the other agents, which then find the directory ready. ``digest``: the digest of ``code``; an existing copy is updated if it
-    was made of code with another digest, or an update was interrupted (None: it is not updated). A file that was left as it is,
-    and is gone by the next call, is copied then.
-    """
+    """Create ``work`` as a copy of ``code``, or update it if the code's ``digest`` has changed (None: no update). Returns the
+    files that an update left, because the job has changed them. Raises ``OSError``."""
     if work.is_dir():
         return [] if code is None else _update(code, work, digest)
     _remove_leftovers(work)
@@ -81,7 +64,7 @@ def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[st
 
 
 def _entries(code: Path) -> list[Entry]:
-    """The files and links of the directory ``code``. The limits on size and number that apply at a submission are not checked."""
+    """Return the files and links of the directory ``code``, without the limits that apply at a submission."""
     return tree.list_entries(code, tree.UNLIMITED)
 
 
@@ -95,15 +78,7 @@ def _remove_leftovers(work: Path) -> None:
 
 
 def _update(code: Path, work: Path, digest: str | None) -> list[str]:
-    """Update ``work`` to ``code``. Files of the old code that the new code lacks are deleted, unless the job has changed them.
-    Return the paths of files that differ in the new code but that the job has changed, too: these are left as they are. One that
-    the job has deleted is copied again if it differs in the new code. The result is empty if the code has not changed or
-    ``digest`` is None. With unchanged code and no interrupted update, the only files copied are those that were left before and
-    are gone now.
-
-    An update after an interrupted one, even with other code or with the old one, gives the same result: the forms that may be
-    copied are recorded first, those that were copied last.
-    """
+    """Update ``work`` to ``code``, except files that the job has changed. Returns those of them that differ in the new code."""
     copied = _read_record(work)
     same = copied.digest == digest
     if digest is None or (same and not copied.begun and all(_form_in(work, p) is not None for p in copied.left)):
@@ -113,6 +88,7 @@ def _update(code: Path, work: Path, digest: str | None) -> list[str]:
     files = _forms(found)
     ours = copied.files.keys() | copied.begun.keys()
     begun = {path: [*copied.begun.get(path, ()), files.get(path)] for path in ours | files.keys()}
+    # before anything is copied: an update after an interrupted one then gives the same result
     _write_record(work, replace(copied, begun=begun))
     for path in sorted(ours - files.keys(), reverse=True):  # first, since a directory may replace a file
         here = _form_in(work, path)
@@ -155,8 +131,7 @@ def _forms(found: list[Entry]) -> dict[str, str]:
 
 
 def _form(path: Path) -> str:
-    """The form of a path as text, to compare two files: a file's content digest and whether it is executable, or a link's target;
-    ``other`` for anything else."""
+    """Return text that identifies content and type of a path, such as a file's digest or a link's target."""
     if path.is_symlink():
         return f"link {path.readlink()}"
     if not path.is_file():
@@ -168,8 +143,8 @@ def _form(path: Path) -> str:
 
 
 def _form_in(work: Path, path: str) -> str | None:
-    """The form of ``path`` (relative) in the working directory. None if it does not exist; ``other`` if it is unreadable or lies
-    below a link or a file, since user code may have put anything there."""
+    """Return the form of the relative ``path`` in the working directory; None if it does not exist, ``other`` if it is
+    unreadable."""
     place = work / path
     folders = list(place.parents)[: path.count("/")]
     if any(folder.is_symlink() or (folder.exists() and not folder.is_dir()) for folder in folders):
@@ -219,7 +194,7 @@ def _copy(found: list[Entry], target: Path) -> None:
 
 
 def _write_entry(entry: Entry, place: Path) -> None:
-    """Write one entry of the code to ``place``, which must not exist as a link: a link, or a synced copy of the file."""
+    """Write one entry of the code to ``place``: a link, or a synced copy of the file."""
     if entry.link is not None:
         place.symlink_to(entry.link)
         return

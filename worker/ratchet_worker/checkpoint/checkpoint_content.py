@@ -19,13 +19,8 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Tensors
 
 @dataclass
 class Content:
-    """What one rank saves. ``layout`` (the hook's bucket layout), ``hook`` and ``replicas`` are the same on all ranks.
-
-    ``parts``: number of parts in which the shared tensors are compared; 0: there are none. ``summary``: the hook's, without the
-    norm of the residuals. ``norm_of`` computes that norm from the copies of the hook's tensors, since training should not wait
-    for a pass over them. ``start``: the model before its first step. ``environment``: this rank's facts, and the provenance that
-    rank 0 writes into the manifest.
-    """
+    """What one rank saves. ``parts``: number of parts in which the shared tensors are compared; ``norm_of`` computes the norm of
+    the hook's residuals from copies; ``start``: the model before its first step."""
 
     snapshot: Snapshot
     layout: list[list[str]] | None
@@ -36,13 +31,12 @@ class Content:
     data_digest: str | None
     total_steps: int | None
     parts: int
-    norm_of: Callable[[Tensors], float | None]
+    norm_of: Callable[[Tensors], float | None]  # later, from the copies: training should not wait for it
     start: Start = Start({}, {})  # noqa: RUF009 (it is frozen)
 
 
 class Contents:
-    """Makes one rank's ``Content`` after each step that is saved. The hook's record and the number of parts are computed again
-    only when they may have changed."""
+    """Makes one rank's ``Content`` after each step that is saved, and keeps what seldom changes for the next one."""
 
     def __init__(self, state: JobState, rank: int, world_size: int) -> None:
         self._state, self._rank, self._world_size = state, rank, world_size
@@ -54,11 +48,8 @@ class Contents:
     def capture(
         self, step: int, total_steps: int | None, environment: Record, provenance: Record, data_digest: str | None
     ) -> Content:
-        """Return the content after ``step``; its tensors are live.
-
-        The first call may be a collective, so all ranks must make it. ``environment``: this rank's facts; ``provenance``: further
-        entries for the manifest, which are not compared. Raises as ``JobState.capture``.
-        """
+        """Return the content after ``step``; its tensors are live. All ranks must make the first call. Raises as
+        ``JobState.capture``."""
         _, hook = self._state.require_wrapped()
         layout = hook.layout()
         snapshot = self._state.capture()

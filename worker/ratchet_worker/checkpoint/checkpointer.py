@@ -1,12 +1,5 @@
-"""Saving, from the loop's side: hand the state over at a step boundary, and continue while it is written. By
-``checkpoint.staging``, the loop continues as soon as the state is copied, or at once; it then waits only if a tensor that is not
-copied yet is about to change.
-
-Every rank writes its file in a separate thread, rank 0's thread commits the manifest; no collective takes part in that
-(``saver_thread``, ``manifest_commit``). If one rank's part of a save fails or comes too late, only this checkpoint fails. The
-failure is reported and training continues. The third failure in a row ends the attempt, after the same step on all ranks, since a
-job that cannot save will lose its work.
-"""
+"""Saving, from the loop's side: every rank writes its file in a separate thread, and rank 0's thread commits the manifest. A
+failed save costs only this checkpoint; the third in a row ends the attempt."""
 
 from __future__ import annotations
 
@@ -50,21 +43,14 @@ _RETENTION_TIMEOUT: Final = 10.0  # seconds that the end of an attempt waits for
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a save that the loop has waited for. ``error``: why there is no checkpoint; None: the checkpoint is
-    committed."""
+    """The result of a save that the loop has waited for. ``error``: why there is no checkpoint."""
 
     error: str | None = None
 
 
 class Checkpointer:
-    """The saves of one attempt on one rank. The loop's thread calls its methods; a thread of a backward pass may call
-    ``wait_until_copied``.
-
-    ``last``: the newest checkpoint of this attempt; before there is one, the checkpoint that the attempt started from.
-    ``give_up``: called on rank 0, in the saving thread, after ``MAX_FAILURES`` failed saves in a row. ``early``: the job has no
-    checkpoint of its own yet, so one may be saved before the first scheduled one (``checkpoint.first``). ``saving``: the exchange
-    of the saving thread.
-    """
+    """The saves of one attempt on one rank. ``last``: this attempt's newest checkpoint, or the one that it started from.
+    ``give_up``: called on rank 0, in the saving thread, after too many failures. ``early``: the job has no checkpoint yet."""
 
     def __init__(
         self,
@@ -107,14 +93,9 @@ class Checkpointer:
     def on_step_end(
         self, step: int, capture_step_tensors: Callable[[], tuple[Snapshot, int]], make_content: Callable[[], Content]
     ) -> None:
-        """Process the result of a save that has ended, and begin a save if one is due. Called after every step but the last.
-
-        ``capture_step_tensors``: returns the parameters and the optimizers' tensors, and roughly the number of bytes that a rank
-        saves besides them. ``make_content``: captures the whole state; called only if a save is due. Returns before the new save
-        has ended (see ``begin_save``), but may wait for the previous one. After the first step it also prepares for later saves
-        (``_prepare``). Raises ``UserError`` for state that cannot be stored and for ranks that are not at the same step, and
-        otherwise as ``drain``.
-        """
+        """Process a save that has ended, and begin one if due; call it after every step but the last. ``capture_step_tensors``
+        also returns the bytes of other state; ``make_content`` captures everything. May wait for the previous save. Raises
+        ``UserError``, and as ``drain``."""
         self._process_result()
         if self._schedule is not None:
             self._schedule.record_step(self._save is not None, self._stall_seconds)
@@ -131,13 +112,8 @@ class Checkpointer:
         self._first = False
 
     def wait_until_copied(self, until: Until, *, ends_audit: bool = True) -> None:
-        """Wait until the save in progress, if any, has copied the tensors of the kind ``until``, or has given up. The caller is
-        about to change them; it may be a thread of a backward pass.
-
-        ``Until.STEP`` also waits for the hook's state, and ends the audit: the check that only ``optimizer.step()`` changes the
-        parameters and the optimizers' tensors. With ``ends_audit`` False the audit goes on, since the caller will undo its
-        change.
-        """
+        """Wait until the save in progress has copied the tensors of the kind ``until``, which may change then. ``Until.STEP``
+        also ends the ``Audit``, unless ``ends_audit`` is False."""
         save = self._save
         if save is not None:
             self._stall_seconds += save.wait_until_copied(until)
@@ -145,7 +121,7 @@ class Checkpointer:
             self._end_audit(self._audit)
 
     def on_step_begin(self) -> None:
-        """Call when a step begins. The time since the end of the previous step is then not measured as part of this step."""
+        """Call when a step begins: the time since the previous step does not count as part of this one."""
         self._stall_seconds = 0.0
         if self._schedule is not None:
             self._schedule.restart_step_timer()
@@ -153,13 +129,8 @@ class Checkpointer:
     # --- acting together -----------------------------------------------------------------------------------------------
 
     def begin_save(self, step: int, reason: Reason, make_content: Callable[[], Content]) -> None:
-        """Begin to save ``step``, after waiting for the previous save to end. Does not wait for the end of this save: its result
-        is processed after a later step.
-
-        Waits until the state is copied, unless it may be copied concurrently with the next step (``checkpoint.staging``, once the
-        audit of ``wait_until_copied`` is done). Does not save after too many failures. Raises ``UserError`` for state that cannot
-        be stored, and otherwise as ``drain``.
-        """
+        """Begin to save ``step``, after the previous save has ended; waits until the state is copied, unless that may happen
+        concurrently. Raises ``UserError`` for state that cannot be stored, and as ``drain``."""
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
             return
@@ -176,13 +147,9 @@ class Checkpointer:
         make_content: Callable[[], Content],
         remaining_seconds: float | None = None,
     ) -> Outcome:
-        """Save ``step`` on every rank, wait until the save has ended, and return its outcome, which is the same on all ranks.
-
-        ``finished``: the job has ended at this step; the save is then repeated until it succeeds or three saves in a row have
-        failed. ``remaining_seconds``: seconds until the processes are killed; for a stop, a save that is expected to take longer
-        is not begun, and the outcome has the reason. None: no limit is known. Raises ``CheckpointError`` after the third failure
-        in a row, ``UserError`` for state that cannot be stored, and otherwise as ``drain``.
-        """
+        """Save ``step`` on every rank, wait until that has ended, and return the outcome, the same on all ranks. ``finished``:
+        the job ends here; a failed save is repeated. ``remaining_seconds``: a stop's save that is expected to take longer is not
+        begun. Raises ``CheckpointError`` after too many failures, ``UserError``, and as ``drain``."""
         self._counter.enter_stage(Stage.CHECKPOINTING)
         self.drain()
         if self._given_up_at:
@@ -202,20 +169,15 @@ class Checkpointer:
         return Outcome(self._failure)
 
     def drain(self) -> int:
-        """Wait for the save in progress to end. Return the number of failed saves in a row up to it; 0 if it has succeeded or no
-        save was in progress.
-
-        Raises ``CheckpointError`` if the save is stuck. Raises ``UserError`` if the ranks have saved different steps, or only
-        some of them have ended the job. An error of the saving thread that left no verdict is raised unchanged.
-        """
+        """Wait for the save in progress to end; return the number of failed saves in a row, 0 after a success or without a save.
+        Raises ``CheckpointError`` if the save is stuck, ``UserError`` if the ranks have saved different steps."""
         if self._save is None:
             return 0
         self._wait_for(self._save)
         return self._process_result()
 
     def wait_for_retention(self) -> None:
-        """Wait, at the end of an attempt, until older checkpoints are deleted and their deletion is reported. Wait for at most
-        ten seconds; the service deletes the rest."""
+        """Wait, for at most ten seconds, until older checkpoints are deleted and their deletion is reported."""
         end = time.monotonic() + _RETENTION_TIMEOUT
         while (
             self._retention_done is not None and not self._retention_done.wait(_TICK_SECONDS) and time.monotonic() < end
@@ -231,39 +193,29 @@ class Checkpointer:
 
     @property
     def is_overlapped(self) -> bool:
-        """True if saves may be copied concurrently with a step, once the audit is done (``wait_until_copied``). Otherwise
-        ``begin_save`` copies each before the next step."""
+        """True if saves may be copied concurrently with a step, once the audit is done (``wait_until_copied``)."""
         return self._overlapped
 
     @property
     def metric_step(self) -> int | None:
-        """The step of the checkpoint to which metrics logged now belong. It is that of the save in progress, else that of
-        ``last``.
-
-        None if that is the save before the first scheduled one, since no metric keeps that checkpoint.
-        """
+        """The step of the checkpoint to which metrics logged now belong; None for the save before the first scheduled one."""
         step = self.last.step if self._save is None else self._save.order.step
         return None if step == self._early_step else step
 
     def record_metrics(self, step: int, values: dict[str, float]) -> None:
-        """Record the values that rank 0 has logged, by name, for the checkpoint of ``step``: with ``checkpoint.keep_best`` they
-        decide which checkpoints are kept as the best."""
+        """Record the values that rank 0 has logged, by name, for the checkpoint of ``step`` (``checkpoint.keep_best``)."""
         self._committer.record_metrics(step, values)
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt, if there is one, as the job's last. First waits, for at most ten seconds,
-        until older ones are deleted. Every rank calls it; on ranks other than 0 it has no effect. Raises ``CheckpointError``."""
+        """Mark the newest checkpoint of this attempt as the job's last, after waiting for older ones to be deleted. Raises
+        ``CheckpointError``."""
         self.wait_for_retention()
         self._committer.finish()
 
     # --- parts ---------------------------------------------------------------------------------------------------------
 
     def _expected_seconds(self, capture_step_tensors: Callable[[], tuple[Snapshot, int]]) -> float | None:
-        """Return the expected seconds of the save before the first scheduled one, from earlier saves of this job or the disk's
-        speed.
-
-        Called on rank 0. None: this attempt has begun a save already, so the early one is not needed any more.
-        """
+        """Return the expected seconds of the save before the first scheduled one; None if a save has begun already."""
         if self._save_count:
             return None
         if self._early_seconds is None:
@@ -274,8 +226,7 @@ class Checkpointer:
         return self._early_seconds
 
     def _reason_not_to_save(self, remaining_seconds: float | None) -> str | None:
-        """Return why a save would end too late; None: it may begin, also if no duration or limit is known. Rank 0 decides, and
-        all ranks return the same."""
+        """Return why a save would end too late, None if it may begin; the same on all ranks."""
         text = None
         if self._schedule is not None and remaining_seconds is not None:
             takes = self._schedule.save_seconds() or self._launch.save_seconds or None
@@ -295,12 +246,8 @@ class Checkpointer:
         thorough: bool,
         concurrent: bool = False,
     ) -> None:
-        """Capture the state, copy what must be copied at the boundary, and hand the save over to the saving thread.
-
-        ``thorough``: the loop will wait for the save. ``concurrent``: the rest is copied concurrently with the next step. Raises
-        ``UserError`` for state that cannot be stored in any save. Another ``RatchetError``, an ``OSError`` or a ``MemoryError``
-        is not raised: it fails only this save.
-        """
+        """Capture the state, copy what must be copied at the boundary, and hand the save over. ``thorough``: the loop will wait
+        for it. Raises ``UserError`` for state that cannot be stored; most other errors fail only this save."""
         self._save_count += 1
         self._due.on_save_begin()
         order, begun = (
@@ -328,8 +275,7 @@ class Checkpointer:
         self._saver.submit(self._save)
 
     def _wait_for(self, save: Save) -> None:
-        """Wait until ``save`` has ended, and tick the step counter meanwhile. Raises ``CheckpointError`` if nothing has been
-        written for longer than any wait of a saving thread."""
+        """Wait until ``save`` has ended, and tick the step counter meanwhile. Raises ``CheckpointError`` if the save is stuck."""
         directory = JobPaths(Path(self._launch.job_root)).checkpoint(save.order.step, self._launch.attempt)
         limit = 3 * self._launch.deadlines.step + 120  # longer than any wait of a saving thread
         seen, deadline = (-1, 0), time.monotonic() + limit
@@ -345,12 +291,8 @@ class Checkpointer:
                 )
 
     def _process_result(self) -> int:
-        """Process the result of the save in progress if it has ended. Return the number of failed saves in a row up to it, or 0
-        if no save has ended.
-
-        Raises the error of the saving thread if there is no verdict, and ``UserError`` if the ranks have saved different steps or
-        only some of them have ended the job.
-        """
+        """Process the save in progress if it has ended; return the number of failed saves in a row, else 0. Raises the saving
+        thread's error, or ``UserError`` if the ranks have saved different steps."""
         save = self._save
         if save is None or not save.done.is_set():
             return 0
@@ -375,9 +317,8 @@ class Checkpointer:
         return failures
 
     def _prepare(self, step_tensors: Snapshot, private: int) -> None:
-        """After the attempt's first step: have the saving thread allocate memory for the copies, unless a save is in progress. If
-        saves may be overlapped, also begin the audit: the check that only ``optimizer.step()`` changes the parameters and the
-        optimizers' tensors. ``private``: bytes that this rank saves besides ``step_tensors``."""
+        """After the first step: prepare memory for the copies and, if saves may be overlapped, begin the ``Audit``. ``private``:
+        bytes besides ``step_tensors``."""
         slices = self._cuts.plan(step_tensors.sizes(), self._world_size)[self._rank]
         sources = self._lister.list_sources(step_tensors, slices)
         if self._save is None:
@@ -389,8 +330,7 @@ class Checkpointer:
             self._audit = Audit([*parameters.values(), *(s for s in sources.entries if s.name not in parameters)])
 
     def _end_audit(self, audit: Audit) -> None:
-        """End the audit; later saves may be copied concurrently with steps. But if a tensor has changed between two steps, report
-        that, and copy this rank's state before each step begins from now on."""
+        """End the audit. If a tensor has changed between two steps, copy this rank's state before each step from now on."""
         self._audit, self._audit_done = None, True
         name = audit.first_changed()
         if name is not None:
@@ -398,8 +338,7 @@ class Checkpointer:
             self._copy_before_steps(f"rank {self._rank}: {text}", note=True)
 
     def _copy_before_steps(self, reason: str, *, note: bool) -> None:
-        """From now on in this attempt, copy all of this rank's state before a step begins. ``note``: report ``reason`` if that is
-        a change."""
+        """From now on, copy all of this rank's state before a step begins. ``note``: report ``reason``."""
         if self._overlapped and note:
             text = (
                 f"{reason}. From now on the state is copied before a step begins, not concurrently (checkpoint.staging)"

@@ -1,9 +1,4 @@
-"""The buffer that copies are made in, kept from save to save.
-
-Its pages are allocated before the first save if there is time. To allocate fresh pages takes more than twice the time of the
-copy, and far more in a virtual machine whose host must find the memory first: 401 MB took 1.3 s there, and 0.06 s once the host
-had the memory.
-"""
+"""The buffer that copies are made in, kept from save to save. Allocating its pages can take longer than the copy."""
 
 from __future__ import annotations
 
@@ -20,8 +15,7 @@ _CHUNK_BYTES: Final = 2 << 20
 
 
 class StagingBuffer:
-    """The memory that copies are made in. ``pinned``: page-locked, for copies from a CUDA device. One save at a time uses it; any
-    thread may ``reserve`` it for the first save."""
+    """The memory that copies are made in. ``pinned``: page-locked, for copies from a CUDA device. One save at a time uses it."""
 
     def __init__(self, *, pinned: bool) -> None:
         self._pinned = pinned
@@ -31,11 +25,7 @@ class StagingBuffer:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate ``nbytes`` for the first save, and then their pages one after the other, until they are all allocated or a
-        save takes the buffer.
-
-        The copies of that save allocate the remaining pages. No effect once a save has taken the buffer. Raises ``MemoryError``.
-        """
+        """Allocate ``nbytes`` for the first save, and their pages as long as no save takes the buffer. Raises ``MemoryError``."""
         with self._lock:
             if not self._acquired:
                 self._ensure_size(nbytes)
@@ -43,8 +33,8 @@ class StagingBuffer:
             pass
 
     def acquire(self, nbytes: int) -> torch.Tensor:
-        """Return the buffer, with at least ``nbytes`` bytes, for a save. A larger one replaces it if needed; its contents are
-        then lost. Raises ``MemoryError``."""
+        """Return the buffer, with at least ``nbytes`` bytes, for a save. Its earlier contents may be lost. Raises
+        ``MemoryError``."""
         self._acquired = True  # before the lock, so that ``reserve`` stops touching the buffer
         with self._lock:
             self._ensure_size(nbytes)
@@ -62,8 +52,7 @@ class StagingBuffer:
         self._touched = nbytes if self._pinned else 0
 
     def _touch_next_pages(self) -> bool:
-        """Allocate the next pages by writing zeros to them. Return True if there may be more, False if all are allocated or a
-        save has taken the buffer."""
+        """Allocate the next pages. False if all are allocated or a save has taken the buffer."""
         with self._lock:
             part = self._buffer[self._touched : self._touched + _CHUNK_BYTES]
             if self._acquired or not part.numel():
@@ -80,13 +69,10 @@ def _pinned_pages(nbytes: int) -> torch.Tensor:
 
 
 def _pages(nbytes: int) -> torch.Tensor:
-    """Return ``nbytes`` of memory in whole pages, large ones if the system has them: a disk writes them in fewer pieces, and a
-    copy has fewer TLB misses.
-
-    Processes that this one forks (data loading workers) do not inherit the pages. Shared pages would be copied, one by one, when
-    the next save is copied into the buffer. Raises ``OSError``.
-    """
+    """Return ``nbytes`` of memory in whole pages, large ones if the system has them. Raises ``OSError``."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Large pages: a disk writes them in fewer pieces, and a copy has fewer TLB misses. Not inherited by forked processes: shared
+    # pages would be copied, one by one, at the next save.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with suppress(AttributeError, OSError):  # a system that lacks it
             memory.madvise(getattr(mmap, advice))

@@ -27,8 +27,7 @@ class Work:
         self._owner: int | None = None
 
     def take(self) -> Sequence[Move]:
-        """Return the next moves that no thread has taken, of at least ``BYTES_PER_TURN`` bytes if so many are left. Empty if none
-        is left or another thread has taken over."""
+        """Return the next moves, about ``BYTES_PER_TURN`` bytes; empty if none is left or another thread has taken over."""
         with self._lock:
             first, nbytes = self._next, 0
             if self._owner not in (None, threading.get_ident()):
@@ -60,8 +59,7 @@ class Work:
 
 
 def split_copy(number: int, nbytes: int, *, undivided: bool = False) -> Iterator[Move]:
-    """Yield the moves that copy the ``nbytes`` of source ``number``: several for a large one, so that two threads share it, or a
-    single one if ``undivided``."""
+    """Yield the moves that copy the ``nbytes`` of source ``number``: several for a large one, unless ``undivided``."""
     begin = 0
     while not undivided and nbytes - begin > 2 * BYTES_PER_TURN:
         yield Move(number, begin, begin + BYTES_PER_TURN)

@@ -1,11 +1,4 @@
-"""Lists the elements of live tensors that one rank copies and writes.
-
-``Audit`` is used once, before the first overlapped copy of an attempt: it detects whether anything but ``optimizer.step()``
-changes the parameters or the optimizers' tensors. Torch counts in-place changes of a tensor, but not those through
-``tensor.data``. So digests of these tensors are computed after an attempt's first step, and again when the next step is about to
-change them. If the two differ, the ``Checkpointer`` copies the state before a step begins, not concurrently with it. Code that
-changes these tensors only now and then is not noticed: that is what ``checkpoint.staging: blocking`` is for.
-"""
+"""Lists the elements of live tensors that one rank copies and writes."""
 
 from __future__ import annotations
 
@@ -22,7 +15,7 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Until, digest, flat
 
 
 class Source(NamedTuple):
-    """The elements ``start <= i < stop`` (row-major) of a live tensor, to be copied. ``name``: the stored name, with prefix.
+    """The elements ``start <= i < stop`` (row-major) of a live tensor, to be copied. ``name``: the stored name, with prefix;
     ``until``: how long the tensor stays unchanged."""
 
     name: str
@@ -37,11 +30,8 @@ class Source(NamedTuple):
 
 
 class Listed(Sequence[Source]):
-    """The sources of one save: its tensors, and the columns (``_Columns``) that stay the same from save to save.
-
-    All ``Source`` objects are created when the first one is read. ``tensors``, ``addresses`` and ``versions``: as in
-    ``LiveTensors``, in the sources' order.
-    """
+    """The sources of one save, as a sequence. ``tensors``, ``addresses`` and ``versions``: as in ``LiveTensors``, in the sources'
+    order."""
 
     def __init__(self, columns: _Columns, numbers: Sequence[int], shared: LiveTensors, private: LiveTensors) -> None:
         self.tensors = [shared.tensors[n] for n in numbers] + private.tensors
@@ -69,24 +59,21 @@ class Listed(Sequence[Source]):
 
 
 class Sources(NamedTuple):
-    """The sources of one save. ``layout_key``: to compare by identity. Two ``Sources`` with the same object have the same
-    names, ranges and kinds, and tensors of the same shapes, dtypes and order in memory. None: not known."""
+    """The sources of one save. Two ``Sources`` with the same ``layout_key`` object have the same layout; None: not known."""
 
     entries: Sequence[Source]
     layout_key: object = None
 
     @property
     def live_tensors(self) -> Listed | LiveTensors:
-        """The tensors of ``entries``, in the same order, with their addresses and counts of changes. If a ``Lister`` has made
-        ``entries``, these two are as of that moment, else as of now."""
+        """The tensors of ``entries``, in the same order, with their addresses and counts of changes."""
         if isinstance(self.entries, Listed):
             return self.entries
         return LiveTensors([source.name for source in self.entries], [source.tensor for source in self.entries])
 
 
 class Lister:
-    """Lists one rank's slices of the shared tensors and all of its private ones. Names and ranges are built again only if they
-    may have changed since the previous save."""
+    """Lists one rank's slices of the shared tensors and all of its private ones."""
 
     def __init__(self, rank: int) -> None:
         self._prefix = f"{RANK_PREFIX}{rank}/"
@@ -98,8 +85,7 @@ class Lister:
         self._layout_key = object()
 
     def list_sources(self, snapshot: Snapshot, slices: Sequence[Slice]) -> Sources:
-        """Return the sources of ``snapshot``: this rank's ``slices`` of the shared tensors, then all private ones. Pass the same
-        ``slices`` object as before if the slices are the same."""
+        """Return the sources of ``snapshot``: this rank's ``slices`` of the shared tensors, then all private ones."""
         until, sizes, shared = snapshot.until, snapshot.sizes(), snapshot.shared
         private = [(name, t.dtype, t.shape, until.get(name), is_row_major(t)) for name, t in snapshot.private.items()]
         if sizes is not self._sizes or slices is not self._slices or private != self._private:
@@ -128,8 +114,8 @@ _Columns = tuple[list[str], list[int], list[int], list[Until]]
 
 
 class Audit:
-    """Detects changes of tensors between two steps by digests of their elements. Create it at a step boundary, and call
-    ``first_changed`` before the next ``optimizer.step()``. Sources of other kinds than ``Until.STEP`` are left out."""
+    """Detects changes of tensors between two steps by digests, since torch does not count changes through ``tensor.data``. Create
+    it at a step boundary, and call ``first_changed`` before the next ``optimizer.step()``."""
 
     def __init__(self, sources: list[Source]) -> None:
         self._sources = [s for s in sources if s.until is Until.STEP]

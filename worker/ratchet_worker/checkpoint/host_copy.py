@@ -1,13 +1,6 @@
-"""Copies what one rank writes, while its tensors stay unchanged.
-
-Training continues after a step boundary. Large tensors may be copied until something changes them: the hook's state until the
-next backward pass calls the hook, parameters and the optimizer's tensors until the next ``optimizer.step()``. Buffers, which the
-forward pass changes, and all small tensors on the CPU are copied at the boundary.
-
-A tensor that changes earlier fails its save, not the training: torch counts in-place changes, and a resized storage usually has
-another address (``live_memory``). A storage that was freed and allocated again at the same address is not detected until code
-fills it. Changes through ``tensor.data``, which has its own counter, are not detected (see ``copy_sources.Audit``).
-"""
+"""Copies what one rank writes, while its tensors stay unchanged: the hook's state may be copied until the next backward pass
+calls the hook, large parameters and optimizer tensors until the next ``optimizer.step()``. A change that is detected fails the
+save, not the training."""
 
 from __future__ import annotations
 
@@ -46,11 +39,8 @@ _SMALL_BYTES: Final = 64 << 10
 
 
 class Staging:
-    """The host buffer of one rank. ``stage`` begins a copy of live tensors into it; only one copy is in progress at a time.
-
-    ``cores``: processor cores of this rank. With one, a thread that waits for a copy makes the rest of it alone. With more, the
-    saving thread continues to copy concurrently.
-    """
+    """The host buffer of one rank. ``stage`` begins a copy of live tensors into it, one at a time. ``cores``: processor cores of
+    this rank."""
 
     def __init__(self, device: torch.device, cores: int = 1) -> None:
         self._cores = cores
@@ -66,11 +56,8 @@ class Staging:
         self._staging_buffer.reserve(nbytes)
 
     def stage(self, sources: Sources) -> Staged:
-        """Copy the ``sources`` that are due at the boundary, and return an object that copies the others later.
-
-        Raises ``StateError`` for a dtype that cannot be stored and for a tensor without memory, ``MemoryError`` if the buffer
-        cannot be allocated.
-        """
+        """Copy the ``sources`` due at the boundary, and return an object that copies the others later. Raises ``StateError`` for
+        a tensor that cannot be stored, and ``MemoryError``."""
         layout = self.lay_out(sources)
         buffer = self._staging_buffer.acquire(layout.nbytes)
         staged = Staged(sources, layout, buffer, self._stream, self._cores, self._reader)
@@ -78,8 +65,7 @@ class Staging:
         return staged
 
     def lay_out(self, sources: Sources) -> _Layout:
-        """Return the layout of the copies of ``sources``; the previous one if their ``layout_key`` is the same. Raises
-        ``StateError`` for a dtype that cannot be stored."""
+        """Return the layout of the copies of ``sources``. Raises ``StateError`` for a dtype that cannot be stored."""
         if sources.layout_key is None or sources.layout_key is not self._layout_key:
             self._layout_key = None
             self._layout = _Layout(sources.entries, _SMALL_BYTES if self._stream is None else 0)
@@ -87,8 +73,7 @@ class Staging:
         return self._layout
 
     def reading_context(self) -> AbstractContextManager[Any]:
-        """Return a context in which a thread reads live tensors during training. On CUDA it makes the stream of the copies the
-        current one; on the CPU it does nothing."""
+        """Return a context for reading live tensors during training; on CUDA it sets the stream of the copies."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
 
@@ -98,12 +83,8 @@ def size_of(sources: Sources) -> int:
 
 
 class _Layout:
-    """The places of the copies in the buffer. They follow from the names, ranges, shapes and dtypes of the sources.
-
-    A source of fewer than ``small`` bytes is copied at the boundary, whatever its kind. ``places`` and ``row_major`` have one
-    entry per source, in the order of the sources. ``pieces`` is in file order. ``moves`` and ``numbers_by_until`` are by kind
-    (``Until``). The constructor raises ``StateError`` for a dtype that cannot be stored.
-    """
+    """The places of the copies in the buffer. ``small``: a source of fewer bytes is copied at the boundary. Raises ``StateError``
+    for a dtype that cannot be stored."""
 
     def __init__(self, sources: Sequence[Source], small: int) -> None:
         for source in sources:
@@ -140,27 +121,22 @@ class _Layout:
         self._targets: tuple[torch.Tensor, list[torch.Tensor]] | None = None
 
     def with_prefix(self, prefix: str) -> Mapping[str, _Place]:
-        """Return the places of sources whose names begin with ``prefix``, by the rest of the name. Only one thread may call this
-        at a time."""
+        """Return the places of sources whose names begin with ``prefix``, by the rest of the name. Not thread-safe."""
         if prefix not in self._by_prefix:
             found = zip(self._names, self.places, strict=True)
             self._by_prefix[prefix] = {name.removeprefix(prefix): at for name, at in found if name.startswith(prefix)}
         return self._by_prefix[prefix]
 
     def boundary_targets(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return a view of ``buffer`` for each source that is copied at the boundary. The view has the tensor's shape, or is flat
-        if only a part of the tensor is copied."""
+        """Return a view of ``buffer`` for each source that is copied at the boundary, flat for a part of a tensor."""
         if self._targets is None or self._targets[0] is not buffer:
             self._targets = buffer, [self.places[n].view_in(buffer) for n in self.numbers_by_until[Until.BOUNDARY]]
         return self._targets[1]
 
 
 class _Place(NamedTuple):
-    """The place of one copy in the buffer: byte ``offset`` and size ``nbytes``.
-
-    The first element of the copy is element ``start`` of the tensor. ``shape``: the tensor's if all of it is copied; None if
-    only a part is.
-    """
+    """The place of one copy in the buffer. ``start``: row-major index of its first element; ``shape``: the tensor's, None for a
+    part."""
 
     offset: int
     nbytes: int
@@ -169,17 +145,14 @@ class _Place(NamedTuple):
     shape: torch.Size | None
 
     def view_in(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the copy as a view of ``buffer``: in the tensor's shape, or flat if only a part of the tensor is copied."""
+        """Return the copy as a view of ``buffer``, flat if only a part of the tensor is copied."""
         flat = buffer[self.offset : self.offset + self.nbytes].view(self.dtype)
         return flat if self.shape is None else flat.view(self.shape)
 
 
 class Staged:
-    """Copies in progress of one save, made kind by kind (``Until``).
-
-    ``copy`` copies the tensors of one kind, in any thread. ``wait``, in another thread, waits until a kind is copied, and on the
-    CPU takes part in the copying. ``error``: set once a tensor has changed before it was copied, or could not be copied.
-    """
+    """Copies in progress of one save, made kind by kind (``Until``). ``error``: set if a tensor has changed too early or could
+    not be copied."""
 
     def __init__(
         self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int, reader: SafeReader
@@ -199,8 +172,7 @@ class Staged:
         self.error: StateError | None = None
 
     def copy_at_boundary(self) -> None:
-        """Copy the sources that are due at the boundary, in the loop's thread. Raises ``StateError`` for a tensor whose storage
-        was emptied."""
+        """Copy the sources that are due at the boundary. Raises ``StateError`` for a tensor whose storage was emptied."""
         numbers = self._layout.numbers_by_until[Until.BOUNDARY]
         for number in numbers:
             if not self._addresses[number] and is_freed(self._tensors[number]):
@@ -219,12 +191,8 @@ class Staged:
         self.wait(Until.BOUNDARY)
 
     def copy(self, until: Until, *, exclusive: bool = False, is_waiting: bool = False) -> None:
-        """Copy every source of the kind ``until`` that no other thread has taken. Sets ``error`` if one changed before it was
-        copied, or could not be copied.
-
-        ``until``: not ``Until.BOUNDARY``, which ``copy_at_boundary`` copies. ``exclusive``: other threads leave the rest to this
-        one. ``is_waiting``: the caller is the loop's thread, which runs no user code meanwhile.
-        """
+        """Copy every source of the kind ``until`` that no thread has taken. ``exclusive``: other threads leave the rest to this
+        one; ``is_waiting``: the caller is the loop's thread."""
         work = self._work[until]
         try:
             if exclusive:
@@ -244,22 +212,17 @@ class Staged:
             raise
 
     def _copy_if_awaited(self, move: Move, until: Until) -> bool:
-        """Make one copy directly if the loop's thread waits for the kind ``until``. Return True if it waits; otherwise nothing
-        was copied.
-
-        The loop's thread cannot leave ``wait`` before the copy is made, even if a signal handler raises there.
-        """
+        """Make one copy directly if the loop's thread waits for the kind ``until``; return False if it does not."""
         with self._direct_copy_lock:
+            # the loop's thread cannot leave ``wait`` before the copy is made, even if a signal handler raises there
             waited = until in self._awaited
             if waited:
                 self._copy_move(move, direct=True)
         return waited
 
     def _copy_move(self, move: Move, *, direct: bool) -> None:
-        """Make one copy. Sets ``error`` if the tensor has changed or lost its memory, or torch cannot copy it.
-
-        ``direct``: read the memory directly, since the loop's code, which could free it, does not run meanwhile.
-        """
+        """Make one copy; sets ``error`` if the tensor has changed. ``direct``: no code that could free the memory runs
+        meanwhile."""
         number, begin, end = move
         tensor, place = self._tensors[number], self._layout.places[number]
         lost = address(tensor) != self._addresses[number]
@@ -279,8 +242,8 @@ class Staged:
         self._check(number, is_lost=lost)
 
     def _check(self, number: int, *, is_lost: bool = False) -> None:
-        """Set ``error`` if the tensor with this number has changed since the boundary. ``is_lost``: its memory could not be read.
-        An earlier ``error`` stays."""
+        """Set ``error`` if the tensor with this number has changed since the boundary. ``is_lost``: its memory could not be
+        read."""
         tensor = self._tensors[number]
         if is_lost or address(tensor) != self._addresses[number]:
             self.error = self.error or resized_error(self._sources[number].name)
@@ -288,16 +251,14 @@ class Staged:
             self.error = self.error or changed_error(self._sources[number].name)
 
     def require_intact(self, until: Until) -> None:
-        """Raises ``StateError`` if a tensor of the kind ``until`` has changed since the boundary, or if ``error`` is set. Call it
-        before the loop may change tensors of this kind."""
+        """Raise ``StateError`` if a tensor of the kind ``until`` has changed since the boundary, or ``error`` is set."""
         for number in self._layout.numbers_by_until[until]:
             self._check(number)
         if self.error is not None:
             raise self.error
 
     def _memory_of(self, number: int) -> Bytes:
-        """Return the bytes of the source in the live tensor's memory, without a copy. Raises ``BufferError`` if the tensor has no
-        memory."""
+        """Return the bytes of the source in the live tensor's memory. Raises ``BufferError`` if the tensor has no memory."""
         if number not in self._memory:
             place = self._layout.places[number]
             begin = place.start * place.dtype.itemsize
@@ -305,11 +266,8 @@ class Staged:
         return self._memory[number]
 
     def finish(self) -> None:
-        """Copy what is not copied yet, and wait for what other threads are copying. Called in the saving thread.
-
-        Raises ``StateError`` if a tensor changed before it was copied or could not be copied, or if a thread that was copying was
-        interrupted.
-        """
+        """Copy what is not copied yet, and wait for other threads' copies. Raises ``StateError`` if a tensor changed too early or
+        was not copied."""
         for until in self._work:
             self.copy(until)
             self._copied[until].wait()
@@ -326,11 +284,8 @@ class Staged:
             copied.set()
 
     def wait(self, until: Until) -> None:
-        """Wait until tensors of the kind ``until`` are copied or the copies are abandoned (``abandon``): they may change then.
-
-        On the CPU, the calling thread takes part in the copying. On CUDA, the host waits only until the copies are queued, and
-        the current stream waits for the copies.
-        """
+        """Wait until tensors of the kind ``until`` are copied or the copies are abandoned. On CUDA, the host waits only until the
+        copies are queued."""
         copied = self._copied[until]
         if not copied.is_set():
             self._awaited.add(until)
@@ -346,10 +301,7 @@ class Staged:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
     def data_to_write(self) -> tuple[list[Piece], memoryview]:
-        """Return the pieces to write, and the bytes of all of them in file order. Call it when all kinds are copied.
-
-        The host waits for the device. The list of pieces is the same object as in an earlier save with the same ``layout_key``.
-        """
+        """Return the pieces to write, and all their bytes in file order. Call it when all kinds are copied."""
         for mark in self._events.values():
             mark.synchronize()
         return self._layout.pieces, byte_view(self._buffer[: self._layout.nbytes])
@@ -360,8 +312,7 @@ class Staged:
         return self._layout
 
     def ranges(self, prefix: str, slices: Iterable[Slice]) -> list[Range]:
-        """Return, for each of ``slices``, its byte range in the bytes to write. ``prefix``: begins the names of the sources, and
-        is missing in those of the slices."""
+        """Return the byte range of each of ``slices`` in the bytes to write. ``prefix``: what the sources' names begin with."""
         places = self._layout.with_prefix(prefix)
         ranges: list[Range] = []
         for name, start, stop in slices:
@@ -371,8 +322,7 @@ class Staged:
         return ranges
 
     def tensors(self, prefix: str) -> dict[str, torch.Tensor]:
-        """Return the copies of sources whose names begin with ``prefix``, by the rest of the name. They are flat views of the
-        buffer, in the tensors' dtypes."""
+        """Return the copies of sources whose names begin with ``prefix``, by the rest of the name, as flat views."""
         return {name: place.view_in(self._buffer).view(-1) for name, place in self._layout.with_prefix(prefix).items()}
 
     def _elements_to_copy(self, number: int) -> torch.Tensor:
@@ -383,8 +333,7 @@ class Staged:
         return tensor.contiguous().view(-1)[place.start : place.start + place.nbytes // place.dtype.itemsize]
 
     def _copy(self, number: int, tensor: torch.Tensor) -> None:
-        """Copy with torch: from another device, or if torch has to reorder or conjugate the elements. On CUDA the copy is only
-        queued. ``tensor``: the live tensor, or a private copy of it."""
+        """Copy a source with torch; on CUDA only queue the copy. ``tensor``: the live tensor, or a private copy."""
         place = self._layout.places[number]
         if place.nbytes:
             flat = tensor.detach().contiguous().view(-1)
@@ -393,11 +342,7 @@ class Staged:
 
     @contextmanager
     def _copy_stream(self, until: Until) -> Iterator[None]:
-        """In this block, on CUDA, the current stream is that of the copies, which runs concurrently with the caller's stream. On
-        the CPU, do nothing.
-
-        For copies at the boundary, the copies' stream first waits for all work that the caller's stream has queued.
-        """
+        """Context manager: on CUDA, make the copies' stream the current one, at the boundary after the caller's queued work."""
         if self._stream is None:
             yield
             return
@@ -408,8 +353,8 @@ class Staged:
 
 
 def _copy_bytes(memory: Bytes, target: Bytes, reader: SafeReader | None) -> None:
-    """Copy ``memory`` to ``target`` without the GIL. ``reader``: used if user code may free the memory meanwhile; it raises
-    ``BufferError`` then. None: read directly."""
+    """Copy ``memory`` to ``target`` without the GIL. ``reader``: raises ``BufferError`` if the memory is freed meanwhile; None:
+    read directly."""
     if reader is None:
         np.copyto(target, memory)
     else:

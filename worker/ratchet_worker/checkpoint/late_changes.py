@@ -1,10 +1,5 @@
-"""Detects what a script changes after ``checkpoint()`` in the same loop body. The undisturbed run has these changes, the
-checkpoint has not: the caller (``Runtime``) marks the checkpoint, and a resume from it is not exact. The step counter records
-that a body continues after ``checkpoint()``: if the process ends there, the attempt that resumes from the checkpoint marks it.
-
-The state is captured when ``checkpoint()`` has saved it, and again at the end of the body. Both captures are views: small tensors
-on the CPU are compared by value, the others by torch's count of in-place changes.
-"""
+"""Detects what a script changes after ``checkpoint()`` in the same loop body: the checkpoint lacks these changes, so a resume
+from it is not exact."""
 
 from __future__ import annotations
 
@@ -24,8 +19,7 @@ from ratchet_worker.state.snapshot import Snapshot, digest
 
 
 class LateChanges:
-    """Detects what changes on one rank after ``checkpoint()``. Create it when ``checkpoint()`` has saved ``step``: later states
-    are compared with the state at that moment."""
+    """Detects what changes on one rank after ``checkpoint()``. Create it when ``checkpoint()`` has saved ``step``."""
 
     def __init__(self, state: JobState, device: torch.device, step: int) -> None:
         self.step = step
@@ -34,8 +28,7 @@ class LateChanges:
         self._marks = _marks(self._snapshot)
 
     def changed_components(self) -> list[str]:
-        """Return the sorted names of the components that have changed since this object was created, except harmless ones
-        (``_harmless_components``). Captures the state again."""
+        """Return the sorted names of the components that have changed since this object was created, except harmless changes."""
         now = self._capture()
         marks = _marks(now)
         names = {
@@ -47,14 +40,13 @@ class LateChanges:
 
     @contextmanager
     def ignoring_evaluation(self) -> Iterator[None]:
-        """In this block, do not count changes of parameters and buffers that are undone by its end. The block runs an evaluation,
-        at whose end ``preserving_state`` puts values back; torch counts that as a change, so the values are compared. A change
-        that the evaluation leaves still counts, as do changes made before the block."""
+        """Context manager around an evaluation: changes of parameters and buffers that are undone by its end are not counted."""
         before = self._model_marks_and_digests()
         try:
             yield
         finally:
             for name, (mark, value) in self._model_marks_and_digests().items():
+                # ``preserving_state`` puts values back, which torch counts as a change
                 if before.get(name) == (self._marks.get(name), value):
                     self._marks[name] = mark
 
@@ -75,15 +67,13 @@ class LateChanges:
             return self._state.capture()
 
     def _harmless_components(self) -> set[str]:
-        """Return the components whose changes have no effect: the buffers of other ranks than 0, if DDP broadcasts rank 0's
-        before every forward pass."""
+        """Return the components whose changes have no effect: buffers that DDP replaces by rank 0's before each forward pass."""
         ddp = self._state.require_wrapped()[0]
         return {"buffers"} if ddp.broadcast_buffers and self._state.rank != 0 else set()
 
 
 def late_change_message(step: int, names: Sequence[str]) -> str:
-    """Return the message for the user about changes after ``checkpoint()``: what the checkpoint of ``step`` lacks, and what to
-    do. ``names``: the changed components."""
+    """Return the message for the user about changes after ``checkpoint()``. ``names``: the changed components."""
     return (
         f"{', '.join(name.removeprefix('user:') for name in names)} changed after checkpoint() in the same loop body, so the "
         f"checkpoint of step {step} lacks it: call checkpoint() last"
@@ -91,8 +81,8 @@ def late_change_message(step: int, names: Sequence[str]) -> str:
 
 
 def early_checkpoint_message(step: int, names: Sequence[str]) -> str:
-    """Return the message for a ``checkpoint()`` that is called after the beginning of a loop body and before the step's work.
-    ``names``: components that had advanced already."""
+    """Return the message for a ``checkpoint()`` that is called when the next step has begun. ``names``: components that had
+    advanced."""
     moved = ", ".join(name.removeprefix("user:") for name in names)
     return (
         f"checkpoint() saved step {step} when the next one had begun: {moved} had advanced. A resume does the body again, and "
@@ -109,16 +99,14 @@ def unfinished_body_message(step: int, attempt: int) -> str:
 
 
 def _marks(snapshot: Snapshot) -> dict[str, Any]:
-    """Return, by name, a value for each tensor of ``snapshot`` that differs once the tensor has changed (``_mark``). For a shared
-    tensor it includes the address, so that another tensor in its place counts as a change."""
+    """Return, by name, a value for each tensor of ``snapshot`` that differs once the tensor has changed."""
     tensors: Mapping[str, torch.Tensor] = snapshot.shared
     found = {name: (address(tensor), _mark(tensor)) for name, tensor in tensors.items()}
     return {**found, **{name: _mark(tensor) for name, tensor in snapshot.private.items()}}
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Return the ``_digest`` of a tensor. If it is large or not on the CPU: shape and dtype with torch's count of in-place
-    changes."""
+    """Return a value that differs once the tensor has changed: a digest, or torch's count of in-place changes."""
     if tensor.is_cpu and tensor.nbytes <= SMALL:
         return _digest(tensor)
     return tensor.shape, tensor.dtype, version_of(tensor)

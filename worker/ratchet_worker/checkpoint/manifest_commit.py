@@ -1,5 +1,4 @@
-"""Rank 0's part of a save: collect all reports, check that replicas are equal, commit the manifest, delete older checkpoints. It
-runs in the saving thread; if training continues meanwhile, the deletion runs in a thread of its own (``saver_thread``)."""
+"""Rank 0's part of a save: collect all reports, check that replicas are equal, commit the manifest, delete older checkpoints."""
 
 from __future__ import annotations
 
@@ -28,9 +27,8 @@ from ratchet_worker.state.environment import NOT_EXACT
 
 @dataclass(frozen=True)
 class Order:
-    """The facts of a save that all ranks know. ``number``: counts the saves of this attempt, from 1. ``finished``: the job has
-    ended at ``step``. ``started_at``: monotonic seconds of this host. ``concurrent``: the state is copied and compared
-    concurrently with the next step."""
+    """The facts of a save. ``number``: counts the attempt's saves from 1; ``finished``: the job ends at ``step``; ``concurrent``:
+    the state is copied during the next step."""
 
     number: int
     step: int
@@ -60,8 +58,8 @@ tensor that differs between ranks (null: they have different sets of tensors), w
 
 
 class Committer:
-    """Commits the checkpoints of one attempt, on rank 0. ``last``: the newest committed one; before there is one, what the
-    attempt started from (a ``Base`` without attempt and digest: from scratch)."""
+    """Commits the checkpoints of one attempt, on rank 0. ``last``: the newest committed one, or else what the attempt started
+    from."""
 
     def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter
@@ -75,12 +73,8 @@ class Committer:
         self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and the seconds it took
 
     def decide(self, order: Order, content: Content | None, stall: float) -> Verdict:
-        """Wait for all ranks' reports on a save, check that they are free of errors and agree, and commit its manifest. Return
-        the verdict, with the error if nothing was committed. Nothing is committed either if the attempt is fenced.
-
-        The wait continues as long as files are being written. ``content`` None: rank 0 itself has failed. ``stall``: seconds
-        that the loop has waited. Called in the saving thread.
-        """
+        """Wait for all ranks' reports on a save, check that they agree, commit its manifest, and return the verdict. ``content``
+        None: rank 0 itself has failed; ``stall``: seconds that the loop has waited."""
         directory = self._job.checkpoint(order.step, self._launch.attempt)
         try:
             reports_with_listings = self._exchange.collect_with_attachments(
@@ -126,11 +120,8 @@ class Committer:
         return {"error": None, "base": manifest.base.model_dump()}
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt, on disk, as the job's last, and report it: a resume from it has nothing
-        left to do.
-
-        No effect if the attempt has committed none, or it is marked already. Raises ``CheckpointError``.
-        """
+        """Mark the newest checkpoint of this attempt, on the disk, as the job's last, and report it. Raises
+        ``CheckpointError``."""
         if self._committed is None or self._committed[0].finished:
             return
         manifest, seconds = self._committed
@@ -140,16 +131,12 @@ class Committer:
         self._reporter.report_committed(*self._committed)
 
     def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record, in memory, the metrics ``values``, by name, that were logged at ``step``, for the retention by
-        ``checkpoint.keep_best``. Any thread may call it."""
+        """Record the metrics ``values``, by name, that were logged at ``step`` (``checkpoint.keep_best``). Any thread may call
+        it."""
         self._keeper.record_metric(step, values)
 
     def retain(self) -> None:
-        """Delete the checkpoints that no retention rule keeps, and report each deletion. Call it after a commit; no effect
-        before the first one.
-
-        A failure to delete is reported as a note: it costs disk space, not the checkpoint.
-        """
+        """Delete the checkpoints that no retention rule keeps, and report each deletion. A failure to delete becomes a note."""
         if self._committed is None:
             return
         deleted, notes = self._keeper.on_committed(self._committed[0])
@@ -198,12 +185,8 @@ class Committer:
         writer_digests: Sequence[Sequence[str]],
         other_digests: Sequence[Mapping[str, Sequence[str]]],
     ) -> tuple[str, str | None] | None:
-        """Return a message about the first tensor that differs between ranks, and its name; None if no digest differs. A save
-        that is not thorough may have digests of some parts only.
-
-        The name is None if the ranks hold different sets of tensors. ``writer_digests``: by part, digests of its slices from the
-        rank that writes it. ``other_digests``: by rank, its digests of parts that other ranks write.
-        """
+        """Return a message about the first tensor that differs between ranks, and its name; None if none differs. The name is
+        None for different sets of tensors."""
         other_tensors = f"{DIVERGED}: the ranks hold different sets of tensors; nothing was saved", None
         if len(writer_digests) != content.parts:
             return other_tensors
@@ -233,15 +216,13 @@ class Committer:
 
 
 class _Listings:
-    """The lists of tensors in the ranks' reports. A rank's list is parsed again only if it differs from that rank's previous
-    one."""
+    """The lists of tensors in the ranks' reports; unchanged ones are not parsed again."""
 
     def __init__(self) -> None:
         self._cache: dict[int, tuple[bytes, list[TensorEntry]]] = {}
 
     def parse(self, texts: Sequence[bytes]) -> list[TensorEntry]:
-        """Return the entries of all ranks' lists, in rank order. Entries of unchanged lists are the same objects as the last
-        time."""
+        """Return the entries of all ranks' lists, in rank order."""
         for rank, text in enumerate(texts):
             if rank not in self._cache or self._cache[rank][0] != text:
                 self._cache[rank] = text, parse_entries(text)
@@ -249,12 +230,8 @@ class _Listings:
 
 
 def write_progress(directory: Path) -> tuple[int, int]:
-    """Return two numbers that show the progress of a save: sizes plus allocated bytes of the files in ``directory``, and the
-    number of their pages that are not on the disk yet.
-
-    While a save progresses, the first number grows (also if a block is written before an existing one, so that no size changes)
-    or the second shrinks. Both are 0 if the directory cannot be read.
-    """
+    """Return two numbers that show a save's progress in ``directory``: the first (bytes of its files) grows, or the second (pages
+    not on the disk yet) shrinks."""
     try:
         paths = list(directory.iterdir())
         found = [path.stat() for path in paths]

@@ -1,12 +1,5 @@
-"""One rank's part of a save, from copying its tensors on: its file, its report, and digests of those
-parts of its replica that other ranks write.
-
-The heavy work (memory copies, XXH3, write, fsync) runs without the GIL, so a separate process would gain nothing. During training
-it runs in threads that leave most of the processor to the threads that train. While the loop waits for the save, the saving
-thread does this work itself or takes part in it.
-
-``Disk`` checks that checkpoints are still written to the disk that the attempt found.
-"""
+"""One rank's part of a save: its file, its report, and digests of parts of its replica that other ranks write. The work during
+training leaves most of the processor to training."""
 
 from __future__ import annotations
 
@@ -37,11 +30,7 @@ from ratchet_worker.state.live_memory import SafeReader
 
 
 class Disk:
-    """Detects that ``directory`` is on another file system than when this object was created.
-
-    If a file system is unmounted during training (``umount -l``), the directory below the mount point would receive the files,
-    on another disk, where no resume looks for them.
-    """
+    """Detects that ``directory`` is on another file system than when this object was created, for example after ``umount -l``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -50,8 +39,8 @@ class Disk:
             self._device = device_number(directory)
 
     def check_same_device(self) -> None:
-        """Raises ``CheckpointError`` if the directory is on another file system now, ``OSError`` if the file system cannot be
-        determined. If it could not be determined before, the present one counts from now on."""
+        """Raise ``CheckpointError`` if the directory is on another file system now, ``OSError`` if the file system cannot be
+        determined."""
         found = device_number(self._directory)
         if self._device is None:
             self._device = found
@@ -83,16 +72,14 @@ machine whose processors are all busy they might never finish."""
 
 
 class _Looked(NamedTuple):
-    """What a rank has found out about a save. ``digests``: by part number, the digests of the parts that other ranks write.
-    ``summary``: the hook's."""
+    """Digests of the parts that other ranks write, by part number, and the hook's summary."""
 
     digests: dict[int, list[str]]
     summary: HookSummary
 
 
 class _Own(NamedTuple):
-    """The parts that this rank writes, and the byte ranges of their slices in its file. Both follow from ``layout_key`` and
-    ``plan``."""
+    """The parts that this rank writes, and the byte ranges of their slices in the data of its file."""
 
     layout_key: object
     plan: object
@@ -106,8 +93,7 @@ class _Own(NamedTuple):
 
 
 class RankPart:
-    """One rank's part of each save: it finishes the copy, computes the digests by which rank 0 compares replicas, and writes the
-    rank's file. The constructor starts three threads."""
+    """One rank's part of each save: finishing the copy, digests for comparing replicas, and the rank's file."""
 
     def __init__(self, job: JobPaths, attempt: int, rank: int, world_size: int, staging: Staging) -> None:
         self._job, self._attempt, self._rank, self._world_size = job, attempt, rank, world_size
@@ -126,12 +112,8 @@ class RankPart:
         return self._job.checkpoint(save.order.step, self._attempt)
 
     def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
-        """Finish the copy, compute the digests by which rank 0 compares replicas, write this rank's file, and report the hook's
-        summary. Return the rank's report for rank 0, and the list of its tensors as JSON text.
-
-        If the rank has nothing to write, the report has only the reason (``error``), and the list is empty. Called in the saving
-        thread; blocks until the file is on the disk. Raises any error of the work, which fails only this save.
-        """
+        """Finish the copy, write this rank's file, and compute digests for comparing replicas. Returns the report for rank 0, and
+        the rank's tensors as JSON text. Blocks until the file is on the disk."""
         content, staged = save.content, save.staged
         if content is None or staged is None:
             return {"error": save.error}, ""
@@ -172,8 +154,7 @@ class RankPart:
         return report, written.tensors_json
 
     def _begin_write(self, save: Save, staged: Staged, content: Content, own: _Own) -> Call[Written]:
-        """Begin to write this rank's file in another thread, after the previous save's deletions. Return the call, whose result
-        is what was written."""
+        """Begin to write this rank's file in another thread, after the previous save's deletions, and return the call."""
         pieces, data = staged.data_to_write()
 
         def write() -> Written:
@@ -192,11 +173,8 @@ class RankPart:
     def _compare_and_summarize(
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
     ) -> _Looked:
-        """Return the digests of the parts that other ranks write, and the hook's summary.
-
-        ``digests``: computed already; None: compute them now. Releases a loop that waits for the live tensors as soon as the
-        digests are computed, also after an error.
-        """
+        """Return the digests of the parts that other ranks write, and the hook's summary. Releases a loop that waits for the live
+        tensors."""
         try:
             digests = self._compare(save, content) if digests is None else digests
         finally:
@@ -204,8 +182,7 @@ class RankPart:
         return _Looked(digests, self._summary(content, staged))
 
     def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:
-        """Return digests, by part, of the parts that other ranks write, from the live tensors while these stay unchanged. If
-        the loop waits, it stops after a minimum of parts, unless the save is ``thorough``. Empty if nothing is shared."""
+        """Return digests, by part, of parts that other ranks write, from the live tensors; only of some if the loop waits."""
         if not content.parts:
             return {}
         sizes = content.snapshot.sizes()

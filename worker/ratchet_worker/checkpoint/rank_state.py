@@ -58,8 +58,7 @@ _BUILT_IN_COMPONENTS: Final = frozenset({
 
 
 def _advice(path: str) -> str:
-    """Return advice, in sentences for the user, about a change that no checkpoint holds. ``path``: a variable of a module
-    (``train:BEST``) or an attribute."""
+    """Return advice for the user about a change that no checkpoint holds. ``path``: an attribute, or a module's variable."""
     name = path.rpartition(":")[2]
     kept = f"{name}=..." if ":" in path and name.isidentifier() else "..."
     cure = f"Keep it in an object, kept = session.keep({kept}), or in the model's state_dict"
@@ -69,13 +68,11 @@ def _advice(path: str) -> str:
 
 
 class JobState:
-    """The registered objects of one rank, and the capture and restore of their state. ``ddp`` and ``hook`` are None until
-    ``set_model``."""
+    """The registered objects of one rank, and the capture and restore of their state."""
 
     def __init__(self, rank: int, device: torch.device, *, code: Path | None = None, strict: bool = False) -> None:
         """``code``: the directory of the job's own modules. ``strict``: a save raises ``UserError`` for a change outside of
-        ``state_dict`` that cannot be stored. If not ``strict``, the save leaves such a change out, and the report of a resume
-        names it."""
+        ``state_dict`` that cannot be stored."""
         self.rank, self._device, self._strict = rank, device, strict
         self.ddp: ManagedDDP | None = None
         self.hook: ManagedHook | None = None
@@ -93,13 +90,13 @@ class JobState:
         self.start = Start({}, {})  # the model's
 
     def set_model(self, ddp: ManagedDDP, hook: ManagedHook) -> None:
-        """Set the wrapped model and its hook. The model as it is now is what later captures compare with to find its changes."""
+        """Set the wrapped model and its hook. Later captures look for changes since this moment."""
         self.ddp, self.hook, self._origin = ddp, hook, module_baseline.origin(ddp.module)
         self._walk = None
 
     def register(self, component: str, item: Any) -> None:
-        """Add one object under a component's name; ``data`` is the name of the training data. Raises ``UserError`` for an invalid
-        or used name, for an object whose state cannot be restored, and for a DDP model, which ``wrap`` registers."""
+        """Add one object under a component's name, ``data`` for the training data. Raises ``UserError`` for an unusable name or
+        object."""
         if not component or "/" in component:
             raise UserError(
                 f"{component!r} is not a valid name of a registered object: it must not be empty or have a slash"
@@ -126,13 +123,13 @@ class JobState:
             self.stateful[component] = _as_stateful(component, item)
 
     def check_parameters_unchanged(self) -> None:
-        """Raises ``UserError`` for a parameter that was added, removed, replaced or unfrozen after the model was wrapped.
-        Looks at this rank's model only."""
+        """Raise ``UserError`` if a parameter of this rank's model was added, removed, replaced or unfrozen after the model was
+        wrapped."""
         module_baseline.check_parameters_unchanged(self._updated_walk(self.require_wrapped()[0].module), self._origin)
 
     def check_parameters_covered(self) -> None:
-        """Raises ``UserError`` if a registered optimizer has a parameter that is neither in the model nor in the state of a
-        registered object: it would not be saved. Calls ``state_dict()`` of all registered objects but optimizers and data."""
+        """Raise ``UserError`` if a registered optimizer has a parameter that would not be saved. Calls ``state_dict()`` of
+        registered objects."""
         names, held = (
             self._parameter_names(),
             {p for item in self.stateful.values() for p in tensor_addresses(item.state_dict())},
@@ -149,18 +146,9 @@ class JobState:
     # --- capture -------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Snapshot:
-        """Return this rank's current state as views of live tensors, not copies. ``Snapshot.until`` says how long each of them
-        stays unchanged.
-
-        The first call may be a collective, since the hook may let DDP rebuild its buckets, so all ranks must make it. From the
-        beginning of an evaluation between two steps until the next step, the copy that ``on_evaluation_begin`` has made is
-        returned for registered objects other than optimizers and data, and for state outside of ``state_dict``. If the job is not
-        ``strict``, state outside of ``state_dict`` that cannot be stored is left out.
-
-        Raises ``HookStateError`` if the hook's state cannot be stored, ``UserError`` if other state cannot be encoded, and for a
-        parameter that was added, removed, replaced or unfrozen after the model was wrapped. Raises ``RuntimeError`` inside a
-        backward pass.
-        """
+        """Return this rank's state as views of live tensors; ``Snapshot.until`` says how long each stays unchanged. The first
+        call may be a collective, so all ranks must make it. Raises ``HookStateError`` or ``UserError`` for state that cannot be
+        stored, ``RuntimeError`` inside a backward pass."""
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
         out = Snapshot()
@@ -194,12 +182,8 @@ class JobState:
         return out
 
     def on_evaluation_begin(self) -> None:
-        """Copy, between two steps, the state that an evaluation may change (a metric's sums, a module's own generator): that of
-        registered objects other than optimizers and data, and the state outside of ``state_dict``.
-
-        Saves until ``on_step_begin`` contain this copy, not the later state, since a resume from such a save runs the evaluation
-        again. No effect if a copy exists already.
-        """
+        """Copy the state that an evaluation may change: saves until ``on_step_begin`` contain this copy, since a resume from them
+        evaluates again."""
         if self._before_evaluation is None:
             own = self._capture_own()
             own.private = {name: tensor.detach().clone() for name, tensor in own.private.items()}
@@ -210,9 +194,8 @@ class JobState:
         self._before_evaluation = None
 
     def require_storable(self) -> None:
-        """Raises ``UserError`` if a save could not store the parameters, the buffers, the state of a registered object or, under
-        ``strict``, a change outside of ``state_dict``. The hook's state is not checked. Calls ``state_dict()`` of the registered
-        objects, and afterwards sets the random generators back to their state before."""
+        """Raise ``UserError`` if a save could not store parameters, buffers or registered objects. Calls ``state_dict()`` of the
+        objects."""
         out = self.capture_step_tensors()
         buffers = ((f"buffers/{name}", buffer) for name, buffer in self.require_wrapped()[0].module.named_buffers())
         for name, tensor in (*out.shared.items(), *out.private.items(), *buffers):
@@ -229,19 +212,16 @@ class JobState:
             self._add_hidden(out)
 
     def begin(self) -> None:
-        """Record the beginning of training. Call it when everything is registered and as the script has built it, before the
-        first step."""
+        """Record the beginning of training. Call it when everything is registered, before the first step."""
         self.start = replica_divergence.record_start(self.require_wrapped()[0].module)
         self.hidden.begin(self._roots())
 
     def note_built(self, *, undo: bool) -> None:
-        """Note the registered objects as the script has built them; see ``HiddenState.note_built``. Call it before hooks of the
-        script run, which is before ``begin``. Call it again when further objects are registered or the data are replaced."""
+        """Note the registered objects as the script has built them. Call it before hooks of the script run."""
         self.hidden.note_built(self._roots(), undo=undo)
 
     def _roots(self) -> Roots:
-        """Return the roots of the object walk: everything registered, in the region to which it belongs. Calls the
-        ``state_dict()`` of user classes, and sets the random generators back."""
+        """Return the roots of the object walk: everything registered, by region. Calls ``state_dict()`` of user classes."""
         ddp, _ = self.require_wrapped()
         data, generators = self.data, data_generators.for_data(self.data)
         own = {
@@ -269,8 +249,8 @@ class JobState:
         return Roots(own, registered, _functions_of(schedulers), spoken)
 
     def _add_hidden(self, out: Snapshot) -> None:
-        """Add the changes outside of ``state_dict`` to ``out``. Raises ``UserError`` if the job is ``strict`` and one of them
-        cannot be stored."""
+        """Add the changes outside of ``state_dict`` to ``out``. Under ``strict``, raises ``UserError`` if one cannot be
+        stored."""
         changes = self.hidden.changes()
         if changes.unsaved and self._strict:
             raise UserError(
@@ -303,8 +283,7 @@ class JobState:
         return self.capture_step_tensors(), buffers + int(residuals) * parameters * 5 // 4 + (1 << 20)
 
     def shared_digests(self, parts: int, threads: int) -> list[str]:
-        """Return one digest per part of the tensors that are equal on all ranks, cut into ``parts`` as in a checkpoint made now.
-        Empty if there are no such tensors. On the CPU, up to ``threads`` threads compute a part each."""
+        """Return one digest per part of the tensors that are equal on all ranks, cut as in a checkpoint made now."""
         out = self.capture_step_tensors()
         plan = replica_digests.plan_parts(out.sizes(), parts) if out.shared else []
 
@@ -316,12 +295,8 @@ class JobState:
     # --- restore -------------------------------------------------------------------------------------------------------
 
     def restore(self, saved: Snapshot, transfer: StateTransfer) -> list[ComponentReport]:
-        """Restore ``saved``, the state that the same rank of a group of the same size has saved. It is restored bit for bit,
-        except for what ``transfer`` changes and what the reports name as not exact or absent.
-
-        Return the reports on the restored components, exact ones included, and on what is missing. Raises ``UserError`` if an
-        object does not accept its state.
-        """
+        """Restore ``saved``, which the same rank of a group of the same size has saved; return the reports on the components.
+        Raises ``UserError`` if an object rejects its state."""
         reports = self._restore_common(saved, "exact", None, transfer)
         if self.data is not None and "data" in saved.state:
             states = saved.value(_GENERATORS) if _GENERATORS in saved.state else {}
@@ -333,12 +308,9 @@ class JobState:
     def restore_resized(
         self, own: Snapshot, old: Sequence[Snapshot], seed: int, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore, as far as possible, the state that a group of another number of ranks, ``len(old)``, has saved.
-
-        ``own``: the state of the old rank from which this rank takes private state. ``old``: data and hook of all old ranks, in
-        rank order. The random generators are seeded from ``seed`` and the rank. Return the reports on the restored components and
-        on what is missing. Raises ``UserError`` if an object does not accept its state.
-        """
+        """Restore, as far as possible, what a group of ``len(old)`` ranks has saved; return the reports. ``own``: the state of
+        the old rank whose private state this rank takes; ``old``: data and hook of all old ranks. Generators are seeded from
+        ``seed`` and the rank."""
         reason = f"the group had {pluralize(len(old), 'rank')}; this is the state of one of them"
         reports = self._restore_common(own, "redistributed", reason, transfer)
         if self.data is not None and "data" in own.state:
@@ -351,13 +323,8 @@ class JobState:
     def _restore_common(
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore model, buffers, optimizers, other registered objects and state outside of ``state_dict``. Return their reports,
-        and those on what is missing.
-
-        ``status``, ``reason``: those of the reports on state that each rank has for itself (buffers, other registered objects,
-        state outside of ``state_dict``), unless such a report is ``not-exact``. Reports on the model and the optimizers say
-        ``exact``. If several replicas became one, ``transfer`` has another status and reason for some components.
-        """
+        """Restore everything but data, hook and generators; return the reports. ``status`` and ``reason``: for exact reports on
+        state that each rank has for itself."""
         ddp = self.require_wrapped()[0]
         module = ddp.module
         if _DDP in saved.state:  # older checkpoints have none
@@ -382,9 +349,7 @@ class JobState:
         return reports + self._report_unsaved(saved) + self._report_absent(saved)
 
     def _restore_hidden(self, saved: Snapshot) -> list[ComponentReport]:
-        """Restore the state outside of ``state_dict``, and return a list with a report of it. The report is ``not-exact`` if an
-        object could not be put into the saved state. The list is empty if the checkpoint stores no such state and nothing else is
-        to be reported."""
+        """Restore the state outside of ``state_dict``; return a list with a report, empty if there is nothing to report."""
         if _HIDDEN not in saved.state:
             return []
         tensors, data = saved.encoded(_HIDDEN)
@@ -399,8 +364,7 @@ class JobState:
         return reports if found["stored"] else []
 
     def _adapt_to_averaging(self, report: ComponentReport, transfer: StateTransfer) -> ComponentReport:
-        """Return ``report``, with another status and reason if its component was averaged, or kept per rank, when several
-        replicas became one."""
+        """Return ``report``, changed if its component was averaged, or kept per rank, when several replicas became one."""
         component = report.component
         if component in transfer.averaged:
             return self._report(component, "redistributed", transfer.averaged[component])
@@ -412,8 +376,7 @@ class JobState:
         return self._report(component, report.status, f"{report.reason}; {why}")
 
     def _report_unsaved(self, saved: Snapshot) -> list[ComponentReport]:
-        """Return reports about what training changed and the checkpoint does not have: state that cannot be saved, and that a
-        buffer shares the memory of another tensor. Sets ``unmatched_ignores``."""
+        """Return reports about what training changed and the checkpoint does not have. Sets ``unmatched_ignores``."""
         modules, reasons = saved.value("modules"), []
         if names := modules.get("parted", []):
             reasons.append(
@@ -429,8 +392,8 @@ class JobState:
         return reports
 
     def _report_absent(self, saved: Snapshot) -> list[ComponentReport]:
-        """Return a report of status ``absent`` for each registered component that only the checkpoint or only this rank has.
-        Objects without ``state_dict`` (``plain``) are left out: their state is a part of that outside of ``state_dict``."""
+        """Return a report of status ``absent`` for each component that only the checkpoint or only this rank has. Objects without
+        ``state_dict`` are left out."""
         here = {*self.optimizers, *self.stateful, *(["data"] if self.data is not None else [])}
         there = set(saved.state) - _BUILT_IN_COMPONENTS
         lost = [
@@ -452,9 +415,8 @@ class JobState:
     def _restore_data(
         self, load: Callable[[TrainData], None], generators: dict[str, Any] | None = None
     ) -> ComponentReport:
-        """Restore the position in the data by ``load``, and the data's own ``generators``, if given; return the report. Data that
-        have a method ``reach`` then move to that position. The report is ``not-exact`` if the data cannot report an exact
-        position, or a generator was not restored."""
+        """Restore the position in the data by ``load``, and the data's own ``generators``. The report is ``not-exact`` if either
+        could not be restored exactly."""
         assert self.data is not None
         data: TrainData = self.data
         lost: list[str] = []
@@ -468,9 +430,8 @@ class JobState:
         return self._report("data", "not-exact" if lost else "exact", "; ".join(lost) or None)
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
-        """Continue the data after a change of the number of ranks; return the report. ``states``: those of all old ranks. Data
-        without ``load_resized`` are reported as reset: a ``SamplerPosition`` or ``StreamPosition`` begins its epoch again, other
-        data keep their initial position."""
+        """Continue the data after a change of the number of ranks. ``states``: those of all old ranks. Data without
+        ``load_resized`` are reported as reset."""
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
@@ -488,12 +449,8 @@ class JobState:
         return report if report.status == "not-exact" else self._report("data", "redistributed", reason)
 
     def _load_component(self, component: str, load: Callable[[], Any]) -> ComponentReport:
-        """Run ``load``, and return a report of status ``exact`` for ``component``.
-
-        Raises ``UserError`` if the object does not accept the recorded state, since another attempt would fail, too. This is so
-        if ``load`` raises ``StateError`` or a usual error of user code (``ValueError``, ``KeyError``, ``RuntimeError`` ...). An
-        error of the device, and any other error, is raised unchanged.
-        """
+        """Run ``load``, and return a report of status ``exact``. Raises ``UserError`` if the object does not accept the recorded
+        state."""
         try:
             load()
         except (torch.OutOfMemoryError, torch.AcceleratorError):  # the device's fault: another attempt may succeed
@@ -511,20 +468,19 @@ class JobState:
         return ComponentReport(component=component, rank=self.rank, status=status, reason=reason)
 
     def group_components(self) -> list[str]:
-        """Return the names of registered schedulers and gradient scalers, by their class or by the name ``scheduler`` or
-        ``scaler``. They control all ranks alike, unlike the user's own objects, which may differ per rank."""
+        """Return the names of registered schedulers and gradient scalers, which control all ranks alike."""
         kinds = (torch.amp.GradScaler, LRScheduler)
         return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
 
     def user_components(self) -> list[str]:
-        """Return the names of the registered objects with a ``state_dict`` that are no optimizer, data or ``group_components``.
-        Generators are left out, since their draws differ per rank, whether replicas are equal or not."""
+        """Return the names of registered objects with a ``state_dict`` that are no optimizer, data, generator or
+        ``group_components``."""
         group = self.group_components()
         return [c for c, item in self.stateful.items() if c not in group and not isinstance(item, rng.GeneratorState)]
 
     def control_states(self) -> dict[str, Any]:
-        """Return, by component, copies of the states of schedulers and gradient scalers, and of the optimizers' hyperparameters
-        such as learning rates."""
+        """Return, by component, copies of the states of schedulers and gradient scalers, and of the optimizers'
+        hyperparameters."""
         return {
             **{component: copy.deepcopy(_state_of(self.stateful[component])) for component in self.group_components()},
             **{
@@ -572,8 +528,7 @@ def _hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _state_of(item: Stateful) -> Any:
-    """Return the ``state_dict`` of ``item``. For a scheduler, the functions that it calls are left out, since the code creates
-    them again."""
+    """Return the ``state_dict`` of ``item``; for a scheduler, without the functions that it calls."""
     state = item.state_dict()
     return _without_functions(state) if isinstance(item, LRScheduler) else state
 
@@ -584,8 +539,7 @@ def _load(item: Stateful, state: Any) -> None:
 
 
 def _without_functions(state: Any) -> Any:
-    """Return ``state`` without the functions that are values of dicts in it, at any depth of dicts and lists. Functions that are
-    items of a list stay."""
+    """Return ``state`` without the functions that are values of dicts in it, at any depth of dicts and lists."""
     if type(state) is list:
         return [_without_functions(one) for one in state]
     if type(state) is not dict:
@@ -596,8 +550,7 @@ def _without_functions(state: Any) -> Any:
 
 
 def _with_functions(state: Any, live: Any) -> Any:
-    """Return ``state``, with the functions that ``live`` has as values of its dicts put into the same places. Inverse of
-    ``_without_functions``."""
+    """Return ``state``, with the functions of ``live`` put back into the same places of its dicts."""
     if type(state) is type(live) is list and len(state) == len(live):
         return [_with_functions(*pair) for pair in zip(state, live, strict=True)]
     if not type(state) is type(live) is dict:
@@ -607,8 +560,7 @@ def _with_functions(state: Any, live: Any) -> Any:
 
 
 def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by path, the functions that ``schedulers`` and the schedulers in them call. What these functions keep from call to
-    call is not in the ``state_dict``."""
+    """Return, by path, the functions that ``schedulers`` and the schedulers in them call."""
     found: dict[str, Any] = {}
     for path, scheduler in schedulers.items():
         for name, value in vars(scheduler).items():
@@ -621,8 +573,7 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain(item: Any) -> bool:
-    """True if ``item`` has no ``state_dict``, and the object walk saves and restores its attributes or items instead: a dict, a
-    list, or a non-iterable object of a user's class."""
+    """True if ``item`` has no ``state_dict`` and its attributes or items are saved instead, as of a dict or list."""
     kind: type = type(item)
     if hasattr(item, "state_dict") or rng.is_generator(item):
         return False
@@ -632,16 +583,15 @@ def is_plain(item: Any) -> bool:
 
 
 def _unwrap(item: Stateful) -> Any:
-    """Return the object that the script has registered, without Ratchet's wrapper around it: the script's other objects may hold
-    it, too."""
+    """Return the object that the script has registered, without Ratchet's wrapper around it."""
     if isinstance(item, optimizer_state.AroundOptimizer):
         return item.item
     return item.generator if isinstance(item, rng.GeneratorState) else item
 
 
 def _as_stateful(component: str, item: Any) -> Stateful:
-    """Return ``item``, or a wrapper, as an object with ``state_dict`` and ``load_state_dict``. Raises ``UserError`` for an object
-    that lacks one of these methods and is no generator."""
+    """Return ``item``, or a wrapper of it, with ``state_dict`` and ``load_state_dict``. Raises ``UserError`` for an object that
+    cannot be restored."""
     if hasattr(item, "state_dict") and hasattr(item, "load_state_dict"):
         if isinstance(getattr(item, "param_groups", None), list) and hasattr(item, "__dict__"):
             return optimizer_state.AroundOptimizer(item)

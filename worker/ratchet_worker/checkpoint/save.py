@@ -1,4 +1,4 @@
-"""One save on one rank. The loop and the saving thread share it: the loop hands it over, and may have to wait for it."""
+"""One save on one rank, which the loop hands over to the saving thread."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ from ratchet_worker.state.snapshot import Until
 
 @dataclass
 class Save:
-    """One save on one rank. The loop creates it, and the saving thread fills in the result.
-
-    ``content`` and ``staged`` are None if there is nothing to write; ``error`` is the reason. ``thorough``: training waits for
-    the save, so the replicas are compared in full. ``done`` is set when the save has ended: then ``verdict`` is its result,
-    unless ``failure`` is set, which is an error of the saving thread itself. ``seconds`` is its duration.
-    """
+    """One save on one rank; the saving thread fills in the result. ``content`` and ``staged``: None if there is nothing to write,
+    because of ``error``. ``thorough``: training waits for the save. ``verdict``: set once ``done``, unless ``failure`` is."""
 
     order: Order
     content: Content | None
@@ -53,27 +49,18 @@ class Save:
 
     @property
     def is_hurried(self) -> bool:
-        """True once the loop has begun to wait for tensors of the kind ``Until.STEP``, unless the save is ``thorough``: reading
-        live tensors should end soon."""
+        """True once the loop has begun to wait for tensors of the kind ``Until.STEP``, unless the save is ``thorough``."""
         return self.loop_waits.is_set() and not self.thorough
 
     @property
     def stall(self) -> float:
-        """Seconds that this save has held up the loop until now: to capture the state, and in ``wait_until_copied``.
-
-        A wait in progress counts, so the saving thread may read this even before a loop that was just released has run.
-        """
+        """Seconds that this save has held up the loop until now, a wait in progress included."""
         seconds, since = self.stall_state
         return seconds if since is None else seconds + time.perf_counter() - since
 
     def wait_until_copied(self, until: Until) -> float:
-        """Wait until tensors of the kind ``until`` are copied and no thread reads them, or the save has given up. Return the
-        seconds that this took. Called before they change.
-
-        A kind that changes later includes the earlier one: ``Until.STEP`` also waits for ``Until.BACKWARD``. On CUDA the host
-        waits until the copies are queued, and the current stream until they are made. Returns 0.0 at once if the save has ended
-        or has nothing to copy. Does not raise for a tensor that has changed: ``require_intact`` does.
-        """
+        """Wait until tensors of the kind ``until`` are copied and may change, or the save has given up; return the seconds.
+        ``Until.STEP`` includes ``Until.BACKWARD``."""
         if self.staged is None or self.done.is_set():
             return 0.0
         before, begun = self.stall_state[0], time.perf_counter()
@@ -93,16 +80,12 @@ class Save:
         return seconds
 
     def _check(self, until: Until) -> None:
-        """Check, once per kind, that tensors of the kind ``until`` have not changed since the boundary. An error is kept for
-        ``require_intact``. Call it before they may change.
-
-        Each tensor is also checked as soon as it is copied. That check misses a storage that was freed and allocated again at the
-        same address: torch counts the change only when user code fills the storage, which may be after the copy.
-        """
+        """Check, once per kind, that tensors of the kind ``until`` have not changed. An error is kept for ``require_intact``."""
         with self._check_lock:
             if until in self._checked or until is Until.BOUNDARY or self.staged is None or self.content is None:
                 return
             try:
+                # the check at each copy misses a storage that was freed and allocated again at the same address
                 self.staged.require_intact(until)
                 shared = self.content.snapshot.shared
                 if until is Until.STEP and isinstance(shared, LiveTensors):
@@ -112,16 +95,14 @@ class Save:
             self._checked.add(until)
 
     def require_intact(self) -> None:
-        """Raise ``StateError`` if a tensor has changed too early: before ``wait_until_copied`` returned for its kind or, without
-        that call, before this one. Called in the saving thread, when everything is written."""
+        """Raise ``StateError`` if a tensor has changed too early. Called in the saving thread, when everything is written."""
         for until in (Until.BACKWARD, Until.STEP):
             self._check(until)
         if self._change_error is not None:
             raise self._change_error
 
     def wait_for_previous(self) -> None:
-        """Wait, without a time limit, for ``retention_done`` of the previous save, if there is one. On rank 0 older checkpoints
-        are then deleted, so that the disk does not have to hold yet another one."""
+        """Wait, without a time limit, for the previous save's deletions, so that the disk need not hold one more checkpoint."""
         if self.previous_retention_done is not None:
             self.previous_retention_done.wait()
 

@@ -14,11 +14,8 @@ _SMALL: Final = 8 << 20
 
 
 def expected_seconds(directory: Path, size: int) -> float:
-    """Return an estimate of the seconds that writing ``size`` bytes to the disk of ``directory`` takes.
-
-    It is measured with a sample that is written there, synced and removed. 0 for a ``size`` of up to 8 MiB, and if writing the
-    sample fails: the save will report why.
-    """
+    """Estimate the seconds for writing ``size`` bytes to the disk of ``directory``, from a sample; 0 for up to 8 MiB, or after an
+    error."""
     if size <= _SMALL:
         return 0.0
     begun = time.monotonic()

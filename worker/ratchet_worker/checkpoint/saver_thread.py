@@ -1,10 +1,5 @@
-"""The saving thread of one rank: makes the copies and the rank file, reports, waits for the verdict; rank 0's thread commits.
-
-It does one save at a time. Rank 0 then deletes the checkpoints that no retention rule keeps. If training continues meanwhile,
-another thread deletes them: rank 0 copies the next save concurrently with that, and writes it after that. If training waits for
-the save, the saving thread deletes them before the save ends. The saving thread has a separate store client, since a waiting
-client blocks every other caller.
-"""
+"""The saving thread of one rank: makes the copies and the rank file, reports, and waits for the verdict; rank 0's thread commits.
+The next save is written after older checkpoints have been deleted."""
 
 from __future__ import annotations
 
@@ -34,8 +29,8 @@ MAX_FAILURES: Final = 3
 
 
 class Saver:
-    """The saving thread, which the constructor starts. ``give_up`` is called in this thread, on rank 0, after the third failed
-    save in a row and each further one, unless the verdict has ``parted``."""
+    """The saving thread, which the constructor starts. ``give_up``: called in it, on rank 0, after too many failed saves in a
+    row."""
 
     def __init__(
         self,
@@ -46,6 +41,7 @@ class Saver:
         staging: Staging,
         give_up: Callable[[], None],
     ) -> None:
+        # ``exchange`` has a store client of its own: a waiting client blocks every other caller
         self._launch, self._exchange, self._reporter, self._committer = launch, exchange, reporter, committer
         self._staging, self._give_up = staging, give_up
         job = JobPaths(Path(launch.job_root))
@@ -60,8 +56,7 @@ class Saver:
         self._thread.start()
 
     def reserve(self, nbytes: int) -> None:
-        """Have the saving thread allocate a buffer of ``nbytes`` for the first save, before that is due. Returns at once; a lack
-        of memory is reported by that save."""
+        """Have the saving thread allocate a buffer of ``nbytes`` for the first save. Returns at once."""
         self._queue.put(nbytes)
 
     def submit(self, save: Save) -> None:
@@ -69,8 +64,7 @@ class Saver:
         self._queue.put(save)
 
     def _run(self) -> None:
-        """The thread's main loop: do the submitted work in order. An error of a save is kept in ``save.failure``. If
-        ``save.done`` was set before, so that the loop may have missed the error, the next save fails with it, too."""
+        """The thread's main loop: do the submitted work in order. An error of a save is kept in ``save.failure``."""
         set_long_time_slice()
         while True:
             work = self._queue.get()
@@ -92,12 +86,8 @@ class Saver:
             del work  # and the state that it holds, which must not stay in memory until the next save
 
     def _save(self, save: Save) -> bool:
-        """Do one save, from the copy to the verdict, and store the verdict in ``save``.
-
-        Return True if older checkpoints are still being deleted: ``save.retention_done`` is set when they are. An error of this
-        rank's part only makes the verdict an error. Other errors are raised, such as one of the exchange or of the clean-up, and
-        one that the previous save's clean-up left.
-        """
+        """Do one save, and store the verdict in ``save``. True if older checkpoints are still being deleted. An error of this
+        rank's part only makes the verdict an error."""
         order, rank = save.order, self._exchange.rank
         try:
             report, listing = self._part.write_part(save, self._reporter)
@@ -134,26 +124,21 @@ class Saver:
         return self._retention_thread is not None and self._clean_up(save, self._retention_thread)
 
     def _likely_cause(self, order: str, save: Save, content: Content) -> str:
-        """Return the likely cause of replicas that differ; the same text on all ranks. All ranks must call it. ``order``: the
-        save's name."""
+        """Return the likely cause of replicas that differ, the same text on all ranks. All ranks must call it."""
         name = save.verdict["diverged"]
         mine = replica_divergence.facts(content.snapshot, content.summary, content.start, name)
         return replica_divergence.cause(name, self._exchange.gather(f"{order}/cause", mine, timeout=self._timeout))
 
     def _clean_up(self, save: Save, retention_thread: BackgroundThread) -> bool:
-        """Clean up after the verdict, on rank 0: if the save has succeeded, delete the checkpoints that no retention rule
-        keeps, and entries of earlier saves in the store. Otherwise call ``give_up`` after too many failures in a row, unless the
-        verdict has ``parted``.
-
-        A training that continues does not wait for it, not even to begin the next save. Return True if checkpoints are still
-        being deleted. (All ranks are past the previous save, since they have reported for this one.)
-        """
+        """Clean up after the verdict, on rank 0: delete older checkpoints, or call ``give_up`` after too many failures. True if
+        checkpoints are still being deleted."""
         self._published_names.append(save.order.name)
         if save.verdict["error"] is None:
             if save.thorough:
                 self._committer.retain()
             else:
                 _mark_done(save)
+            # all ranks are past these saves, since they have reported for this one
             for name in self._published_names[:-1]:
                 self._exchange.delete(name)
                 self._exchange.delete_broadcast(f"{name}/verdict")
@@ -167,8 +152,7 @@ class Saver:
         return False
 
     def _delete_older(self, settled: Latch) -> None:
-        """Delete the checkpoints that no retention rule keeps, then set ``settled``. An error is kept, and raised by the next
-        save."""
+        """Delete the checkpoints that no retention rule keeps, then set ``settled``. An error is raised by the next save."""
         try:
             self._committer.retain()
         except BaseException as error:  # must reach the loop

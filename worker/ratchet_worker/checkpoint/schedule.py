@@ -1,12 +1,5 @@
-"""When to save: by steps, by time, or as often as a share of the training time allows. Rank 0 decides for all ranks.
-
-A rank cannot know the others' clocks. So each time something is due, rank 0 names the next step at which something may be due.
-For a schedule by time, that is a step before the time is up, at which rank 0 checks again. If ``every_steps`` is a number,
-``every_seconds`` is not set and ``when_busy`` is not ``skip``, scheduled saves follow from the step alone.
-
-``Schedule`` exists on rank 0 only. ``Due`` says on every rank what is due at a step boundary, the same on all: it follows from
-the step alone, or rank 0's schedule decides and broadcasts it.
-"""
+"""When to save: by steps, by time, or as often as a share of the training time allows. Rank 0 decides, since a rank cannot know
+the others' clocks."""
 
 from __future__ import annotations
 
@@ -32,10 +25,8 @@ _EARLY_SAVE_FACTOR: Final = 20  # a slower save is done after training for this 
 
 
 class Cost(NamedTuple):
-    """The seconds that one save has cost.
-
-    ``stall``: the loop waited for it. ``slowdown``: concurrent steps took longer. ``total``: from its beginning to its end.
-    """
+    """The seconds that one save has cost. ``stall``: the loop waited; ``slowdown``: concurrent steps took longer; ``total``:
+    begin to end."""
 
     stall: float
     slowdown: float
@@ -43,7 +34,7 @@ class Cost(NamedTuple):
 
 
 def first_due(spec: CheckpointSpec, step: int) -> float:
-    """Return the first step after ``step`` at which a scheduled save may be due; infinite: never. The same on every rank."""
+    """Return the first step after ``step`` at which a scheduled save may be due; infinite: never."""
     if isinstance(spec.every_steps, int):
         due = step + spec.every_steps - step % spec.every_steps
         return due if spec.every_seconds is None else min(due, step + 1)
@@ -53,20 +44,15 @@ def first_due(spec: CheckpointSpec, step: int) -> float:
 
 
 def early_due(spec: CheckpointSpec, step: int) -> float:
-    """Return the first step after ``step`` at which a save before the first scheduled one may be due (``checkpoint.first``);
-    infinite: never. The same on every rank."""
+    """Return the first step after ``step`` at which a save before the first scheduled one may be due; infinite: never."""
     if isinstance(spec.first, int):
         return spec.first if spec.first > step else math.inf
     return step + 1 if spec.first == "auto" and first_due(spec, step) != math.inf else math.inf
 
 
 class Schedule:
-    """Decides on rank 0 when to save, from measured durations of steps and saves; ``Due`` passes the decision on to the other
-    ranks.
-
-    ``interval``: steps between saves under ``every_steps: auto``; None until a save has been measured, and without ``auto``.
-    ``step``: the step from which the attempt starts. ``clock``: returns seconds.
-    """
+    """Decides on rank 0 when to save, from measured durations. ``interval``: steps between saves under ``every_steps: auto``,
+    None before a measurement; ``step``: where the attempt starts."""
 
     def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec, self._clock = spec, clock
@@ -81,8 +67,8 @@ class Schedule:
         self.interval: int | None = None
 
     def record_step(self, saving: bool, stall: float) -> None:
-        """Record the duration of the step that ends now; called after each step. ``saving``: a save was in progress. ``stall``:
-        seconds that the step waited for that save, which do not count as the step's."""
+        """Record the duration of the step that ends now, without ``stall``, its seconds of waiting for a save. ``saving``: one
+        was in progress."""
         before, self._last_boundary_at = self._last_boundary_at, self._clock()
         seconds = self._last_boundary_at - before - stall
         self._trained_seconds += seconds
@@ -92,12 +78,9 @@ class Schedule:
             self._slowdown += max(0.0, seconds - self._step_seconds())
 
     def record_save(self, stall: float, total: float, *, succeeded: bool = True, first: bool = False) -> None:
-        """Record a save that has ended. ``stall``: seconds that the loop waited for it. ``total``: seconds from its beginning to
-        its end.
-
-        A failed save (``succeeded`` False) is not used as a measurement: its duration may be a deadline, or no time at all.
-        ``first``: it is the save before the first scheduled one, whose cost does not affect the interval.
-        """
+        """Record a save that has ended. ``stall``: seconds that the loop waited; ``total``: its duration; ``first``: the save
+        before the first scheduled one, which does not affect the interval."""
+        # the duration of a failed save may be a deadline, or no time at all
         if succeeded and first:
             self._first_seconds = total
         elif succeeded:
@@ -105,12 +88,11 @@ class Schedule:
         self._slowdown = 0.0
 
     def restart_step_timer(self) -> None:
-        """Begin to time the next step now, so that an evaluation or a save before it does not count as part of it."""
+        """Begin to time the next step now, so that what came before does not count as part of it."""
         self._last_boundary_at = self._clock()
 
     def save_seconds(self) -> float | None:
-        """Return the median duration, in seconds, of the last successful saves; before there is one, the duration of the save
-        before the first scheduled one. None: no save has succeeded yet."""
+        """Return the median seconds of the last successful saves; None: no save has succeeded yet."""
         return statistics.median(c.total for c in self._costs) if self._costs else self._first_seconds
 
     def is_due(self, step: int) -> bool:
@@ -123,8 +105,7 @@ class Schedule:
         return spec.every_seconds is not None and self._remaining_seconds() < self._step_seconds() / 2
 
     def next_early_check(self, step: int, seconds: float) -> int:
-        """Return the step at which to check again whether the early save (the one before the first scheduled save) is due. Return
-        ``step`` itself if it is due now. ``seconds``: its expected duration."""
+        """Return the step at which to check again for the save before the first scheduled one, ``step`` itself if it is due."""
         left = _EARLY_SAVE_FACTOR * seconds - self._trained_seconds
         if isinstance(self._spec.first, int) or seconds < _QUICK_SAVE_SECONDS or left < self._step_seconds() / 2:
             return step
@@ -139,8 +120,8 @@ class Schedule:
         self.record_save_begin(step)
 
     def next_check(self, step: int) -> float:
-        """Return the step after ``step`` at which to check next whether a scheduled save is due; infinite: never. Under
-        ``every_steps: auto``, computes ``interval`` again."""
+        """Return the step after ``step`` at which to check next whether a scheduled save is due; infinite: never. Updates
+        ``interval``."""
         spec = self._spec
         steps = math.inf
         if isinstance(spec.every_steps, int):
@@ -157,19 +138,16 @@ class Schedule:
         return self._saved_at + (self._spec.every_seconds or math.inf) - self._clock()
 
     def _steps_within(self, available_seconds: float) -> int:
-        """Return after how many steps to check again if ``available_seconds`` are left.
-
-        That is half the number of steps that fit, since steps may become slower; if fewer than 4 fit, all of them; at least 1.
-        """
+        """Return after how many steps, at least 1, to check again if ``available_seconds`` are left."""
         seconds = self._step_seconds()
         if seconds <= 0:
             return 1
         steps = available_seconds / seconds
+        # half of those that fit, since steps may become slower
         return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed_interval(self) -> int | None:
-        """Return the number of steps between two saves at which saves cost the share ``max_overhead`` of the time. It is at least
-        the steps that a save lasts, and at most an hour's steps. None: not measured yet."""
+        """Return the steps between two saves at which saves cost about ``max_overhead`` of the time; None: not measured yet."""
         step = self._step_seconds()
         if not self._costs or step <= 0:
             return None
@@ -187,11 +165,8 @@ _REPORTED_WAIT_SECONDS: Final = 1.0  # seconds of waiting for the previous save 
 
 
 class Due:
-    """Decides at each step boundary whether a save is due; the result is the same on all ranks.
-
-    ``next``: the first step at which something may be due. ``schedule``: on rank 0; None on the others. ``early``: the job has no
-    checkpoint of its own yet, so a save may be due before the first scheduled one.
-    """
+    """Decides at each step boundary whether a save is due, the same on all ranks. ``next``: the first step at which something may
+    be due; ``early``: the job has no checkpoint yet."""
 
     def __init__(
         self, spec: CheckpointSpec, exchange: Exchange, reporter: Reporter, step: int, *, early: bool = False
@@ -208,14 +183,8 @@ class Due:
     def reason_at(
         self, step: int, busy: bool, drain: Callable[[], object], expected_seconds: Callable[[], float | None]
     ) -> Reason | None:
-        """Return why ``step`` is saved: ``schedule``, or ``first`` for the save before the first scheduled one; None: it is not
-        saved. Call it only for steps from ``next`` on; it updates ``next``.
-
-        ``busy``: the previous save is in progress. ``drain``: waits for that save; called on rank 0 if a scheduled save is due
-        meanwhile and ``checkpoint.when_busy`` is not ``skip``. ``expected_seconds``: returns the expected duration of the save
-        before the first scheduled one, or None if that one is not needed any more. Other ranks wait for rank 0's decision, unless
-        it follows from the step alone. They raise ``UserError`` if that decision is for another step than ``step``.
-        """
+        """Return why ``step`` is saved, None if it is not, and update ``next``. ``busy``: the previous save is in progress;
+        ``drain`` waits for it. Raises ``UserError`` if rank 0's decision is for another step."""
         plan: dict[str, Any] = {}
         early = step >= self._early
         if self.schedule is not None:
@@ -244,8 +213,7 @@ class Due:
         self._plans_read = self._plans
 
     def on_save_success(self) -> None:
-        """Note that the save has succeeded, for which all ranks have reported. Rank 0 deletes from the store the broadcasts that
-        it made before that save began."""
+        """Note that the save has succeeded. Rank 0 deletes broadcasts that all ranks have read from the store."""
         while self.schedule is not None and self._plans_deleted < self._plans_read:
             self._plans_deleted += 1
             self._exchange.delete_broadcast(f"plan/{self._plans_deleted}")
@@ -263,12 +231,8 @@ class Due:
         drain: Callable[[], object],
         expected_seconds: Callable[[], float | None],
     ) -> dict[str, Any]:
-        """Make rank 0's decision at ``step``, which may wait for the previous save, and return it as values for JSON.
-
-        ``step``: the argument. ``save``: the reason to save; None: do not save. ``due``: the next step at which to check for a
-        scheduled save. ``early``: the next step at which to check for the save before the first scheduled one. None for either
-        of these two: never.
-        """
+        """Make rank 0's decision at ``step``, which may wait for the previous save, as values for JSON. ``save``: the reason or
+        None; ``due`` and ``early``: steps of the next checks, None for never."""
         due, early, reason = schedule.is_due(step), self._early, None
         if due:
             early = math.inf

@@ -1,11 +1,4 @@
-"""Threads of a save: calls in a background thread, low scheduling priority, and a latch.
-
-``raise_nice_value`` and ``set_long_time_slice`` leave the processors to the threads that train, as far as Linux allows; on other
-systems they do nothing. Both affect the calling thread, and the threads that it starts, permanently.
-
-``Latch`` is set once. It connects the loop's thread, which a signal handler may interrupt with an exception at any moment, and
-the threads of a save.
-"""
+"""Helpers for the threads of a save: calls in a background thread, scheduling, and a latch."""
 
 from __future__ import annotations
 
@@ -48,24 +41,17 @@ _ORDINARY: Final = (0, 3)  # SCHED_OTHER and SCHED_BATCH
 
 
 def raise_nice_value() -> None:
-    """Raise the calling thread's nice value permanently, so that other threads get most of the processor. Does nothing if the
-    system refuses.
-
-    Only a privileged process may undo it. Linux's setpriority(2) affects a thread (POSIX means a process).
-    """
+    """On Linux, raise the calling thread's nice value permanently, so that other busy threads get most of the processor."""
     if sys.platform == "linux":
         with suppress(OSError):
             thread = threading.get_native_id()
+            # Linux's setpriority(2) affects one thread, POSIX's a process.
             os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, 19))
 
 
 def set_long_time_slice() -> None:
-    """Give the calling thread a long time slice, so that a thread that wakes up usually preempts it; its share of the processor
-    stays the same.
-
-    Needs Linux 6.12 on x86-64 or ARM64. On another system, or if the kernel refuses or the thread's policy has no slices, the
-    slice stays unchanged, without an error.
-    """
+    """Give the calling thread a long time slice, so that a waking thread usually preempts it. Only where the system supports
+    that."""
     calls = _CALLS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
     if calls is None:
         return
@@ -85,15 +71,11 @@ _POLL_SECONDS: Final = 0.5
 
 
 class Latch:
-    """A flag that is set once and stays set, for which threads can wait, like ``threading.Event`` without ``clear``.
-
-    ``Event`` has a condition implemented in Python. A thread that is interrupted there may hold the condition's lock for ever;
-    the next thread that sets or waits for the event is then stuck. Here only the flag counts; the lock only wakes waiting
-    threads.
-    """
+    """A flag that is set once and stays set, for which threads can wait. An interrupted thread cannot block others."""
 
     def __init__(self) -> None:
         self._is_set = False
+        # Not threading.Event: its condition is implemented in Python, and a thread interrupted there may hold its lock for ever.
         self._lock = threading.Lock()
         self._lock.acquire()
 
@@ -107,7 +89,7 @@ class Latch:
         self._wake()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the latch is set, for at most ``timeout`` seconds (None: without a limit). Return True if it is set."""
+        """Wait until the latch is set, for at most ``timeout`` seconds. Return True if it is set."""
         end = None if timeout is None else time.monotonic() + timeout
         while not self._is_set:
             left = _POLL_SECONDS if end is None else min(end - time.monotonic(), _POLL_SECONDS)
@@ -127,16 +109,11 @@ T = TypeVar("T")
 
 
 class BackgroundThread:
-    """A background thread that makes submitted calls one after the other. The constructor starts it, so that no later call fails
-    because a thread cannot be started.
-
-    The end of the process does not wait for it. Where Linux supports it (``set_long_time_slice``), a thread that wakes up
-    usually preempts it. With ``quiet``, other threads that want the same processor for long get most of it
-    (``raise_nice_value``).
-    """
+    """A daemon thread that makes submitted calls one after the other. ``quiet``: the thread calls ``raise_nice_value``."""
 
     def __init__(self, name: str, *, quiet: bool = False) -> None:
         self._calls: SimpleQueue[Call[Any]] = SimpleQueue()
+        # Started here, so that no later call fails because a thread cannot be started.
         threading.Thread(target=self._run, args=(quiet,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Call[T]:
@@ -157,8 +134,7 @@ class BackgroundThread:
 
 
 class Call(Generic[T]):
-    """A call that another thread makes. ``result`` may be called only once: an error is not kept, since its traceback holds all
-    that was in progress."""
+    """A call that another thread makes. ``result`` may be called only once."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
@@ -180,6 +156,7 @@ class Call(Generic[T]):
     def result(self) -> T:
         """Wait until the call has been made, and return its result. Raises what the call raised."""
         self._done.wait()
+        # Not kept: its traceback holds all that was in progress.
         error, self._error = self._error, None
         if error is not None:
             try:

@@ -22,8 +22,8 @@ from ratchet_worker.coordination.store_exchange import poll_until_present
 
 @dataclass(frozen=True)
 class Identity:
-    """The place of this process in its group, and the address of the rendezvous store. ``store_fd``: the descriptor of the
-    listening socket that the agent of rank 0 has bound; None on other ranks, and in a run without an agent."""
+    """The rank and world size of this process, and the address of the rendezvous store. ``store_fd``: inherited socket for the
+    store."""
 
     rank: int
     local_rank: int
@@ -34,8 +34,8 @@ class Identity:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Identity:
-        """Read the identity from the variables that the agent or torchrun sets. Without ``STORE_FD``, ``store_fd`` is None.
-        Raises ``KeyError`` if another one is missing, ``ValueError`` if one that must be a number is not."""
+        """Read the identity from torchrun's variables. Raises ``KeyError`` or ``ValueError`` if a required one is missing or
+        invalid."""
         fd = env.get(names.STORE_FD)
         return cls(
             rank=int(env[names.RANK]),
@@ -49,8 +49,8 @@ class Identity:
 
 @dataclass(frozen=True)
 class Clients:
-    """One client of the rendezvous store for each thread that waits (the main thread, the side thread, the saving thread) and one
-    for the process group. ``server``: the server, if this process (rank 0) runs it; else None."""
+    """Clients of the rendezvous store for the threads and the process group of this rank. ``server``: set if it serves the
+    store."""
 
     main: Store
     side: Store
@@ -79,12 +79,8 @@ def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
 
 
 def connect(identity: Identity, timeout: float) -> Clients:
-    """Connect to the rendezvous store and return the clients. Rank 0 first serves the store on the socket that its agent has
-    bound (without one, on a new socket), and closes the inherited descriptor.
-
-    ``timeout``: seconds that each operation of a client may take. Blocks until the server is reached; if ``timeout`` ends before
-    that, raises torch's ``DistNetworkError``.
-    """
+    """Connect to the rendezvous store, which rank 0 serves. ``timeout``: seconds per operation. May raise torch's
+    ``DistNetworkError``."""
     limit = timedelta(seconds=timeout)
     server = None
     if identity.rank == 0:
@@ -100,11 +96,11 @@ def connect(identity: Identity, timeout: float) -> Clients:
 
 
 def _dup_and_close(fd: int | None) -> int | None:
-    """A duplicate of ``fd`` for libuv, which closes it; None for None. The inherited ``fd`` itself is closed here: children of
-    this process would inherit it, too, and keep the port open."""
+    """Return a duplicate of ``fd``, for libuv to close, and close ``fd`` itself. Return None for None."""
     if fd is None:
         return None
     copy = os.dup(fd)
+    # Children of this process would inherit it and keep the port open.
     os.close(fd)
     return copy
 
@@ -121,8 +117,7 @@ def check_no_process_group() -> None:
 
 
 def init_group(launch: LaunchFile, identity: Identity, clients: Clients, device: torch.device, timeout: float) -> None:
-    """Call ``init_process_group`` with the job's back end; ``timeout`` (seconds) bounds every collective. Raises ``UserError`` if
-    the script has called it already."""
+    """Start the process group. ``timeout``: seconds per collective. Raises ``UserError`` if the script has started one."""
     check_no_process_group()
     init_process_group(
         launch.resolved.backend,
@@ -135,8 +130,7 @@ def init_group(launch: LaunchFile, identity: Identity, clients: Clients, device:
 
 
 def sign_off(store: Store, identity: Identity, seconds: float) -> None:
-    """Record in the store that this rank uses it for the last time. Rank 0, whose process may serve the store, then waits up to
-    ``seconds`` for all other ranks' records. Ignores an error of the store."""
+    """Record that this rank is done with the store. Rank 0 then waits up to ``seconds`` for all ranks' records."""
     with suppress(RuntimeError):  # rank 0 has exited already
         store.set(f"farewell/{identity.rank}", "1")
         if identity.rank == 0:

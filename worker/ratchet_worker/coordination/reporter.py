@@ -1,9 +1,4 @@
-"""A rank's reports to the service: one method per message, on top of the spool. No method raises. None waits, but one that
-sends a message blocks for ever once an abort of the rank's communicators has begun.
-
-Which steps' metrics are due (``metrics_due``) depends on step numbers alone, so that two runs of a job send the same series.
-Progress and hook summaries serve people who watch, and are sent by time.
-"""
+"""A rank's reports to the service, one method per message."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ _NEVER: Final = -math.inf
 
 
 class Reporter:
-    """Messages of one rank to the service. ``block_if_aborting``: called before each message; see
-    ``GroupAbort.block_if_aborting``."""
+    """Messages of one rank to the service. ``block_if_aborting`` is called before each message, and may block for ever."""
 
     def __init__(self, spool: Spool, rank: int, block_if_aborting: Callable[[], None] = lambda: None) -> None:
         self._spool, self._rank, self._block_if_aborting = spool, rank, block_if_aborting
@@ -71,9 +65,8 @@ class Reporter:
         self._send(m.Resumed(rank=self._rank, at=now(), report=report))
 
     def metrics_due(self, step: int, total_steps: int | None) -> bool:
-        """True if the metrics of ``step`` are due. In a job of fewer than 2000 steps, every step is due. In a longer one, every
-        n-th is, so that there are about 1000 to 1500 points. If ``total_steps`` is None, every tenth is. The first step, and the
-        last if ``total_steps`` is known, are always due."""
+        """True if the metrics of ``step`` are to be sent. In a long job, only part of the steps is due."""
+        # By step numbers alone, so that two runs of a job send the same series.
         every = 10 if total_steps is None else max(1, total_steps // _POINTS)
         return step % every == 0 or step == total_steps or step == 1
 
@@ -84,8 +77,7 @@ class Reporter:
     def report_progress(
         self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False
     ) -> None:
-        """Send progress. Without ``always``, do nothing if the previous message is less than half a second old. The message has
-        the steps per second since the previous one, if steps were done. ``total_steps`` and ``data_epoch``: None if not known."""
+        """Send progress, unless the previous message is less than half a second old and ``always`` is False."""
         instant = time.monotonic()
         seconds = instant - self._progress_at
         if not always and seconds < _PROGRESS_SECONDS:
@@ -105,11 +97,11 @@ class Reporter:
         )
 
     def hook_due(self) -> bool:
-        """True if a summary is due. That is so every second, or less often if making a summary is slow: the time from a call that
-        returns True to ``report_hook`` is measured, and is to be at most the share ``_HOOK_SHARE`` of all time."""
+        """True if a summary of the hook is due: about every second, or less often if making summaries is slow."""
         instant = time.monotonic()
         due = instant - self._hook_at >= self._hook_pause
         if due:
+            # Measures until ``report_hook`` how long making the summary takes.
             self._hook_begun_at = instant
         return due
 
@@ -127,7 +119,7 @@ class Reporter:
                 self.note(f"hook-{warning.code}", text, parameter=warning.parameter)
 
     def report_saved_hook(self, summary: HookSummary) -> None:
-        """Send the summary of a saved step, from the saving thread. Does not delay the summaries that are sent by time."""
+        """Send the hook's summary of a saved step, apart from the periodic summaries."""
         self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
 
     def report_redone_steps(
@@ -139,9 +131,7 @@ class Reporter:
         difference: StepDifference | None,
         reason: str | None,
     ) -> None:
-        """Send the state of the comparison of redone steps: of ``steps`` steps to redo, ``compared`` were compared so far, and
-        ``equal`` were equal. ``difference``: the first difference, None so far without one; ``reason``: why some or all steps are
-        not compared, None if all are."""
+        """Send how many of ``steps`` redone steps were compared and were equal so far. ``reason``: why steps are not compared."""
         self._send(
             m.RedoneSteps(
                 rank=self._rank, at=now(), world_size=world_size, steps=steps, compared=compared, equal=equal,
@@ -150,8 +140,8 @@ class Reporter:
         )  # fmt: skip
 
     def report_committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
-        """Send that a checkpoint was committed. ``seconds``: the time from the start of the save to the commit; ``stall``: the
-        seconds that training waited for it; None: not stated."""
+        """Send that a checkpoint was committed. ``seconds``: duration of the save; ``stall``: seconds that training waited for
+        it."""
         self._send(
             m.CheckpointCommitted(
                 rank=self._rank, at=now(), step=manifest.step, attempt=manifest.attempt, digest=manifest.digest,
@@ -173,8 +163,7 @@ class Reporter:
         self._send(m.Quarantined(rank=self._rank, at=now(), step=step, attempt=attempt, error=error))
 
     def note(self, type_: str, message: str, **data: Any) -> None:
-        """Send an event of the type ``type_`` for the job's history. ``message`` is cut at 4000 characters; ``data``: further
-        fields."""
+        """Send an event for the job's history. ``message`` is cut at 4000 characters; ``data``: further fields of the event."""
         self._send(m.Note(rank=self._rank, at=now(), type=type_, message=message[:4000], data=data))
 
     def close(self) -> None:
@@ -190,8 +179,7 @@ Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 
 def metric_value(name: str, value: float | torch.Tensor) -> float:
-    """Return a metric's value as a float; for a tensor on a GPU this waits for the GPU. Raises ``UserError`` for an invalid name
-    or a value that is not one number that fits a float. An error of the device is raised unchanged."""
+    """Return a metric's value as a float; may wait for the GPU. Raises ``UserError`` for an invalid name or value."""
     if not name or len(name) > 200:
         raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
     try:

@@ -1,18 +1,5 @@
-"""The freeze: all ranks agree to stop, or to save, at the same step.
-
-A side thread receives requests (``control.json``, signals) and opens a round in the rendezvous store. In a round, the side thread
-of every rank publishes the position that the rank has last started. It does so under the lock that the start of each unit of work
-takes; from then on the rank starts no new unit. The target is the largest published position. Every rank runs up to it, and
-there all act together: checkpoint and stop, or checkpoint and continue. No rank can be beyond the target, and the agreement needs
-no collective, so it is exact even under hooks that let ranks drift apart.
-
-A **position** numbers the units of work in the one order that all ranks follow: ``step * STRIDE + phase``. A unit is anything
-that needs all ranks: a training step with the save that is due at its end, the exchange that begins an evaluation, the end of the
-job.
-
-Store keys: ``freeze/<round>/open`` and ``freeze/<round>/<rank>``. Rounds count from 0; a rank opens round k + 1 only after it has
-acted on round k. Each thread has a store client of its own.
-"""
+"""The freeze: all ranks agree to stop, or to save, at the same position. In a round, every rank publishes the position that it
+has started last; all ranks run up to the largest one and act there."""
 
 from __future__ import annotations
 
@@ -37,15 +24,14 @@ _NO_LIMIT: Final = 2**62
 
 
 def position(step: int, phase: int = STEP) -> int:
-    """Return the position of a unit of work, a number by which the units are ordered. ``step`` counts from 1 (0: before the
-    first); ``phase``: ``STEP`` for the step itself, 1, 2 ... for the evaluations after it, ``FINISH`` for the job's end."""
+    """Return a number that orders units of work: steps (from 1), evaluations after a step (``phase`` 1, 2 ...) and the job's end
+    (``FINISH``)."""
     return step * STRIDE + phase
 
 
 @dataclass(frozen=True)
 class StopRequests:
-    """The requests that a rank has received so far: the cause of a requested stop (None: no stop), and the number of "save now"
-    requests."""
+    """Requests that a rank has received: the cause of a requested stop, if any, and the number of "save now" requests."""
 
     stop: Cause | None = None
     requests: int = 0
@@ -53,8 +39,8 @@ class StopRequests:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do when each has finished all units up to the position ``target``. ``stop``: the cause of the stop; None
-    means save and continue. ``round``: the round that made the decision."""
+    """What all ranks do after the unit at position ``target``: stop for the cause ``stop``, or save and continue if that is
+    None."""
 
     round: int
     target: int
@@ -62,8 +48,7 @@ class Decision:
 
 
 class Stopped(SystemExit):
-    """Raised on all ranks after the same step, or before the first one, to stop them, as an exit of the script; do not catch it.
-    ``cause``: why they stop."""
+    """Raised on all ranks to stop them at the same position, as an exit of the script; do not catch it."""
 
     def __init__(self, cause: Cause, message: str) -> None:
         super().__init__(EXIT_PREEMPTED)
@@ -71,23 +56,16 @@ class Stopped(SystemExit):
 
 
 def decide(number: int, published: list[tuple[int, StopRequests]]) -> Decision:
-    """Return the decision of round ``number``, computed from what the ranks published (position and requests); every rank
-    computes the same one. The target is the largest position; of several causes the one that comes first in ``CAUSE_PRECEDENCE``
-    counts."""
+    """Return the decision of round ``number`` from all ranks' published positions and requests. Every rank computes the same
+    one."""
     stops = {wish.stop for _, wish in published if wish.stop is not None}
     cause = next((c for c in CAUSE_PRECEDENCE if c in stops), None)
     return Decision(number, max(position for position, _ in published), cause)
 
 
 class Agreement:
-    """One rank's part of the agreement. The main thread calls ``begin``, ``pending`` and ``resolve``; ``start`` starts the side
-    thread.
-
-    ``listen(seconds)`` waits up to that long for a request and returns all ``StopRequests`` so far; the side thread calls it.
-    ``on_idle`` is called, from the side thread, with a decision that is made before any rank has started a unit. So a long
-    start-up, or a script without a Session, can be left at once. A save requested then has nothing to save and needs no
-    ``resolve``.
-    """
+    """One rank's part of the agreement. Its side thread calls ``listen(seconds)`` for requests, and ``on_idle`` with a decision
+    made before any rank started a unit."""
 
     def __init__(
         self,
@@ -103,6 +81,7 @@ class Agreement:
         self._position = NOT_STARTED
         self._limit = _NO_LIMIT
         self._decision: Decision | None = None
+        # Counts from 0; a rank opens the next round only after it has acted on this one.
         self._round = 0
         self._served_requests = 0
         self._closing = False
@@ -118,7 +97,7 @@ class Agreement:
         self._thread.start()
 
     def close(self) -> None:
-        """End the side thread, and wait up to 5 seconds for it. Call it when every rank has started its last unit."""
+        """End the side thread, after all ranks have started their last unit. Blocks up to 5 seconds."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -141,11 +120,8 @@ class Agreement:
     # --- main thread ---------------------------------------------------------------------------------------------------
 
     def begin(self, unit: int) -> Decision | None:
-        """Record that this rank starts the unit at the position ``unit``, and return None. If a decision has an earlier target,
-        return that decision instead; the caller must then not start the unit.
-
-        Waits while a round is open whose target is not known yet. Raises the error that ended the side thread, if any.
-        """
+        """Record that this rank starts ``unit`` and return None; or return a decision with an earlier target, and do not start.
+        May block."""
         with self._condition:
             while unit > self._limit and self._decision is None and self._error is None:
                 self._condition.wait()
@@ -157,8 +133,7 @@ class Agreement:
             return self._decision
 
     def pending(self) -> Decision | None:
-        """Return the decision that this rank can act on now, with nothing left to run before it; else None. Does not wait for a
-        decision. Call it between two units: one that has begun counts as run."""
+        """Return the decision that this rank can act on now, or None. Call it between two units."""
         with self._condition:
             decision = self._decision
             return decision if decision is not None and decision.target <= self._position else None
@@ -176,14 +151,11 @@ class Agreement:
             self._condition.notify_all()
 
     def is_stopped_early(self, seconds: float) -> bool:
-        """True if a stop was decided before any unit was started on this rank.
-
-        If a round is open here, it waits up to ``seconds`` for the round's decision. It need not look for further rounds: another
-        rank acts on a decision (leaves, for example) only after this rank has published in that round.
-        """
+        """True if a stop was decided before this rank started a unit. Blocks up to ``seconds``."""
         with self._condition:
             if self._position != NOT_STARTED:
                 return False
+            # No later round matters: a rank acts on a decision only after this rank has published in that round.
             self._condition.wait_for(
                 lambda: self._limit == _NO_LIMIT or self._decision is not None or self._error is not None, seconds
             )
@@ -192,8 +164,7 @@ class Agreement:
     # --- side thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """The side thread's loop: receive requests, and run a round when this rank has a request or another rank has opened a
-        round. An error ends the thread and is raised in the main thread by ``begin``."""
+        """The side thread's loop: receive requests and run rounds. An error ends the thread, and is kept for ``begin``."""
         try:
             while not self._is_closed():
                 self.received_requests = self._merge_requests(self._listen(0.05))
@@ -205,8 +176,7 @@ class Agreement:
                 self._condition.notify_all()
 
     def _merge_requests(self, requests: StopRequests) -> StopRequests:
-        """Return ``requests``; if ``request_stop`` was called, its cause replaces the received one. Records the time of the first
-        stop."""
+        """Return ``requests``, with the cause from ``request_stop`` if that was called. Records the time of the first stop."""
         if self._own_stop is not None:
             requests = StopRequests(self._own_stop, requests.requests)
         if requests.stop is not None and self._stop_received_at is None:
@@ -235,11 +205,11 @@ class Agreement:
         return self._store.check([self._key("open")])
 
     def _run_round(self) -> None:
-        """Open or join the current round: let this rank start no new unit, publish its position and requests, wait for those of
-        all ranks, and set the target. Before the first unit of any rank, a round that decides no stop ends at once, and
-        ``on_idle`` is called with the decision of either kind."""
+        """Run the current round: publish this rank's position and requests, wait for those of all ranks, and apply the
+        decision."""
         self._store.set(self._key("open"), "1")
         with self._condition:
+            # Under the lock that the start of a unit takes, so no rank can be beyond the target.
             at = self._limit = self._position
         mine = {"position": at, "stop": self.received_requests.stop, "requests": self.received_requests.requests}
         self._store.set(self._key(self._rank), json.dumps(mine))
@@ -259,8 +229,7 @@ class Agreement:
             self._on_idle(decision)
 
     def _gather(self) -> list[tuple[int, StopRequests]] | None:
-        """Wait for and return what every rank has published in this round, in rank order; None if this rank is closed
-        meanwhile."""
+        """Wait for what every rank has published in this round and return it in rank order; None if closed meanwhile."""
         keys = [self._key(rank) for rank in range(self._world_size)]
         for _ in poll_until_present(self._store, keys):
             if self._is_closed():

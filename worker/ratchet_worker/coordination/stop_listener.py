@@ -1,9 +1,4 @@
-"""Requests to a rank from outside: signals, which only set a flag, and ``control.json``. Does not import torch, since it is set
-up before anything else.
-
-A Python signal handler runs between two bytecodes of the main thread, which may be inside a collective for minutes. The C handler
-writes to the wake-up descriptor at once, and a side thread reads that.
-"""
+"""Requests to a rank from outside: signals and ``control.json``. Does not import torch."""
 
 from __future__ import annotations
 
@@ -45,19 +40,16 @@ class Listener:
         self.abort = GroupAbort()
 
     def install(self) -> None:
-        """Install the handlers for SIGTERM, SIGINT, fatal errors (``faulthandler``) and stack dumps, and start the thread for the
-        agent's request to abort the process groups. Call it before any other thread is started."""
+        """Install handlers for stop signals, fatal errors, stack dumps and aborts. Call it before other threads start."""
         self.install_signal_handlers()
         faulthandler.enable()
         stack_dump.install_handlers()
         self.abort.start()
 
     def install_signal_handlers(self) -> Callable[[], None]:
-        """Install handlers for SIGTERM and SIGINT, a wake-up descriptor, and callbacks for forks. Call it on the main thread.
-
-        The returned function restores the previous descriptor, and the previous handlers except where others have replaced the
-        installed ones. The callbacks stay. After that call, ``wait`` receives no more signals.
-        """
+        """Install handlers for SIGTERM and SIGINT, and return a function that removes them. Call it on the main thread."""
+        # A Python handler runs between two bytecodes of the main thread, which may be inside a collective for minutes. The C
+        # handler writes to this descriptor at once.
         wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._previous_handlers = {number: signal.signal(number, self._handle_signal) for number in STOP_SIGNALS}
         self._installed = True
@@ -77,14 +69,14 @@ class Listener:
         return give_back
 
     def follow(self, control_file: Path, initial: Desired) -> None:
-        """Let ``wait`` also read the desired state from ``control_file``. ``initial``: the desired state in the launch file,
-        which counts until the file is read."""
+        """Let ``wait`` also read the desired state from ``control_file``. ``initial``: the desired state until the file is
+        read."""
         self._reader = ControlReader(control_file)
         self._control = Control(desired=initial)
 
     def wait(self, seconds: float) -> tuple[Cause | None, int]:
-        """Wait up to ``seconds`` for a signal, and read the control file. Returns the cause of the requested stop (None: no stop)
-        and the number of all "save now" requests. A signal counts for ever, the control file by its latest content."""
+        """Wait up to ``seconds`` for a signal. Returns the cause of a requested stop, if any, and the number of "save now"
+        requests."""
         readable, _, _ = select.select([self._read_fd], [], [], seconds)
         if readable:
             numbers = os.read(self._read_fd, 4096)
@@ -96,15 +88,13 @@ class Listener:
         return self._cause(), self._control.checkpoint_request
 
     def _cause(self) -> Cause | None:
-        """The cause of the requested stop: the control file's if it requests one, else SIGTERM after a stop signal; None without
-        either."""
+        """Return the cause of the requested stop, from the control file if it requests one; None without a stop."""
         if self._control.desired is not Desired.RUN:
             return self._control.cause or default_cause(self._control.desired)
         return Cause.SIGTERM if self._signalled else None
 
     def forward_interrupt(self) -> bool:
-        """Send the main thread a SIGINT for the handler that was installed before (``KeyboardInterrupt``). Returns False, and
-        sends nothing, if there was no such handler or an earlier call has sent the SIGINT. May be called from any thread."""
+        """Send the main thread a SIGINT, once, for the handler that was installed before. Returns False if nothing is sent."""
         if self._forwards_interrupt or not callable(self._previous_handlers.get(signal.SIGINT)):
             return False
         self._forwards_interrupt = True
@@ -123,8 +113,8 @@ class Listener:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def reinstall_handlers(self) -> None:
-        """Reinstall this class's handlers after the script's end. A pending handler of the script, which could raise in Ratchet's
-        code later, runs here, and its exception is ignored."""
+        """Reinstall this class's handlers after the script's end. A pending handler of the script runs here; its exception is
+        ignored."""
         for number in STOP_SIGNALS * 2:
             with suppress(BaseException):
                 signal.signal(number, self._handle_signal)
@@ -138,8 +128,7 @@ class Listener:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._masks.before)
 
     def _reset_in_child(self) -> None:
-        """In a forked process, restore the default handlers of SIGTERM and SIGINT, except where the script has replaced the
-        installed ones. Then restore the signal mask. Signals thus end the process as they would without Ratchet."""
+        """In a forked process, restore the default handlers of SIGTERM and SIGINT, except those that the script has set."""
         if self._installed:
             signal.set_wakeup_fd(-1)
         for number, default in ((signal.SIGTERM, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
@@ -148,8 +137,8 @@ class Listener:
         self._unblock_signals()
 
     def _handle_signal(self, number: int, frame: Any) -> None:
-        """Handle a stop signal: only set flags, and pass a forwarded SIGINT to the previous handler. The wake-up descriptor has
-        woken the side thread already, unless a script has replaced that descriptor (asyncio does)."""
+        """Handle a stop signal: set flags, and pass a forwarded SIGINT to the previous handler."""
+        # Also set here, since a script may have replaced the wake-up descriptor (asyncio does).
         self._signalled = True
         self._sigterm_handled = self._sigterm_handled or number == signal.SIGTERM
         if self._forwards_interrupt and number == signal.SIGINT:

@@ -1,9 +1,5 @@
-"""Small messages between ranks over the rendezvous store, so that a save or an evaluation needs no collective.
-
-A collective waits for a rank that may never arrive. A wait of an ``Exchange`` has a deadline and does not count as progress, and
-the wait of a gather can be abandoned. Each ``Exchange`` belongs to one thread: a waiting ``TCPStore`` client blocks every other
-caller of that client.
-"""
+"""Small messages between ranks over the rendezvous store, so that a save or an evaluation needs no collective. Each ``Exchange``
+belongs to one thread."""
 
 from __future__ import annotations
 
@@ -34,13 +30,9 @@ class PeerTimeout(WorkerError):
 def poll_until_present(
     store: Store, keys: list[str], longest: float = _LONGEST_PAUSE, first: float = _FIRST_PAUSE
 ) -> Iterator[None]:
-    """Poll the store until all ``keys`` are in it; yield before each pause, so that the caller can end the wait. The first pause
-    takes ``first`` seconds; the next one takes an eighth of that, at least 1 ms, and each further one is doubled, up to
-    ``longest`` seconds. One poll costs some 25 microseconds here, and as much on the store's side.
-
-    ``Store.wait`` would block the client, and prints warnings at every timeout.
-    """
+    """Poll the store until all ``keys`` are in it, and yield before each pause. ``longest``, ``first``: pauses in seconds."""
     pause, following = first, max(2 * _FIRST_PAUSE, first / 8)
+    # Not ``Store.wait``, which would block the client and prints warnings at every timeout.
     while not store.check(keys):
         yield
         time.sleep(pause)
@@ -48,10 +40,8 @@ def poll_until_present(
 
 
 class Exchange:
-    """Gather and broadcast of JSON values among all ranks, by name; each name is used once. Values are a few megabytes at most.
-
-    A value may come with a text, its attachment, which is passed unparsed: only readers that need it parse it.
-    """
+    """Gather and broadcast of small JSON values among all ranks, by name; each name is used once. A value may have an unparsed
+    text, its attachment."""
 
     def __init__(
         self,
@@ -63,6 +53,7 @@ class Exchange:
     ) -> None:
         """``timeout`` in seconds. ``block_if_aborting``: called before each value is published; see
         ``GroupAbort.block_if_aborting``."""
+        # For one thread alone: a waiting TCPStore client blocks its other callers.
         self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
         self.block_if_aborting = block_if_aborting
         self._local_values: dict[str, tuple[Any, bytes]] = {}
@@ -73,9 +64,8 @@ class Exchange:
     def gather(
         self, name: str, value: Any, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Publish this rank's ``value``, wait for every rank's, and return all in rank order. ``timeout``: seconds, None for the
-        Exchange's own. Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` if ``should_abandon`` returns True
-        during the wait."""
+        """Publish this rank's ``value`` and return every rank's, in rank order. Blocks. Raises ``PeerTimeout``, or ``Abandoned``
+        if ``should_abandon`` returns True."""
         self.post(name, value)
         return self.collect(name, should_abandon=should_abandon, timeout=timeout)
 
@@ -85,16 +75,15 @@ class Exchange:
         self._store.set(self._key(name, self.rank), f"{_dump(value)}\n{attachment}" if attachment else _dump(value))
 
     def post_locally(self, name: str, value: Any, attachment: str = "") -> None:
-        """Keep this rank's value, with an attachment, in this process until ``delete``, instead of publishing it. For a value
-        that only this rank collects."""
+        """Keep this rank's value in this process instead of publishing it. For a value that only this rank collects."""
         self.block_if_aborting()
         self._local_values[name] = value, attachment.encode()
 
     def collect(
         self, name: str, *, should_abandon: Callable[[], bool] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """Wait for every rank's posted value; return the values in rank order. ``timeout``: seconds, None for the Exchange's own.
-        Raises ``PeerTimeout`` (naming the missing ranks), or ``Abandoned`` if ``should_abandon`` returns True during the wait."""
+        """Return every rank's posted value, in rank order. Blocks. Raises ``PeerTimeout``, or ``Abandoned`` if ``should_abandon``
+        returns True."""
         return [
             value for value, _ in self.collect_with_attachments(name, should_abandon=should_abandon, timeout=timeout)
         ]
@@ -109,14 +98,8 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         is_recurring: bool = False,
     ) -> list[tuple[Any, bytes]]:
-        """Wait for every rank's posted value; return each value with its attachment as bytes (empty if there is none), in rank
-        order.
-
-        ``progress``: each change of its value restarts the timeout. ``pause``: the longest pause between two polls, in seconds.
-        ``is_recurring``: the wait is about as long as the previous one, so the first pause is half of that, at most
-        ``_LONGEST_PAUSE``. A value from ``post_locally`` is returned as the same object. Raises ``PeerTimeout``, or ``Abandoned``
-        if ``should_abandon`` returns True during the wait.
-        """
+        """Return every rank's posted value and its attachment, in rank order. Blocks; each change of ``progress()`` restarts the
+        timeout."""
         keys = self._posted_keys(name)
         found: list[tuple[Any, bytes]] = []
         if keys:
@@ -136,10 +119,8 @@ class Exchange:
         progress: Callable[[], object] | None = None,
         is_recurring: bool = False,
     ) -> Any:
-        """Return rank 0's ``value`` on every rank; the other ranks' argument is ignored. Rank 0 does not wait. The others wait
-        for the value, and raise ``PeerTimeout`` if it does not come in time. ``progress``: each change of its value restarts
-        the timeout. ``is_recurring``: the wait is about as long as the previous one, so the first pause between two polls is
-        longer."""
+        """Return rank 0's ``value`` on every rank. Other ranks wait for it; each change of ``progress()`` restarts their
+        timeout."""
         key = self._key(name, 0)
         if self.rank == 0:
             self.block_if_aborting()
@@ -151,15 +132,13 @@ class Exchange:
         return json.loads(self._store.get(key))
 
     def delete(self, name: str) -> None:
-        """Remove all ranks' values of ``name`` from the store and from this process. Call it only when every rank is known to
-        have read them, that is, has posted something since."""
+        """Remove all ranks' values of ``name``. Call it only when every rank is known to have read them."""
         for key in self._posted_keys(name):
             self._store.delete_key(key)
         self._local_values.pop(name, None)
 
     def delete_broadcast(self, name: str) -> None:
-        """Remove a broadcast value from the store. Call it only when every rank is known to have read it, that is, has posted
-        something since."""
+        """Remove a broadcast value from the store. Call it only when every rank is known to have read it."""
         if self.world_size > 1:
             self._store.delete_key(self._key(name, 0))
 
@@ -182,9 +161,8 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         recurs: tuple[str, float] | None = None,
     ) -> None:
-        """Wait until all ``keys`` are in the store. ``recurs``: for a recurring wait, its kind and a share: the first pause
-        between two polls takes this share of the last wait of the kind. None for any other wait. Raises ``PeerTimeout`` or
-        ``Abandoned``."""
+        """Wait until all ``keys`` are in the store. ``recurs``: kind of the wait, and share of its last duration for the first
+        pause."""
         kind, share = recurs or ("", 0.0)
         first = min(max(_FIRST_PAUSE, share * self._last_wait_seconds.get(kind, 0.0)), _LONGEST_PAUSE)
         limit = self._timeout if timeout is None else timeout

@@ -1,11 +1,5 @@
-"""Randomness per sample, seeded by (seed, epoch, sample), so that it belongs to the sample and not to a process.
-
-The state of a generator in a DataLoader worker is lost with the process; so is which worker loads which sample, and how far it
-has read ahead. So, before a ``TrainLoader`` loads a sample, the process-wide generators of Python, NumPy and torch (CPU) are
-seeded for that sample, and ``augment`` gets its own ``torch.Generator``. The result does not depend on ``num_workers``, on
-prefetching, on the world size or on where a run was interrupted. ``data_generators`` handles generators that a data set creates
-itself and advances from sample to sample.
-"""
+"""Randomness per sample, seeded by seed, epoch and sample, so that it depends neither on the number of workers or ranks nor on
+interruptions."""
 
 from __future__ import annotations
 
@@ -31,8 +25,7 @@ def sample_generator(seed: int, epoch: int, index: int) -> torch.Generator:
 
 
 def seed_process(seed: int, epoch: int, index: int) -> None:
-    """Seed the process-wide generators of Python, NumPy and torch (CPU) for sample ``index`` in ``epoch``. Does not restore
-    them."""
+    """Seed the process-wide generators of Python, NumPy and torch (CPU) for sample ``index`` in ``epoch``."""
     word = derive_seed("sample", seed, epoch, index)
     random.seed(word)
     np.random.seed(word & 0xFFFFFFFF)
@@ -41,8 +34,7 @@ def seed_process(seed: int, epoch: int, index: int) -> None:
 
 @contextmanager
 def preserving_process_generators() -> Iterator[None]:
-    """Context manager: at the end of the block, also after an exception, set the process-wide CPU generators of Python, NumPy
-    and torch to their states from before it."""
+    """Context manager: restore the process-wide CPU generators of Python, NumPy and torch at the end of the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -54,17 +46,15 @@ def preserving_process_generators() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SampleLoader(Dataset[Any]):
-    """A map-style data set that is indexed by (epoch, index), so that the key tells a worker everything it needs. Loading a
-    sample seeds the process-wide generators for that sample and leaves them seeded. ``augment`` None: samples are not
-    augmented."""
+    """A map-style data set that is indexed by (epoch, index). Loading a sample seeds the process-wide generators for it."""
 
     dataset: Any
     augment: Augment | None
     seed: int
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        """Load the sample of ``key``, which is (epoch, index), and return it, augmented if ``augment`` is set. The process-wide
-        generators are seeded for the sample first."""
+        """Return the sample of ``key``, which is (epoch, index), augmented if ``augment`` is set. Seeds the process-wide
+        generators first."""
         epoch, index = key
         seed_process(self.seed, epoch, index)
         sample = self.dataset[index]
@@ -76,7 +66,7 @@ class SampleLoader(Dataset[Any]):
         return len(self.dataset)
 
     def batch(self, keys: Sequence[tuple[int, int]], collate: Callable[[list[Any]], Any]) -> Any:
-        """Load the samples of ``keys``, each (epoch, index), in this process and return them collated to one batch. Afterwards
-        the process-wide CPU generators have the states from before the call."""
+        """Load the samples of ``keys``, each (epoch, index), in this process and return them collated. Restores the process-wide
+        CPU generators."""
         with preserving_process_generators():
             return collate([self[key] for key in keys])

@@ -20,10 +20,7 @@ _MAX_PENDING: Final = 64  # batches on an accelerator that are hashed together
 
 
 class BatchDigest:
-    """A digest (XXH3-128) of ``batch`` as it is now, over at most about 64 KiB of its tensors, arrays, numbers and strings.
-    Later in-place changes have no effect. Large tensors are sampled on an even grid of elements, long strings at both ends; of
-    more than 4096 values the rest is left out. Tensors on an accelerator are copied there now, without waiting for the copy, and
-    hashed when ``hex`` is called."""
+    """A digest (XXH3-128) of at most about 64 KiB of the content of ``batch``, as it is now."""
 
     def __init__(self, batch: Any) -> None:
         leaves = list(islice(_leaves(batch, 0), _LEAVES))
@@ -44,24 +41,21 @@ class BatchDigest:
 
 
 class BatchChain:
-    """One digest (XXH3-128) over the digests of several batches in order: each value hashes the value before it and the digest
-    of the next batch."""
+    """One digest (XXH3-128) over the digests of several batches, in order."""
 
     def __init__(self) -> None:
         self._value = ""
         self._pending: list[BatchDigest] = []
 
     def add(self, digest: BatchDigest) -> BatchChain:
-        """Append the digest of the next batch and return this object. Digests on an accelerator are hashed later, up to 64 at
-        once."""
+        """Append the digest of the next batch and return this object."""
         self._pending.append(digest)
         if digest.on_host or len(self._pending) == _MAX_PENDING:
             self.hex()
         return self
 
     def hex(self) -> str:
-        """Return the digest of all batches so far as hexadecimal text; empty before the first. Waits for copies from an
-        accelerator."""
+        """Return the digest of all batches so far as hexadecimal text; empty before the first. May wait for an accelerator."""
         for digest in self._pending:
             self._value = xxhash.xxh3_128_hexdigest((self._value + digest.hex()).encode())
         self._pending = []
@@ -69,8 +63,7 @@ class BatchChain:
 
 
 def _leaves(item: Any, depth: int) -> Iterator[Any]:
-    """Yield what is hashed of ``item``, in a fixed order: its tensors and arrays, and as bytes everything else, including the
-    type names of containers. Containers nested deeper than ``_DEPTH`` are represented by their type names."""
+    """Yield what is hashed of ``item``, in a fixed order: tensors and arrays, and other values as bytes."""
     if isinstance(item, torch.Tensor):
         yield from _tensors(item)
     elif isinstance(item, np.ndarray) and item.dtype.kind != "O":
@@ -85,8 +78,7 @@ def _leaves(item: Any, depth: int) -> Iterator[Any]:
 
 
 def _children(item: Any) -> Iterator[Any]:
-    """Yield the items of a container, or the attribute values of another object. A mapping yields the ``repr`` of each key
-    before its value; a set yields the ``repr`` of its items, sorted."""
+    """Yield what is hashed of a container or another object, such as its items or its attribute values."""
     if isinstance(item, Mapping):
         for key, value in item.items():
             yield from (repr(key), value)
@@ -103,8 +95,7 @@ def _children(item: Any) -> Iterator[Any]:
 
 
 def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
-    """Yield the plain tensors that make up ``tensor``. For a layout whose values cannot be read simply, yield its type and shape
-    as bytes."""
+    """Yield what is hashed of ``tensor``: plain tensors with its values, and descriptions as bytes."""
     tensor = tensor.detach()
     if tensor.is_nested:
         for part in tensor.unbind():
@@ -119,8 +110,7 @@ def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
-    """Return a sample of about ``share`` bytes of ``leaf`` at most. For a leaf on the CPU these are bytes, with its type and
-    shape (for bytes: its length). For one on an accelerator it is a tensor, copied there."""
+    """Return a sample of ``leaf``, of about ``share`` bytes at most: as bytes, or as a tensor on an accelerator."""
     if isinstance(leaf, bytes):
         return leaf[: share // 2] + leaf[-(share // 2) :] + b"%d" % len(leaf)
     grid = tuple(_grid(tuple(leaf.shape), leaf.itemsize, share))
@@ -131,12 +121,13 @@ def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
 
 
 def _grid(shape: tuple[int, ...], size: int, share: int) -> Iterator[slice]:
-    """Yield one slice per dimension that thins a tensor of ``shape``, with ``size`` bytes per element, to about ``share`` bytes.
-    Inner dimensions are thinned evenly, the first (samples) only if that is not enough."""
+    """Yield one slice per dimension that thins a tensor of ``shape``, with ``size`` bytes per element, to about ``share``
+    bytes."""
     total = size
     for length in shape:
         total *= length
     steps = [1] * len(shape)
+    # The first dimension (samples) is thinned last, only if the others are not enough.
     for dimension in [*range(len(shape) - 1, 0, -1), 0] if shape else []:
         if total <= share:
             break

@@ -1,9 +1,4 @@
-"""Finds and saves generators that a data set, ``augment``, ``collate_fn``, a sampler or a stream holds itself.
-
-In the rank's own process they are, at a step boundary, where the last batch left them: their state is all that a resume needs.
-A DataLoader's workers have copies whose state cannot be queried: the resume report names those of a ``TrainLoader``. A prepared
-DataLoader's workers send the states with the batches (``worker_generators``).
-"""
+"""Finds and saves generators that a data set, ``augment``, ``collate_fn``, a sampler or a stream holds itself."""
 
 from __future__ import annotations
 
@@ -28,12 +23,7 @@ _PLAIN: Final = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor
 
 
 class OwnGenerators:
-    """Finds and saves the generators that the objects ``roots`` hold. A generator is identified by the attribute path at which
-    it is found first, such as ``dataset.rng``. ``roots``: objects by the first part of the path.
-
-    The search covers attributes, bound methods, ``partial``, closures and defaults of functions, and lists, tuples and dicts of
-    up to 100 items; see ``reachable``. Process-wide generators belong to the rank and are excluded.
-    """
+    """Finds and saves the generators that the objects ``roots`` hold, by attribute path, such as ``dataset.rng``."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.roots = dict(roots)
@@ -44,12 +34,8 @@ class OwnGenerators:
         return {path: item for path, item in reachable(self.roots) if is_generator(item)}
 
     def begin(self, *, is_repeat: bool) -> None:
-        """Begin an epoch of a stream that a resume reads again from the epoch's beginning. Until ``end``, ``states`` returns
-        the generators' states of the epoch's beginning.
-
-        ``is_repeat`` False: these are the current states. ``is_repeat`` True: the epoch has begun before, and the generators
-        are set to the states of that time; if those are not known, the current ones are recorded.
-        """
+        """Begin an epoch: until ``end``, ``states`` returns the states of its beginning. ``is_repeat``: also set the generators
+        back to these, if known."""
         if is_repeat and self._epoch_start_states is not None:
             self._restore(self._epoch_start_states)
         else:
@@ -61,8 +47,7 @@ class OwnGenerators:
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
-        """Context manager: at the end of the block, also after an exception, set these generators to their states from before
-        it."""
+        """Context manager: restore the states of these generators at the end of the block."""
         states = self._current_states()
         try:
             yield
@@ -70,13 +55,13 @@ class OwnGenerators:
             self._restore(states)
 
     def states(self) -> dict[str, Any]:
-        """Return the generators' states by path, in a form that ``ratchet_hooks.state.encode`` accepts. They are the current
-        ones, or between ``begin`` and ``end`` those of the epoch's beginning."""
+        """Return the generators' states by path: the current ones, or between ``begin`` and ``end`` those of the epoch's
+        beginning."""
         return self._current_states() if self._epoch_start_states is None else self._epoch_start_states
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Set the generators to ``states``, by path, and end an epoch that was begun. Returns sentences about generators that
-        only ``states`` or only the objects have. Raises what a generator raises for the state of another kind of generator."""
+        """Set the generators to ``states``, by path. Returns sentences about generators that only ``states`` or only the objects
+        have."""
         found = self._restore(states)
         self.end()
         told = [
@@ -101,29 +86,24 @@ class OwnGenerators:
 
 
 class StreamGenerators(OwnGenerators):
-    """Generators of a ``TrainStream``, which reads batches again to reach its position. ``marks``: points (generator states) by
-    name, saved with the states; the stream restores them while it reads.
-
-    ``restores_itself`` True: the stream has ``load_state_dict``, which may create its generators again. So ``load`` only keeps
-    the states, and ``after_move`` sets the generators to them.
-    """
+    """Generators of a ``TrainStream``. ``marks``: points by name, saved with the states. ``restores_itself``: the stream has
+    ``load_state_dict``."""
 
     def __init__(self, roots: Mapping[str, Any], *, restores_itself: bool) -> None:
         super().__init__(roots)
         self.marks: dict[str, Point] = {}
+        # Its ``load_state_dict`` may create its generators again.
         self._restores_itself = restores_itself
         self._pending_states: Mapping[str, Any] | None = None
 
     def states(self) -> dict[str, Any]:
-        """Return the states by path as ``OwnGenerators.states`` does, and the points of ``marks`` under a key of their own.
-        For a stream that restores itself, the states between ``before_move`` or ``load`` and ``after_move`` are those that
-        ``after_move`` will restore."""
+        """Return the states by path, with the points of ``marks``. States kept for ``after_move`` replace current ones."""
         own = dict(super().states() if self._pending_states is None else self._pending_states)
         return {**own, _MARKS: {name: mark.state() for name, mark in self.marks.items()}} if self.marks else own
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Load ``states`` and the points of ``marks``. If the stream restores itself, the generators do not change before
-        ``after_move``, and the result is empty. Otherwise it does and returns what ``OwnGenerators.load`` does."""
+        """Load ``states`` and the points of ``marks``, as ``OwnGenerators.load`` does. If the stream restores itself, only keep
+        the states for ``after_move``."""
         self.marks = {name: Point.from_state(mark) for name, mark in states.get(_MARKS, {}).items()}
         own = {path: state for path, state in states.items() if path != _MARKS}
         if not self._restores_itself:
@@ -137,14 +117,14 @@ class StreamGenerators(OwnGenerators):
             super().begin(is_repeat=is_repeat)
 
     def before_move(self) -> None:
-        """Record the generators' current states, unless ``load`` has kept others, for ``after_move``. Call it before the stream
-        is moved. Does nothing if the stream does not restore itself."""
+        """Record the current states for ``after_move``, unless states are kept already. Only for a stream that restores
+        itself."""
         if self._restores_itself and self._pending_states is None:
             self._pending_states = super().states()
 
     def after_move(self) -> list[str]:
-        """Set the generators to the states kept by ``load`` or ``before_move``. Call it once the stream has reached its
-        position. Returns a sentence for each generator that does not exist any more."""
+        """Set the generators to the states kept for the move. Returns a sentence for each generator that does not exist any
+        more."""
         states, self._pending_states = self._pending_states, None
         if states is None:
             return []
@@ -152,16 +132,13 @@ class StreamGenerators(OwnGenerators):
 
 
 def for_data(data: Any) -> OwnGenerators:
-    """Return ``data.own_generators``, the generators inside training data. For data without that attribute return an object
-    without generators: their ``state_dict`` is then their whole state."""
+    """Return ``data.own_generators``, the generators inside training data; without that attribute, an object that holds none."""
     found = getattr(data, "own_generators", None)
     return found if isinstance(found, OwnGenerators) else OwnGenerators({})
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) for what ``_children`` finds from ``roots`` on, breadth first, each object once, up to about
-    ``_MAX_OBJECTS``. Plain values, arrays, tensors, Python modules, types, process-wide generators and the Session are left out.
-    What a generator holds is not searched."""
+    """Yield (path, object) for what ``roots`` hold, breadth first, each once, except some, such as tensors and plain values."""
     # Holds the objects, so that no id() is reused meanwhile.
     seen: dict[int, Any] = {id(item): item for item in process_generators()}
     waiting = deque(roots.items())
@@ -176,8 +153,7 @@ def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _children(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (path suffix, object) for what ``item`` holds: items of a small container, a method's object, parts of a ``partial``,
-    what a function keeps, else attributes."""
+    """Yield (path suffix, object) for what ``item`` holds, such as the items of a small container, or attributes."""
     if isinstance(item, (list, tuple, dict)):
         if len(item) <= _MAX_ITEMS:
             # A copy: a thread of the data set may change the container meanwhile.

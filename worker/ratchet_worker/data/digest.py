@@ -19,10 +19,7 @@ def tensors_digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def dataset_digest(dataset: Any) -> str | None:
-    """Return ``dataset.digest()`` as text, or None if there is no such method. The user's method must return another value
-    whenever any sample changes.
-
-    No digest is guessed: one over, say, the length alone would not show that files have changed.
-    """
+    """Return ``dataset.digest()`` as text, which must change whenever a sample changes; None if there is no such method."""
     method = getattr(dataset, "digest", None)
+    # No digest is guessed: one over, say, the length alone would not show that files have changed.
     return None if method is None else str(method())

@@ -1,9 +1,4 @@
-"""Finds an ``enumerate`` around an iterator that resumes in the middle, and makes it continue with the right number. Finds and
-names ``zip``, ``islice`` and other readers that would have to continue, too, but cannot.
-
-``enumerate`` requests an item before it reads its own counter. So an iterator that is asked for its first item can advance the
-``enumerate`` that reads it by the number of items used before, return placeholders to it, and then return the item.
-"""
+"""Finds an ``enumerate`` around an iterator that resumes in the middle, and makes it continue with the right number."""
 
 from __future__ import annotations
 
@@ -47,21 +42,18 @@ def enumerate_readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
 
 
 def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
-    """Return a sentence about code that does not continue after a resume within an epoch; None if no such code is found. Examined
-    are the loop in ``frame`` that reads ``iterator``, and the generators and Python iterators between the two. An ``enumerate``
-    directly around ``iterator`` is no such code: ``advance`` can make it continue.
-
-    An ``enumerate`` around a generator, such as a progress bar's, cannot be advanced: the generator is already running. One
-    around ``map`` would call the map's function.
-    """
+    """Return a sentence about code around ``iterator`` that starts over after a resume, or None. ``frame``: of the loop that
+    reads ``iterator``."""
     if loop_variables.calls_next(frame):
         return BY_NEXT
     waiting = _running_generators(frame)
     for one in _iterators_reading(iterator):
+        # An enumerate directly around the iterator: ``advance`` makes it continue.
         waiting += _iterators_reading(one) if type(one) is enumerate else [one]
     while waiting:
         one = waiting.pop()
         if type(one) is enumerate:
+            # It cannot be advanced: a generator is running already, and map would call its function.
             return RESTARTED
         reads_others = type(one) is map and len(one.__reduce__()[1]) > 2  # the function, and more than one iterator
         if type(one) in _KEEPING or reads_others:
@@ -71,10 +63,10 @@ def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | No
 
 
 def _iterators_reading(iterator: Any) -> list[Any]:
-    """Return Python's built-in iterators that read ``iterator`` directly. ``zip`` and ``map`` hold the iterators that they read
-    in a tuple."""
+    """Return Python's built-in iterators that read ``iterator`` directly."""
     kinds = (enumerate, *_PASSING, *_KEEPING)
     found = gc.get_referrers(iterator)
+    # zip and map hold the iterators that they read in a tuple.
     tuples = [one for one in found if type(one) is tuple]
     return [one for one in (*found, *(gc.get_referrers(*tuples) if tuples else ())) if type(one) in kinds]
 
@@ -91,7 +83,8 @@ def _running_generators(frame: FrameType | None) -> list[Any]:
 
 
 def advance(reader: enumerate[Any], count: int) -> None:
-    """Take ``count`` items from ``reader``, so that its number increases by ``count``. Until this returns, the iterator that
-    ``reader`` reads must return placeholders at once."""
+    """Take ``count`` items from ``reader``, so that its number increases. Meanwhile, its iterator must return placeholders at
+    once."""
+    # enumerate requests an item before it reads its counter: an iterator asked for its first item can still advance it.
     for _ in repeat(None, count):
         next(reader)

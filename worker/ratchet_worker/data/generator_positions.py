@@ -1,5 +1,4 @@
-"""Records and restores the states, at one moment, of the generators that data may draw from: the process-wide ones, and those
-that a stream holds."""
+"""Records and restores the generators that data may draw from: the process-wide ones, and those that a stream holds."""
 
 from __future__ import annotations
 
@@ -20,9 +19,7 @@ from ratchet_worker.state.snapshot import digest
 
 @dataclass(frozen=True)
 class Point:
-    """The states of all generators at one moment. ``python``: as ``random.getstate`` returns it; only ``state`` converts it.
-    ``legacy``: numpy's; ``cpu``, ``cuda``: torch's (``cuda`` None: CUDA was not in use). ``own``: states of the stream's
-    generators, by attribute path."""
+    """The states of all generators at one moment. ``cuda`` None: not in use. ``own``: those of the stream, by attribute path."""
 
     python: Any
     legacy: Any  # numpy's
@@ -46,8 +43,7 @@ class Point:
         return Point(python, process["numpy"], process["torch"], process["cuda"], state["own"])
 
     def restore(self, own: Mapping[str, Generator]) -> None:
-        """Set the process-wide generators to this point, and also those in ``own``, the generators that the stream holds now,
-        by path. A generator that only ``own`` or only this point has is not changed."""
+        """Set the process-wide generators, and those in ``own`` (by path) that this point has, to this point."""
         random.setstate(self.python)
         np.random.set_state(self.legacy)
         torch.set_rng_state(self.cpu)
@@ -58,8 +54,7 @@ class Point:
 
 
 def current_point(own: Mapping[str, Generator]) -> Point:
-    """Return the current states of the process-wide generators and of the generators in ``own``, by path. Takes about 100
-    microseconds, most of them for numpy's."""
+    """Return the current states of the process-wide generators and of the generators in ``own``, by path."""
     return Point(
         random.getstate(),
         np.random.get_state(legacy=False),
@@ -70,8 +65,7 @@ def current_point(own: Mapping[str, Generator]) -> Point:
 
 
 def branch(epoch: int) -> Point:
-    """Return the point that the process-wide generators would have after seeding them from their current states and ``epoch``.
-    The generators themselves are not changed."""
+    """Return the states that the process-wide generators would have after seeding from their current states and ``epoch``."""
     tensors, facts = encode(current_point({}).state()["process"], root="generators")
     seeds = (digest(tensors.values()), repr(facts), epoch)
     with preserved():

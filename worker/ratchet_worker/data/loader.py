@@ -1,6 +1,5 @@
-"""Map-style training data whose position is restored exactly, within an epoch too, with workers and prefetching. ``endless``
-iterates over any data epoch after epoch.
-"""
+"""Map-style training data whose position is restored exactly, within an epoch too. ``endless`` iterates over any data epoch after
+epoch."""
 
 from __future__ import annotations
 
@@ -27,16 +26,15 @@ Key = tuple[int, int]
 
 
 class _Cursor:
-    """One rank's position: an epoch, and in it a number of samples of all ranks. Iterating yields the keys (epoch, index) of
-    each batch from there to the end of the epoch, and does not move the position. ``len`` is the number of these batches."""
+    """One rank's position: an epoch, and a number of samples of all ranks. Iterating yields the keys of the epoch's remaining
+    batches."""
 
     def __init__(self, rule: BatchRule, seed: int, shuffle: bool) -> None:
         self.rule, self.seed, self.shuffle = rule, seed, shuffle
         self.epoch = self.position = 0
 
     def move_to(self, epoch: int, position: int) -> None:
-        """Set epoch and position. A position at the end of an epoch (no whole global batch left) becomes the beginning of the
-        next."""
+        """Set epoch and position. A position with no whole global batch left becomes the beginning of the next epoch."""
         self.epoch, self.position = epoch, position
         if self.rule.batches_left(position) == 0:
             self.epoch, self.position = epoch + 1, 0
@@ -68,11 +66,8 @@ class TrainLoader:
     ``seed`` and the epoch determine the order; ``shuffle=False``: the samples come in the order of their indices. ``rank`` and
     ``world_size``: those of the Session or the ``TaskContext``. ``augment(sample, generator)`` draws from a generator seeded by
     (seed, epoch, sample); the process-wide generators of ``random``, NumPy and torch (CPU) are seeded by the same three values
-    before each sample is loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``;
-    workers pass batches through /dev/shm and use one thread each. ``ratchet_worker.data.order`` defines the order and where an
-    epoch ends; ``ratchet_worker.data.dataloader_workers`` describes the workers. Iterating consumes none of the rank's own random
-    numbers. ``dataset``, ``augment`` and ``collate_fn`` may have generators of their own. If ``num_workers`` is 0, a checkpoint
-    also contains the states of these generators (``own_generators``). With workers, such generators make ``exact`` False.
+    before each sample is loaded. ``num_workers``, ``prefetch_factor`` and ``collate_fn`` are as in torch's ``DataLoader``. With
+    workers, generators that ``dataset``, ``augment`` or ``collate_fn`` hold themselves make ``exact`` False.
     """
 
     def __init__(
@@ -154,9 +149,7 @@ class TrainLoader:
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
-        """Yield the batches from the position on, and move the position before each one is yielded. ``run``: the number of this
-        iterator. It ends early once a later ``iter()``, ``load_state_dict()`` or ``close()`` has increased the current
-        number."""
+        """Yield the batches from the position on, and move the position before each. ``run``: the number of this iterator."""
         if run != self._run:
             return
         for batch in self._fetch():
@@ -166,8 +159,8 @@ class TrainLoader:
             yield batch
 
     def _fetch(self) -> Iterator[Any]:
-        """Return an iterator over the loaded batches from the position to the end of the epoch. With workers, the first call
-        starts them. Raises ``UserError`` if they cannot be started."""
+        """Return an iterator over the epoch's remaining batches. Starts the workers if needed; raises ``UserError`` if they
+        cannot start."""
         if self._num_workers == 0:
             return (self._samples.batch(keys, self._collate) for keys in self._cursor)
         if self._loader is not None:
@@ -202,8 +195,7 @@ class TrainLoader:
         self._loader = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the values that determine the order, fit for JSON. The position is the one after the last batch
-        that was yielded; prefetched batches do not count as consumed."""
+        """Return the position after the last batch that was yielded, and the values that determine the order, fit for JSON."""
         rule = self._cursor.rule
         return {
             "kind": "map",
@@ -219,9 +211,8 @@ class TrainLoader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at the sample recorded in ``state``, and end the current iterator. The batch size may differ. Raises
-        ``ValueError``, and changes nothing, if the order, the length of the data set or the number of ranks differs, or if
-        ``state`` has no valid position."""
+        """Continue at the sample recorded in ``state``, and end the current iterator. Raises ``ValueError``, and changes nothing,
+        if the order, the length of the data set or the number of ranks differs."""
         recorded = state.get("world_size")
         if recorded != self._cursor.rule.world_size:
             raise ValueError(
@@ -232,8 +223,8 @@ class TrainLoader:
 
     def load_resized(self, states: Sequence[dict[str, Any]]) -> None:
         """Continue at the first unused sample of the global order, after the number of ranks has changed. ``states``: the states
-        of the old ranks, in rank order. Raises ``ValueError``, and changes nothing, if there are none, if they differ from each
-        other, or for a reason of ``load_state_dict`` other than the number of ranks."""
+        of the old ranks, in rank order. Raises ``ValueError``, and changes nothing, if they differ from each other or do not fit
+        this loader."""
         if not states:
             raise ValueError("there is no recorded data position to continue from")
         if any(other != states[0] for other in states):
@@ -241,8 +232,7 @@ class TrainLoader:
         self._load(states[0])
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Move to the position in ``state`` and end the current iterator. Raises ``ValueError``, and changes nothing, if the
-        order is another one or the position is invalid."""
+        """Move to the position in ``state``, and end the current iterator. Raises ``ValueError`` if ``state`` does not fit."""
         mine = self.state_dict()
         for key in ("kind", "order_version", "seed", "shuffle", "length"):
             if state.get(key) != mine[key]:
@@ -263,9 +253,8 @@ Item = TypeVar("Item")
 
 
 def endless(data: Iterable[Item], on_batch: Callable[[], None], *, restored: bool = False) -> Iterator[Item]:
-    """Yield batches of ``data``, epoch after epoch, without end. ``on_batch`` is called before each batch is yielded. Raises
-    ``UserError`` for an epoch without batches. ``restored``: the data were restored, perhaps behind the last batch of an epoch,
-    so the first pass may have no batch."""
+    """Yield batches of ``data``, epoch after epoch, calling ``on_batch`` before each. Raises ``UserError`` for an empty epoch,
+    unless it is the first and ``restored``."""
     while True:
         empty = True
         for batch in data:

@@ -7,8 +7,8 @@ from typing import Any
 
 
 class LoaderPosition:
-    """Base class of ``SamplerPosition`` and ``StreamPosition``: this rank's position in the training's ``loader``.
-    ``numbering_problem``: a sentence if the loop's own batch numbers are wrong after a resume, else None."""
+    """Base class for this rank's position in the training's ``loader``. ``numbering_problem``: a sentence if the loop's batch
+    numbers are wrong after a resume."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -25,8 +25,8 @@ class LoaderPosition:
             return None
 
     def _compare_length(self, state: Mapping[str, Any]) -> None:
-        """Compare the length of an epoch recorded in ``state`` with the loader's. If they differ, a sentence about it is kept
-        for ``inexact_reason``; nothing is raised."""
+        """Compare the length of an epoch in ``state`` with the loader's. If they differ, keep a sentence for
+        ``inexact_reason``."""
         before, now = state.get("length"), self.steps_per_epoch
         differs = before is not None and now is not None and before != now
         self._other_length = (

@@ -1,19 +1,5 @@
-"""The order of the data as a pure function of (seed, epoch, position).
-
-Nothing here has state, so a checkpoint needs only a position. The rule (version ``ORDER_VERSION``):
-
-- An epoch's permutation: sample i gets the i-th raw 64-bit word of a Philox 4x64-10 bit stream whose key is the first 128 bits of
-  the SHA-256 of ``ratchet/order/<version>/<seed>/<epoch>``; samples are sorted by that word, ties by index. NumPy guarantees the
-  raw stream of a bit generator across versions (NEP 19), and sorting integers has one answer; ``torch.randperm`` and
-  ``Generator.permutation`` have no such guarantee. Without shuffling, the samples are in the order of their indices.
-- All ranks follow the same order together. At position p (samples of the global order consumed in this epoch, by all ranks)
-  the next global batch is ``order[p : p + G]``; rank r has the r-th of its ``world_size`` equal contiguous parts.
-- G is ``batch_size * world_size`` where the per-rank batch stays fixed when the world size changes, ``batch_size`` where the
-  global batch does (then it must divide evenly: DDP averages ranks, not samples, so uneven parts would be weighted wrongly).
-- The remainder of an epoch that does not fill a global batch is dropped; with shuffling, it consists of other samples each epoch.
-  Nothing is padded or repeated, and every rank has the same number of batches.
-- A position counts samples, not steps, so a group of another world size continues at the very next sample.
-"""
+"""The order of the data as a pure function of (seed, epoch, position). With shuffling, samples are sorted by words of a Philox
+stream keyed by seed and epoch. Samples that do not fill a global batch are dropped."""
 
 from __future__ import annotations
 
@@ -41,18 +27,16 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> 
     if not shuffle:
         return np.arange(length, dtype=np.int64)
     key = derive_seed("order", ORDER_VERSION, seed, epoch, bits=128)
+    # NumPy guarantees the raw stream across versions (NEP 19), and sorting integers has one answer. torch.randperm and
+    # Generator.permutation have no such guarantee.
     words = np.random.Philox(key=key).random_raw(length)
     return np.argsort(words, kind="stable").astype(np.int64, copy=False)
 
 
 @dataclass(frozen=True)
 class BatchRule:
-    """The rule that cuts the order into batches for one rank. Raises ``UserError`` for invalid numbers, for a global batch that
-    does not divide evenly over the ranks, and for a data set that does not fill one global batch.
-
-    ``length``: samples in the data set; ``batch_size``: samples per rank or per step of the whole group, depending on
-    ``batch_is``.
-    """
+    """Cuts the order into batches for one rank. ``length``: samples in the data set. Raises ``UserError`` for numbers that do not
+    fit together."""
 
     length: int
     batch_size: int
@@ -67,6 +51,7 @@ class BatchRule:
             raise UserError(f"rank {self.rank} is not in a world of {self.world_size}")
         if self.batch_size < 1:
             raise UserError(f"batch_size must be at least 1, not {self.batch_size}")
+        # DDP averages ranks, not samples, so uneven parts would be weighted wrongly.
         if self.batch_is == "global" and self.batch_size % self.world_size:
             raise UserError(
                 f"a global batch of {self.batch_size} does not divide evenly over {self.world_size} ranks; choose a multiple "
@@ -97,15 +82,11 @@ class BatchRule:
         return max(0, self.length - position) // self.global_batch
 
     def start(self, position: int) -> int:
-        """Return where this rank's part of the global batch at ``position`` begins, as an index into the epoch's order.
-        ``position``: the number of samples that all ranks have consumed in the epoch."""
+        """Return where this rank's part of the global batch at ``position`` begins, as an index into the epoch's order."""
         return position + self.rank * self.per_rank
 
 
 def shard(length: int, rank: int, world_size: int) -> range:
-    """Return this rank's part of a fixed list of ``length`` items, as indices: every index is on exactly one rank, without
-    padding, and sizes differ by at most 1.
-
-    For evaluation: sum counts, not means, over ranks.
-    """
+    """Return this rank's part of ``length`` items, as indices; parts differ in size by at most 1. In an evaluation, sum counts,
+    not means, over ranks."""
     return range(length * rank // world_size, length * (rank + 1) // world_size)

@@ -1,13 +1,5 @@
-"""A DataLoader over a map-style data set, whose position in an epoch is restored through its sampler, without loading a sample.
-
-The order of an epoch follows from the states of the generators, and the plain attributes of the samplers, when it began. A resume
-restores these, reads the used indices from the sampler again, and compares them by a digest; it loads no used batch. Any sampler
-and batch sampler that returns the same indices again is supported.
-
-While they are loaded, samples draw the same random numbers as in a plain DataLoader. In the rank's own process the process-wide
-generators are, at a step boundary, where the last batch left them; states of workers' generators arrive with the batches
-(``worker_generators``).
-"""
+"""The position in a DataLoader over a map-style data set. A resume reads the used indices from the sampler again, without loading
+their batches."""
 
 from __future__ import annotations
 
@@ -34,24 +26,15 @@ Attributes = list[dict[str, Any]]
 
 
 def is_supported(loader: DataLoader[Any]) -> bool:
-    """True if ``SamplerPosition`` can restore ``loader``: its batches follow from its sampler's indices alone. False for a
-    loader that is no plain DataLoader (its own ``__iter__``, or a ``state_dict``), for an ``IterableDataset``, and for a loader
-    without batches (``batch_size=None``) that has workers."""
+    """True if ``SamplerPosition`` can restore ``loader``, as most plain DataLoaders over map-style data sets."""
     plain = type(loader).__iter__ is DataLoader.__iter__ and not hasattr(loader, "state_dict")
     alone = loader.batch_sampler is None and loader.num_workers > 0
     return plain and not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not alone
 
 
 class SamplerPosition(LoaderPosition):
-    """This rank's batches of ``loader``; implements ``TrainData``. ``position``: number of batches of the epoch that were
-    handed out.
-
-    Use: ``begin`` an epoch; while ``has_more`` is True, ``take`` a batch; then ``end`` the epoch, or ``begin`` another. After
-    ``load_state_dict`` and ``own_generators.load``, ``reach`` moves to the recorded position without changing the generators.
-
-    ``ahead`` True: ``has_more`` loads the next batch, not only its indices. A resume loads that batch again, with the
-    generators in the states from which it was loaded.
-    """
+    """This rank's batches of ``loader``; implements ``TrainData``. Call ``begin``, then ``take`` while ``has_more``, then
+    ``end``. ``ahead``: ``has_more`` also loads the next batch."""
 
     def __init__(self, loader: DataLoader[Any], *, ahead: bool = False) -> None:
         super().__init__(loader)
@@ -89,7 +72,7 @@ class SamplerPosition(LoaderPosition):
     # --- an epoch ------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from the position to the end of the epoch, then end the epoch; at position 0, first begin a pass."""
+        """Yield the batches from the position to the end of the epoch, then end the epoch."""
         if not self.position:
             self.begin(self.epoch)
         while self.has_more():
@@ -97,8 +80,7 @@ class SamplerPosition(LoaderPosition):
         self.end()
 
     def begin(self, epoch: int) -> None:
-        """Begin a pass over the loader, which counts as epoch number ``epoch``. A pass that has not ended is abandoned. Records
-        the states from which a resume repeats the epoch's order."""
+        """Begin a pass over the loader, which counts as epoch number ``epoch``. A pass that has not ended is abandoned."""
         if self.position:
             self.end()
         alive = self._plain_loader is not None and self.loader.persistent_workers
@@ -112,8 +94,7 @@ class SamplerPosition(LoaderPosition):
         self._discard_ahead()
 
     def has_more(self) -> bool:
-        """True if the epoch has another batch. Reads that batch's indices from the sampler, if they have not been read; loads
-        the batch only with ``ahead``."""
+        """True if the epoch has another batch. Reads that batch's indices, and with ``ahead`` also loads the batch."""
         if not self._loads_ahead:
             return self._indices.pulled > self.position or self._indices.pull()
         if not self._ahead:
@@ -121,8 +102,7 @@ class SamplerPosition(LoaderPosition):
         return bool(self._ahead)
 
     def _load_ahead(self) -> None:
-        """Load the next batch ahead, if there is one. After a resume, a batch that had been loaded ahead is loaded again from
-        the generators' states of that time, and the generators are put back afterwards."""
+        """Load the next batch ahead, if there is one; after a resume, with the generators' recorded states."""
         if self._reload_ahead and self._before is not None:
             self._own = self.own_generators.find()
             with generator_positions.preserved(), self.own_generators.preserved():
@@ -137,22 +117,19 @@ class SamplerPosition(LoaderPosition):
         self._reload_ahead = False
 
     def _discard_ahead(self) -> None:
-        """Forget the batch that was loaded ahead, or that a resume was to load again, and the generators' states recorded for
-        it."""
+        """Forget the batch that was loaded ahead, or is to be loaded again, and the states recorded for it."""
         self._ahead.clear()
         self._before, self._reload_ahead = None, False
 
     def take(self) -> Any:
-        """Return the next batch and count it as handed out; loads it unless it was loaded ahead. Raises ``StopIteration`` at the
-        epoch's end."""
+        """Return the next batch and count it as handed out. Raises ``StopIteration`` at the epoch's end."""
         batch = self._ahead.popleft() if self._ahead else next(self._source)
         self.position += 1
         self._indices.digest_until(self.position)
         return batch if self._workers is None else self._workers.unpack(batch)
 
     def end(self) -> None:
-        """End the pass: the position is then the beginning of the next epoch. Persistent workers that have read ahead are
-        discarded."""
+        """End the pass: the position is then the beginning of the next epoch."""
         if not self._indices.ended or self._indices.pulled > self.position:
             self._plain_loader = None  # persistent workers have read ahead of what was handed out
         self.epoch, self.position, self._start = self.epoch + 1, 0, {}
@@ -197,9 +174,8 @@ class SamplerPosition(LoaderPosition):
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Move to the recorded position, which may be within an epoch. Does nothing if none was loaded. Generators are not
-        changed, and no used batch is loaded. If the sampler yields other indices than before, ``inexact_reason`` says so.
-        Raises ``ValueError`` if the sampler ends before the position."""
+        """Move to the recorded position. If the sampler yields other indices, ``inexact_reason`` says so. Raises ``ValueError``
+        if it ends too early."""
         recorded, self._recorded = self._recorded, None
         if recorded is None:
             return
@@ -215,17 +191,14 @@ class SamplerPosition(LoaderPosition):
             self._difference = self.numbering_problem
 
     def _start_workers(self) -> None:
-        """Start the workers without giving them indices. Called for persistent workers that were running when the epoch
-        began."""
+        """Start the workers without giving them indices."""
         self._indices.closed = True
         for _ in self._iterate():
             raise AssertionError
         self._indices.closed = False
 
     def _reach_within_epoch(self, recorded: dict[str, Any]) -> None:
-        """Restore the states from the beginning of the epoch, and read the used indices from the sampler again without loading
-        their batches. If their digest is not the recorded one, ``inexact_reason`` says so from then on. ``recorded``: the
-        loaded state."""
+        """Restore the states from the beginning of the epoch, and read the used indices again. ``recorded``: the loaded state."""
         self._start = {
             "point": generator_positions.Point.from_state(recorded["point"]),
             "samplers": recorded["samplers"],
@@ -253,9 +226,8 @@ class SamplerPosition(LoaderPosition):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of batches taken in it, the states that determine the order of the epoch, the states of
-        workers' generators, and more that ``reach`` needs. Between ``load_state_dict`` and ``reach`` return a copy of the loaded
-        state."""
+        """Return what ``reach`` needs, such as the epoch, the number of batches taken, and the states that determine the
+        order."""
         if self._recorded is not None:
             return dict(self._recorded)
         state: dict[str, Any] = {"kind": self._kind, "epoch": self.epoch, "position": self.position}
@@ -278,8 +250,8 @@ class SamplerPosition(LoaderPosition):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position; the caller then calls ``reach`` to move to it. Raises ``ValueError`` for another kind of
-        state and for another number of workers."""
+        """Load a recorded position, to which ``reach`` moves. Raises ``ValueError`` for another kind of state or another number
+        of workers."""
         if state.get("kind") != self._kind:
             raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is {self._kind!r}")
         if self._workers is not None or state["workers"] is not None:
@@ -292,8 +264,7 @@ class SamplerPosition(LoaderPosition):
         self._compare_length(state)
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
-        """Move to the beginning of the epoch recorded in ``state``. Called in place of ``load_state_dict`` when the number of
-        ranks has changed. Returns True if batches of that epoch had been taken, which are then taken again."""
+        """Move to the beginning of the epoch in ``state``. Returns True if batches of that epoch had been taken."""
         self.epoch, self.position = state["epoch"], 0
         self._discard_ahead()
         return bool(state.get("position"))
@@ -308,9 +279,8 @@ class SamplerPosition(LoaderPosition):
 
 
 class _Indices:
-    """Yields the indices of the loader's sampler, batch by batch, to the plain DataLoader. ``skip``: number of batches of indices
-    to leave out; ``idle``: number of empty batches before the first; ``closed``: yield none at all. ``pulled``: batches read from
-    the sampler; ``ended``: it has no more."""
+    """Yields the sampler's indices, batch by batch, to the plain DataLoader. ``skip``: batches to leave out; ``idle``: empty
+    batches before the first; ``pulled``: batches read."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -321,8 +291,8 @@ class _Indices:
         self._digests = deque[str]()  # chained digests after each of the last batches of indices
 
     def __iter__(self) -> Iterator[Any]:
-        """Start the sampler from its beginning, and return an iterator over the batches of its indices; empty while ``closed``
-        is True."""
+        """Start the sampler from its beginning, and return an iterator over its batches of indices; empty while ``closed`` is
+        True."""
         if self.closed:
             return iter(())
         self._source = iter(self.sampler)
@@ -330,8 +300,7 @@ class _Indices:
         return self._iterate()
 
     def pull(self) -> bool:
-        """Read one more batch of indices from the sampler, and keep it for the DataLoader. Returns False if the sampler has
-        ended."""
+        """Read one more batch of indices from the sampler for the DataLoader. Returns False if the sampler has ended."""
         for indices in self._source:
             self.pulled += 1
             self._digests.append(_chain_digest(self._digests[-1], indices))
@@ -357,13 +326,11 @@ class _Indices:
         return self._digests[0]
 
     def digest(self, number: int) -> str | None:
-        """Return the digest of the first ``number`` batches of indices; None if fewer were read. ``number`` must not be less than
-        the argument of the last ``digest_until``."""
+        """Return the digest of the first ``number`` batches of indices; None if fewer were read."""
         return None if number > self.pulled else self._digests[number - self.pulled - 1]
 
     def _iterate(self) -> Iterator[Any]:
-        """Yield the empty batches, then the sampler's batches of indices after the skipped ones, those that were pulled already
-        first."""
+        """Yield the empty batches, then the sampler's batches of indices without the skipped ones."""
         yield from ([] for _ in range(self.idle))
         self.drop_skipped()
         while self._pending or self.pull():
@@ -371,8 +338,7 @@ class _Indices:
 
 
 def _chain_digest(before: str, indices: Any) -> str:
-    """Return the digest of several batches of indices: of those before, whose digest is ``before``, and of ``indices``, the
-    next batch."""
+    """Return the digest of several batches of indices: those with the digest ``before``, and ``indices``, the next batch."""
     plain = type(indices) is list and all(type(index) is int for index in indices)
     text = repr(indices) if plain else BatchDigest(indices).hex()
     return xxhash.xxh3_128_hexdigest((before + text).encode())

@@ -1,8 +1,4 @@
-"""Epochs over a loader other than a DataLoader over a map-style data set, read through a ``TrainStream``, one batch ahead.
-
-Whether an epoch has another batch is known only once that batch is read. So it is read before the step of the previous batch
-ends; it counts as handed out only when it is handed out, and a resume reads it again.
-"""
+"""Epochs over a loader that is read through a ``TrainStream``, one batch ahead, to know whether an epoch has another batch."""
 
 from __future__ import annotations
 
@@ -15,9 +11,8 @@ from ratchet_worker.data.streams import TrainStream
 
 
 class StreamPosition(LoaderPosition):
-    """The position of ``loader``; implements ``TrainData`` and has the methods of ``SamplerPosition``. A ``loader`` with
-    ``state_dict`` and ``load_state_dict`` is restored by these methods. Any other is restored by reading the used batches
-    again, which is exact if they are the same again."""
+    """The position of ``loader``, with the methods of ``SamplerPosition``. A loader without ``state_dict`` is restored by reading
+    the used batches again."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -67,8 +62,7 @@ class StreamPosition(LoaderPosition):
         self._source = iter(self.stream)
 
     def has_more(self) -> bool:
-        """True if the epoch has another batch; that batch is read ahead, unless it has been read already. If there is none, the
-        epoch has ended: ``epoch`` is one higher, and ``position`` is 0."""
+        """True if the epoch has another batch, which is read ahead. If there is none, the epoch has ended."""
         if not self._ahead:
             self._ahead = list(islice(self._source, 1))
         return bool(self._ahead)
@@ -78,19 +72,17 @@ class StreamPosition(LoaderPosition):
         return self._ahead.pop()
 
     def end(self) -> None:
-        """End the pass, even if batches are left: the position is then the beginning of the next epoch. Do not call it after
-        ``has_more`` has returned False, since the epoch has then ended already and the next one would be skipped."""
+        """End the pass, even if batches are left. Do not call it after ``has_more`` has returned False."""
         self._ahead = []
         if self.stream.position:
             self.stream.end_epoch()
         else:
+            # After has_more() was False, the epoch has ended already, and this would skip one.
             self.stream.epoch += 1
 
     def reach(self) -> None:
-        """Move to the recorded position, after ``load_state_dict`` and ``own_generators.load``. A loader with ``state_dict`` is
-        restored to a few batches before it, and these are read again; of any other loader all used batches of the epoch are read
-        again. If they are not the batches that were used, nothing is raised, and ``inexact_reason`` says so. Does nothing if no
-        position was loaded. Raises ``ValueError`` if the stream ends before the position."""
+        """Move to the recorded position by reading batches again. If they differ, ``inexact_reason`` says so. Raises
+        ``ValueError`` if the stream ends too early."""
         self.stream.reach()
         if not self.stream.position:
             return
@@ -105,8 +97,8 @@ class StreamPosition(LoaderPosition):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's state with three more entries. ``ahead``: True if a batch was read ahead, which the stream's
-        state counts as taken; ``numbers``: ``numbering_problem``; ``length``: batches of an epoch, or None."""
+        """Return the stream's state with ``ahead`` (it counts a batch that was read ahead), ``numbers`` (``numbering_problem``)
+        and ``length`` (of an epoch)."""
         ahead = bool(self._ahead) or self._ahead_recorded
         return {
             **self.stream.state_dict(),
@@ -129,7 +121,6 @@ class StreamPosition(LoaderPosition):
         self.numbering_problem, self._resumed_within_epoch = state["numbers"], False
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
-        """Move to the beginning of the epoch recorded in ``state``. Called in place of ``load_state_dict`` when the number of
-        ranks has changed. Returns True if batches of that epoch had been read, even if only ahead; they are then read again."""
+        """Move to the beginning of the epoch in ``state``. Returns True if batches of that epoch had been read."""
         self.stream.epoch = state["epoch"]
         return bool(state.get("taken"))

@@ -1,5 +1,4 @@
-"""Users' own streams as training data: resumed exactly if the stream can restore its position or yields the same batches again,
-else reported as not exact."""
+"""Users' own streams as training data, resumed exactly if the stream allows it, else reported as not exact."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ _DIGESTS: Final = {"state": "last", "skip": "chain"}
 
 
 class _Earlier(NamedTuple):
-    """A point to restore the stream to: before batch number ``taken`` (from 0) of the epoch. ``stream``: the stream's own state
-    there, None without one; ``point``: the generators' states there, None if not known."""
+    """A point to restore the stream to, before batch number ``taken`` (from 0): the states of ``stream`` and generators
+    (``point``) there."""
 
     taken: int
     stream: Any
@@ -33,28 +32,18 @@ class _Earlier(NamedTuple):
 
 
 class TrainStream:
-    """Batches of this rank from any iterable; implements ``TrainData``. One pass over the iterable is one epoch.
+    """Batches of this rank from any iterable; implements ``TrainData``. One pass over the iterable is one epoch. The iterable
+    itself must split the stream over the ranks, and end after the same number of batches on each.
 
-    Batches are taken one by one, in this process, never ahead. What a resume can do depends on the iterable:
+    What a resume does depends on the iterable:
 
-    - With ``state_dict()`` and ``load_state_dict(state)`` (numbers, strings, tensors, arrays, lists, dicts ...: whatever
-      ``ratchet_hooks.state.encode`` accepts): exact. Both refer to the point after the last batch that was handed out, so a
-      generator must advance its position *before* it yields; this is checked at the first batch. A resume moves the stream a few
-      batches back and reads these again, so that random numbers that it draws only when it starts (a ``DataLoader``'s base seed,
-      an order) disturb nothing.
-    - Without these, but with ``repeatable=True``: every ``iter()`` must return the same batches for the same epoch if all
-      generators are in the same state (``set_epoch(epoch)`` is called first if the method exists). A resume reads all used
-      batches of the epoch again, with the generators as they were when the epoch began: the process-wide ones, and those that the
-      stream holds itself. From its second batch on, a stream draws from the process-wide generators independently of the
-      training: they are seeded for it from their states after the first batch. ``epoch`` of samplers and data sets that have
-      ``set_epoch`` is restored. Workers of a ``DataLoader``, persistent ones too, are started again for every epoch.
+    - With ``state_dict()`` and ``load_state_dict(state)``: it restores the position. A generator must advance its position
+      *before* it yields, which is checked at the first batch.
+    - Without these, but with ``repeatable=True``: it reads the used batches of the epoch again, with the generators as they were
+      when the epoch began. Every ``iter()`` must then return the same batches.
     - Otherwise the stream starts over. ``exact`` is False, and ``inexact_reason`` gives the reason.
 
-    Batches that are read again must be those that were handed out: a digest over at most 64 KiB of each is compared, for the last
-    batch or, with a repeatable stream, for all; if it differs, ``exact`` is False. ``reach()`` reads them; without it the next
-    ``iter()`` does, and raises ``ValueError`` on a difference. Afterwards the generators are as before.
-
-    The iterable itself must split the stream over the ranks, and end after the same number of batches on each.
+    Batches that are read again are compared with those used, by a digest; if they differ, ``exact`` is False.
     """
 
     def __init__(
@@ -93,8 +82,8 @@ class TrainStream:
 
     @property
     def resume_mode(self) -> str:
-        """How a resume restores the stream. ``state``: by its ``load_state_dict``; ``skip``: by reading the used batches again;
-        ``restart``: not at all, the stream starts over."""
+        """How a resume restores the stream: ``state`` (by ``load_state_dict``), ``skip`` (by reading batches again) or
+        ``restart`` (not at all)."""
         return self._resume_mode
 
     @property
@@ -124,19 +113,13 @@ class TrainStream:
     # --- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the batches from the position to the end of the epoch; it ends an earlier iterator. Within an
-        epoch, it first moves the stream to the position as after a resume, unless ``reach`` has just done so. A stream that would
-        start over at a resume goes on with the iterator it has; it starts over if that iterator has raised an error."""
+        """Return an iterator over the batches from the position to the epoch's end; it ends an earlier iterator."""
         self._run += 1
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
-        """Yield the batches from the position to the end of the epoch, and count each as taken before it is yielded. If none is
-        left there and ``endless`` is True, yield those of the next epoch.
-
-        ``run``: the number of this iterator. It ends early once ``iter()`` or ``load_state_dict()`` has increased the current
-        number. Raises ``ValueError`` if the recorded position cannot be reached exactly.
-        """
+        """Yield the batches from the position on. ``run``: the number of this iterator. Raises ``ValueError`` if the position
+        cannot be reached exactly."""
         if run != self._run:
             return
         source = self._from_position()
@@ -174,8 +157,7 @@ class TrainStream:
         self.own_generators.end()
 
     def _from_position(self) -> Iterator[Any]:
-        """Return an iterator over the stream from the current position. If the stream is not there yet, it is moved there
-        first. Raises ``ValueError`` if the batches read again are not those that were used."""
+        """Return an iterator over the stream from the position. Raises ``ValueError`` if batches that are read again differ."""
         if self._taken and self._source is None:  # begun in the middle of an epoch
             if self._resume_mode == "restart":
                 self._taken = 0  # its iterator has raised an error
@@ -204,9 +186,8 @@ class TrainStream:
         return source
 
     def _next(self, source: Iterator[Any], taken: int) -> Any:
-        """Return batch number ``taken`` (from 0) of ``source``. What a repeatable stream draws after its first batch, and what it
-        draws ahead, must not depend on what the training draws meanwhile, since no resume repeats that; so it draws from
-        generator states of its own."""
+        """Return batch number ``taken`` (from 0) of ``source``. After the first one, a repeatable stream draws from generator
+        states of its own."""
         if self._resume_mode != "skip":
             return next(source)
         if taken == 0:
@@ -214,6 +195,7 @@ class TrainStream:
             self._draws = generator_positions.branch(self.epoch)
             return batch
         assert self._draws is not None
+        # What the stream draws must not depend on what the training draws meanwhile, which no resume repeats.
         training = generator_positions.current_point({})
         self._draws.restore({})
         try:
@@ -223,8 +205,8 @@ class TrainStream:
             training.restore({})
 
     def _record_points(self) -> None:
-        """Record, before a batch is read, the generators' states, and from the second batch on the stream's state. Does nothing
-        for a stream without ``state_dict``."""
+        """Record the generators' states, and perhaps the stream's, before a batch is read. Only for a stream with
+        ``state_dict``."""
         if self._resume_mode != "state":
             return
         point = generator_positions.current_point(self._own)
@@ -237,18 +219,18 @@ class TrainStream:
                 self.own_generators.marks.pop("first", None)
 
     def _add_digest(self, digests: Any, batch: Any) -> BatchDigest | BatchChain:
-        """Return ``digests`` with the digest of ``batch``: of all batches for a repeatable stream, else of this batch alone."""
+        """Return ``digests`` with the digest of ``batch`` added for a repeatable stream, else the digest of ``batch`` alone."""
         if self._resume_mode == "state":
             return BatchDigest(batch)
         return (BatchChain() if digests is None else digests).add(BatchDigest(batch))
 
     def _generators_to_record(self) -> dict[str, Any]:
-        """Return the stream's own generators to record; none for a repeatable stream, whose epoch's beginning determines them."""
+        """Return the stream's own generators to record, by path; none for a stream without ``state_dict``."""
+        # A repeatable stream's follow from the beginning of its epoch.
         return self.own_generators.find() if self._resume_mode == "state" else {}
 
     def _check_moved(self) -> None:
-        """Raise ``TypeError`` if the state of a stream with ``state_dict`` is the same before and after the first batch. Does
-        nothing for other streams."""
+        """Raise ``TypeError`` if the state of a stream with ``state_dict`` is the same before and after the first batch."""
         if self._resume_mode == "state" and _is_same(self._stream_state(), self._earlier[0].stream, self._state_name()):
             raise TypeError(
                 f"{type(self.stream).__name__}.state_dict() is the same before and after a batch: advance the position "
@@ -258,9 +240,8 @@ class TrainStream:
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Move the stream to the recorded position, after ``load_state_dict`` and ``own_generators.load``. Batches are read
-        again for that. If they differ from those handed out, ``exact`` is False and nothing is raised. Does nothing if no
-        position was loaded. Raises ``ValueError`` if the stream ends before the position."""
+        """Move the stream to the recorded position. If batches read again differ, ``exact`` is False. Raises ``ValueError`` if
+        the stream ends too early."""
         if not self._restored:
             return
         self._restored, self._difference = False, None
@@ -275,8 +256,7 @@ class TrainStream:
             self._difference = "; ".join(missing)
 
     def _replay(self) -> Iterator[Any]:
-        """Restore the stream to an earlier point, read the batches up to the position again, compare them, and return an iterator
-        that continues there. Raises ``ValueError`` if the stream ends before the position."""
+        """Read the batches before the position again and compare them. Returns an iterator that continues at the position."""
         marks, earlier = self.own_generators.marks, self._replay_start()
         earlier = earlier._replace(point=earlier.point or marks.get("earlier"))
         self._earlier, last = [earlier], marks.get("last")
@@ -318,9 +298,8 @@ class TrainStream:
         return source
 
     def _replay_start(self) -> _Earlier:
-        """Return the point from which a resume reads batches again: the newest recorded one that is at least two batches back,
-        or else the oldest. Random numbers that the stream draws when it starts there then do not affect the batch that is
-        compared. Without a recorded point it is the position itself, or for a repeatable stream the beginning of the epoch."""
+        """Return the point from which a resume reads batches again, two batches before the position or more if possible."""
+        # What the stream draws when it starts there then does not affect the batch that is compared.
         fitting = [e for e in self._earlier if e.taken <= max(self._taken - 2, 0)]
         if fitting or self._earlier:
             return fitting[-1] if fitting else self._earlier[0]
@@ -347,10 +326,10 @@ class TrainStream:
         ]
 
     def _forget_workers(self) -> None:
-        """Discard persistent workers of a repeatable stream: they carry generators from epoch to epoch, and no new process can
-        start with those."""
+        """Discard persistent workers of a repeatable stream."""
         if self._resume_mode == "skip":
             for _, item in reachable({"stream": self.stream}):
+                # They carry generators from epoch to epoch, and no new process can start with those.
                 if isinstance(item, DataLoader) and item.persistent_workers:
                     forget_workers(item)
 
@@ -393,12 +372,8 @@ class TrainStream:
         return _copy_value(self.stream.state_dict())  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: the epoch, the number of batches taken in it, and the digest of used batches. For a stream with
-        ``state_dict`` also its own state, now and at an earlier point. Only epoch and number for a stream that starts over.
-
-        Also records points in ``own_generators.marks``, so the caller saves ``own_generators.states()`` after this call. Raises
-        ``TypeError`` if the stream's state cannot be stored.
-        """
+        """Return the position. Save ``own_generators.states()`` after this call, which records points there. Raises ``TypeError``
+        if the stream's state cannot be stored."""
         state: dict[str, Any] = {"kind": "stream", "way": self._resume_mode, "epoch": self.epoch, "taken": self._taken}
         if self._resume_mode == "restart":
             return state
@@ -417,8 +392,7 @@ class TrainStream:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position and end the current iterator. The stream itself is moved by ``reach``, or by the next
-        ``iter()``. A stream that starts over keeps the epoch and begins at its first batch. Raises ``ValueError`` for another
+        """Load a recorded position, to which ``reach`` or the next ``iter()`` moves the stream. Raises ``ValueError`` for another
         kind of state."""
         if state.get("kind") != "stream" or state.get("way") != self._resume_mode:
             raise ValueError(
@@ -454,8 +428,7 @@ def _copy_value(value: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any, where: str) -> bool:
-    """True if two states are equal bit for bit. Raises ``TypeError`` for a state that cannot be stored; ``where``: its name in
-    the error."""
+    """True if two states are equal bit for bit. Raises ``TypeError``, naming ``where``, for a state that cannot be stored."""
     try:
         (left, one), (right, other) = encode(a, root=where), encode(b, root=where)
     except HookStateError as error:

@@ -1,9 +1,5 @@
-"""Generators of a DataLoader's workers: their states after each worker's last batch that was handed out.
-
-A worker reads ahead, and its state cannot be queried. So each batch carries the states of its worker's generators after the
-batch, if they have changed: the process-wide ones and those that its copies of the data set and ``collate_fn`` hold. Workers
-started in a resumed epoch begin with these states. The batches, and what they draw, are those of a plain DataLoader.
-"""
+"""Generators of a DataLoader's workers. Each batch carries the states of its worker's generators after it, since a worker reads
+ahead."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ Packed = dict[str, Any]
 
 
 class WorkerGenerators:
-    """Generator states of the workers of ``loader``. ``states``: one entry per worker; None: the worker begins with the
-    generators that a DataLoader gives it."""
+    """Generator states of the workers of ``loader``, one entry per worker in ``states``; None: those that a DataLoader gives
+    it."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.states: list[Packed | None] = [None] * loader.num_workers
@@ -33,13 +29,13 @@ class WorkerGenerators:
 
     @property
     def collate(self) -> Callable[[list[Any]], Any]:
-        """A ``collate_fn`` for the workers that wraps the DataLoader's own. It returns the batch, the worker's number and the
-        worker's generator states (None if unchanged), which ``unpack`` takes apart."""
+        """A ``collate_fn`` for the workers around the DataLoader's own. It returns the batch with the worker's generator states,
+        for ``unpack``."""
         return _Collate(self._loader.collate_fn)
 
     def make_worker_init(self, parent: int) -> Callable[[int], None]:
-        """Return a ``worker_init_fn`` for the DataLoader. It calls the DataLoader's own one and sets the worker's generators to
-        its entry in ``states``, as that is when the worker starts. ``parent``: the rank's process id."""
+        """Return a ``worker_init_fn`` that also sets the worker's generators to its entry in ``states``. ``parent``: the rank's
+        process id."""
         return partial(_init_worker, parent, self._loader.worker_init_fn, self._loader.collate_fn, self.states)
 
     def reset(self) -> None:
@@ -47,8 +43,7 @@ class WorkerGenerators:
         self.states[:] = [None] * len(self.states)
 
     def unpack(self, delivered: Any) -> Any:
-        """Return the batch in ``delivered``, a result of ``collate``, and store the worker's generator states that came with
-        it."""
+        """Return the batch in ``delivered``, a result of ``collate``, and store the generator states that came with it."""
         batch, worker, state = delivered
         if state is not None:
             self.states[worker] = state
@@ -62,8 +57,7 @@ class WorkerGenerators:
 
 
 class _Collate:
-    """Collates in a worker, and adds the worker's number and generator states. An empty list of samples gives None as the batch
-    and loads nothing: such a batch only makes the following one the next worker's."""
+    """Collates in a worker, and adds the worker's number and generator states. No samples give None as the batch."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -74,6 +68,7 @@ class _Collate:
         """Return the collated batch, the worker's number, and the worker's generator states after it (None if unchanged)."""
         info = get_worker_info()
         assert info is not None
+        # Such a batch only makes the following one the next worker's.
         if not samples:
             return None, info.id, None
         batch = self._collate(samples)
@@ -89,8 +84,8 @@ class _Collate:
 def _init_worker(
     parent: int, own: Callable[[int], None] | None, collate: Any, states: list[Packed | None], worker: int
 ) -> None:
-    """Initialise a worker, in its process: set up its signals, call the DataLoader's own ``worker_init_fn`` (``own``), and set
-    the worker's generators to its entry in ``states``, unless that is None. ``parent``: the rank's process id."""
+    """Initialise a worker, in its process: signals, the DataLoader's ``worker_init_fn`` (``own``), and generators. ``parent``:
+    the rank's process id."""
     dataloader_workers.init_worker(parent, worker)
     if own is not None:
         own(worker)

@@ -38,8 +38,8 @@ class SmiError(Exception):
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row of ``nvidia-smi``; memory in MiB, None where ``nvidia-smi`` gives no number (``[N/A]``). ``processes``: the number
-    of processes that hold memory on the GPU, as far as ``nvidia-smi`` lists them."""
+    """One row of ``nvidia-smi``; memory in MiB. None where ``nvidia-smi`` gives no number. ``processes``: how many hold memory on
+    the GPU."""
 
     index: str
     name: str
@@ -53,8 +53,8 @@ class Gpu:
 
 
 def findings_without_torch() -> list[Finding]:
-    """Return a finding for each GPU that ``nvidia-smi`` lists, for an interpreter without torch. Empty if it lists none or is
-    missing; one failed finding if it fails."""
+    """Return a finding for each GPU that ``nvidia-smi`` lists, without using torch. If ``nvidia-smi`` fails, return one failed
+    finding."""
     try:
         return [_finding(gpu) for gpu in query_smi()]
     except SmiError as error:
@@ -62,8 +62,7 @@ def findings_without_torch() -> list[Finding]:
 
 
 def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
-    """Return the names of the devices that torch can use, and the findings: a summary, and one for each GPU that ``nvidia-smi``
-    lists. If it lists none but torch can use some, one for each of these. ``torch``: the imported module."""
+    """Return the names of the devices that torch can use, and the findings on CUDA and the GPUs."""
     rows, broken = list[Gpu](), None
     try:
         rows = query_smi()
@@ -100,8 +99,7 @@ def _no_cuda_build(rows: list[Gpu]) -> Finding:
 
 
 def _unusable(rows: list[Gpu], why: str) -> Finding:
-    """Return the finding for the case that torch can use no GPU, for the reason ``why``. It is fine if ``nvidia-smi`` shows no
-    GPU, else failed."""
+    """Return the finding that torch can use no GPU, for the reason ``why``; failed if ``nvidia-smi`` shows a GPU."""
     if not rows:
         return ok("cuda", "none", detail=f"{why}: jobs run on the CPU, over gloo")
     return failed("cuda", "not usable", detail=f"{pluralize(len(rows), 'GPU')}, but {why}", cure=_NEWER_DRIVER)
@@ -173,7 +171,7 @@ def query_smi() -> list[Gpu]:
 
 
 def _row(row: list[str], users: list[str]) -> Gpu:
-    """The GPU of one row of ``nvidia-smi``. ``users``: for each process that holds memory on a GPU, the GPU's id."""
+    """Return the GPU of one row of ``nvidia-smi``. ``users``: the GPU's id for each process that uses one."""
     index, name, total, used, mode, mig, driver, uuid = (cell.strip() for cell in row)
     return Gpu(index, name, _mib(total), _mib(used), mode, mig == "Enabled", driver, uuid, users.count(uuid))
 
@@ -184,8 +182,7 @@ def _mib(cell: str) -> int | None:
 
 
 def _smi(query: str) -> str:
-    """The output of ``nvidia-smi`` for a query, as CSV; empty if it is missing or finds no GPU. Raises ``SmiError`` if it fails,
-    or takes more than 20 seconds."""
+    """Return the output of ``nvidia-smi`` for a query, as CSV; empty without ``nvidia-smi`` or a GPU. Raises ``SmiError``."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return ""

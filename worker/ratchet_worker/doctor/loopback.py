@@ -1,4 +1,4 @@
-"""Checks that two processes of this machine can reduce a tensor over loopback with gloo, as the ranks of a job do."""
+"""Checks that two processes of this machine can reduce a tensor over loopback with gloo."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ _ADVICE: Final = (
 
 
 class Peer:
-    """Rank 1 of the check, in a process of its own that is started here; this process is rank 0. Sets ``GLOO_SOCKET_IFNAME`` for
-    both. ``close`` ends it."""
+    """Rank 1 of the check, in a process that the constructor starts. Sets ``GLOO_SOCKET_IFNAME`` in the environment."""
 
     def __init__(self) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in every job on one machine (``agent.rank_environment``)
@@ -36,8 +35,7 @@ class Peer:
         )
 
     def reduce(self) -> Finding:
-        """Run the all-reduce with rank 1 and return the finding: both ranks must get the bit-exact sum. Blocks for at most about
-        ``SECONDS`` per operation; a network error becomes a failed finding."""
+        """Run the all-reduce with rank 1 and return the finding, failed unless both ranks get the bit-exact sum. Blocks."""
         from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
         began = time.monotonic()
@@ -65,7 +63,7 @@ class Peer:
         )
 
     def _why(self, error: Exception) -> str:
-        """Why the check failed: the last line of rank 1's output if that process failed, else the first line of ``error``."""
+        """Return why the check failed, from the output of rank 1's process if that has failed, else from ``error``."""
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if self._process.poll() in (None, 0):
             return first
@@ -103,8 +101,7 @@ def digest(tensor: Any) -> str:
 
 
 def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
-    """Sum the ranks' operands over both ranks, as ``rank``; return the digest of this rank's result, which is also written to the
-    store."""
+    """Sum both ranks' operands, as ``rank``, and return the digest of the result, which is also written to the store."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
@@ -119,11 +116,11 @@ def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
 
 
 def main() -> int:
-    """Act as rank 1: read the store's port from standard input and do the all-reduce; return 0. Ends without work if there is no
-    line, since rank 0 has given up."""
+    """Act as rank 1: read the store's port from standard input, do the all-reduce, and return 0."""
     from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
     line = sys.stdin.readline()
+    # Rank 0 has given up.
     if not line:
         return 0
     limit = timedelta(seconds=SECONDS)

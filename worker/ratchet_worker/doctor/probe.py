@@ -25,8 +25,7 @@ _CPU_TORCH = "--index-url https://download.pytorch.org/whl/cpu for a machine wit
 
 
 def probe() -> ProbeReport:
-    """Check this interpreter and return all findings, in the order in which they are shown, with the names of processor and GPUs.
-    Raises nothing for what the machine lacks. Starts a second process for the all-reduce."""
+    """Check this interpreter and return all findings, in the order in which to show them. Starts a second process."""
     found = [_python(), *_packages()]
     torch, finding = import_torch()
     found.append(finding)
@@ -138,9 +137,8 @@ def _backends(torch: Any, cuda: bool) -> Finding:
 
 
 def _determinism(cuda: bool) -> Finding:
-    """Return the finding on determinism. It is a warning if there are GPUs (``cuda``) and the user's ``CUBLAS_WORKSPACE_CONFIG``
-    has a value under which cuBLAS is not deterministic. Otherwise it says what Ratchet sets in every rank
-    (``ratchet_worker.host.determinism``)."""
+    """Return the finding on determinism: a warning if ``CUBLAS_WORKSPACE_CONFIG`` lets cuBLAS on GPUs (``cuda``) give other bits
+    at every run."""
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if cuda and workspace not in (None, ":4096:8", ":16:8"):
         return warning(

@@ -1,10 +1,5 @@
-"""Exports a checkpoint in the format of ``torch.distributed.checkpoint`` (DCP), for programs that read it. Ratchet only writes
-this format and never reads it: its ``.metadata`` is a pickle, and so is every value in it that is not a tensor.
-
-Keys, as DCP flattens them: ``model.<key of state_dict>``; ``optimizer.state.<parameter>.<key>`` and
-``optimizer.param_groups.<n>.<key>``, by parameter names, as in ``torch.distributed.checkpoint.state_dict``; the same under
-``user:<name>`` for each registered optimizer; ``step``; and ``ratchet``, JSON with the origin.
-"""
+"""Exports a checkpoint in the format of ``torch.distributed.checkpoint`` (DCP). Ratchet never reads this format, which contains
+pickles."""
 
 from __future__ import annotations
 
@@ -32,8 +27,8 @@ Path = str | os.PathLike[str]
 
 
 def write(chosen: Chosen, out: BinaryIO) -> list[str]:
-    """Write a tar of DCP's files to ``out``, ``.metadata`` last; return notes for its reader. The files are made first, without
-    names, in the directory for temporary files. Raises ``CheckpointError``, ``StateError``, ``OSError``, ``MemoryError``."""
+    """Write a tar of DCP's files to ``out``, ``.metadata`` last; return notes for its reader. Raises ``CheckpointError``,
+    ``StateError``, ``OSError``, ``MemoryError``."""
     state, notes = _state(chosen)
     files = _Unnamed()
     writer = FileSystemWriter("checkpoint", sync_files=False)
@@ -58,8 +53,8 @@ def write(chosen: Chosen, out: BinaryIO) -> list[str]:
 
 
 def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
-    """Return the state to export as a dict with DCP's top-level keys (``model``, the optimizers, ``step``, ``ratchet``), and the
-    notes for its reader. Raises ``CheckpointError``, ``StateError``."""
+    """Return the state to export by DCP's top-level keys (``model``, the optimizers, ``step``, ``ratchet``), and the notes for
+    its reader."""
     manifest = chosen.manifest
     assert manifest is not None
     model = read_model(chosen)
@@ -86,8 +81,7 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of rank 0's optimizers by component. Parameters have their names there, instead of the numbers of a
-    ``state_dict``. Registered objects that are no optimizers are left out."""
+    """Return the states of rank 0's optimizers by component, with parameter names instead of the numbers of a ``state_dict``."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in sorted(saved.state):
@@ -108,8 +102,7 @@ def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _causes(error: BaseException) -> Generator[BaseException]:
-    """Yield the errors behind DCP's ``error``: each failure that it recorded, followed by the chain of its causes, and then the
-    chain of causes of ``error`` itself."""
+    """Yield the errors behind DCP's ``error``: the failures that it recorded, and the causes of each and of ``error``."""
     failures = getattr(error, "failures", {})
     for failure in [*failures.values(), (error.__cause__ or error.__context__,)]:
         hidden: BaseException | None = failure[0]
@@ -119,17 +112,16 @@ def _causes(error: BaseException) -> Generator[BaseException]:
 
 
 class _Unnamed(FileSystemBase):
-    """The file system that DCP writes to: the files of one flat directory, without names on the disk, so that a killed process
-    leaves nothing behind. ``close`` deletes them."""
+    """The file system that DCP writes to: files of one flat directory, without names on the disk. ``close`` deletes them."""
 
     def __init__(self) -> None:
         self.files: dict[str, IO[bytes]] = {}
 
     @contextmanager
     def create_stream(self, path: Path, mode: str) -> Generator[Any]:
-        """Open a new unnamed file for writing, which is kept in ``files`` by the last part of ``path``. The yielded stream is
-        closed after the block; the file stays open."""
+        """Context manager: yield a stream to a new unnamed file, which stays open in ``files`` by its name."""
         assert mode == "wb", mode
+        # Without a name, so that a killed process leaves nothing behind.
         file = self.files[PurePosixPath(path).name] = tempfile.TemporaryFile()  # noqa: SIM115  (closed by close)
         with os.fdopen(os.dup(file.fileno()), "wb") as stream:  # the writer closes it
             yield stream

@@ -1,14 +1,8 @@
 """``python -m ratchet_worker.export``: exports a checkpoint for other programs, in a process that may import torch.
 
-The request is JSON on standard input:
-
-- ``checkpoint``, ``digest``: the checkpoint's directory and the digest of its manifest.
-- ``format``: ``safetensors`` (the model alone), ``torch`` (a tar of one ``rank-00000-of-00002.pt`` per rank, the only place where
-  Ratchet calls ``torch.save``) or ``dcp`` (a tar of what ``torch.distributed.checkpoint`` writes).
-- ``fd``: the descriptor of an open unnamed file for the result, so that a partial result never has a name.
-- ``asker``: the pid of the parent; this process ends with it.
-- ``answer``: the descriptor of a file for the response, JSON: ``{"notes": [...], "digest": ...}`` (SHA-256 of the result, in hex)
-  or ``{"error": ..., "code": ...}``.
+The request is JSON on standard input: the directory ``checkpoint`` and the ``digest`` of its manifest, the ``format``, the
+parent's pid ``asker``, the descriptor ``fd`` of a file for the result, and the descriptor ``answer`` of one for the response,
+also JSON.
 """
 
 from __future__ import annotations
@@ -41,9 +35,7 @@ _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def main() -> None:
-    """Read the request from standard input, export the checkpoint, and write the response to the request's descriptor
-    ``answer``. A ``RatchetError``, ``OSError`` or ``MemoryError`` becomes a response with ``error``; any other exception
-    propagates, without a response. The process ends with its parent."""
+    """Export the checkpoint that the request on standard input names, and write the response to the descriptor ``answer``."""
     request = json.load(sys.stdin)
     die_with_parent(request["asker"])
     answer: dict[str, Any]
@@ -60,10 +52,8 @@ def main() -> None:
 
 
 def export(request: dict[str, Any]) -> dict[str, Any]:
-    """Write the exported checkpoint of the ``request`` to the request's descriptor ``fd``, close it, and return the response
-    with notes and digest. What is read is verified; of files that the format does not need, only the size is checked. Raises
-    ``CheckpointError``, also if the checkpoint's manifest has another digest than the requested one, ``StateError``,
-    ``OSError``."""
+    """Write the requested checkpoint to the descriptor ``fd``, close it, and return the response. Raises ``CheckpointError``,
+    ``StateError``, ``OSError``."""
     directory = Path(request["checkpoint"])
     manifest = read_manifest(directory)
     if manifest.digest != request["digest"]:
@@ -124,8 +114,7 @@ _WRITERS: Final = {"safetensors": _safetensors, "torch": _tar, "dcp": _dcp}
 
 
 def _save(state: Any, file: IO[bytes]) -> None:
-    """Save ``state`` to ``file`` by ``torch.save``. If writing fails, torch raises a ``RuntimeError`` about file positions; the
-    ``OSError`` behind it is raised instead."""
+    """Save ``state`` to ``file`` by ``torch.save``. If writing fails, raises the ``OSError`` behind torch's ``RuntimeError``."""
     try:
         torch.save(state, file)
     except RuntimeError as error:

@@ -31,23 +31,21 @@ _BUILT_IN_COMPONENTS: Final = frozenset({"model", "buffers", "modules", "facts",
 
 @dataclass
 class Model:
-    """A model to export. ``tensors``: key of its ``state_dict`` -> tensor, each tensor once. ``tied``: further key of a tensor ->
-    its key in ``tensors``. ``notes``: sentences for the reader of the file."""
+    """A model to export. ``tensors``: each tensor once, by its first ``state_dict`` key. ``tied``: further keys of a tensor ->
+    its key in ``tensors``."""
 
     tensors: Tensors
     tied: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def metadata(self, manifest: Manifest) -> dict[str, str]:
-        """Return the metadata of a safetensors file: tied keys as ``safetensors.torch.load_model`` reads them, ``format``, and
-        under ``ratchet``, as JSON, the file's origin and the notes."""
+        """Return the metadata of a safetensors file: the tied keys, ``format``, and the origin and notes as JSON."""
         facts = {**origin(manifest), "notes": self.notes}
         return {**self.tied, "format": "pt", "ratchet": json.dumps(facts)}
 
 
 def origin(manifest: Manifest) -> dict[str, Any]:
-    """Return the origin of an exported file, as facts by name: Ratchet's version, job, checkpoint and its digest, step, number of
-    ranks, and the hook's name."""
+    """Return the origin of an exported file by name, such as its job, checkpoint, step and number of ranks."""
     return {
         "ratchet_version": RATCHET_VERSION,
         "job": manifest.job_id,
@@ -60,12 +58,8 @@ def origin(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_model(chosen: Chosen) -> Model:
-    """Return the model of a checkpoint: the parameters and buffers that its ``state_dict`` has. What is read is verified.
-    Raises ``CheckpointError``, ``StateError``.
-
-    If replicas differ, the parameters are their mean, as in a resume on another number of ranks (``average_replicas.mean``);
-    what has no mean, and all else, is rank 0's. Other entries of the ``state_dict`` are left out; ``notes`` says so.
-    """
+    """Return a checkpoint's parameters and buffers. Replicas that differ are averaged where possible. Raises ``CheckpointError``,
+    ``StateError``."""
     manifest = chosen.manifest
     assert manifest is not None
     stored, state = _read_model(chosen)
@@ -98,11 +92,8 @@ def read_model(chosen: Chosen) -> Model:
 
 
 def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
-    """Return one rank's state (the model's ``state_dict``, optimizers, hook, random number generators, registered objects),
-    with the checkpoint's origin, as a dict for ``torch.save``. Entries of ``state_dict`` that are neither parameter, buffer
-    nor extra state are left out; its ``notes`` say so. What is read is verified. Raises ``CheckpointError``, ``StateError``, also
-    for a value that ``torch.load(weights_only=True)`` would refuse (see ``to_plain``).
-    """
+    """Return one rank's state, such as model and optimizers, as a dict for ``torch.save``. Raises ``CheckpointError``,
+    ``StateError``."""
     manifest = chosen.manifest
     assert manifest is not None
     saved = disk.read(chosen, [rank])[rank]
@@ -138,14 +129,8 @@ def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
 
 
 def to_plain(value: Any, path: str) -> Any:
-    """Return ``value`` with types converted, nested ones included, so that ``torch.load(weights_only=True)`` accepts it.
-    ``path``: the name of ``value`` in error messages.
-
-    A numpy ``RandomState`` or ``Generator`` becomes its state as a dict. Arrays become tensors; those of text, and those of
-    integers with one dimension, become lists, and Python values if they have no dimension. Numpy scalars become Python values.
-    Times of numpy become a dict with their ``dtype`` and ``integers``. Deques become lists, sets sorted lists, and subclasses of
-    ``dict`` other than ``OrderedDict`` dicts. Raises ``StateError`` for anything else, such as numpy's ``longdouble``.
-    """
+    """Return ``value``, converted to types that ``torch.load(weights_only=True)`` accepts. Raises ``StateError``, naming
+    ``path``, if that is impossible."""
     if isinstance(value, np.random.RandomState):
         return to_plain(value.get_state(legacy=False), path)
     if isinstance(value, np.random.Generator):
@@ -183,8 +168,7 @@ def _plain_array(value: np.ndarray[Any, Any] | np.generic, path: str) -> Any:
 
 
 def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
-    """Read the shared parameters, and rank 0's own parameters and buffers. Return them by name (``model/...`` and
-    ``buffers/...``), and rank 0's state as JSON values. What is read is verified."""
+    """Return the shared parameters, and rank 0's own parameters and buffers, by name; and rank 0's state as JSON values."""
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
     own = f"{RANK_PREFIX}0/"
@@ -204,19 +188,18 @@ def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
 
 
 def state_dict_keys(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
-    """Return pairs (``state_dict`` key, tensor name) in the order of the model's ``state_dict``, as the checkpoint recorded them.
-    The name is None if the key belongs to neither a parameter nor a buffer. If the checkpoint recorded no keys, return the
-    parameters and buffers of ``stored`` under their own names, and append a note on that to ``notes``."""
+    """Return (``state_dict`` key, tensor name) in the recorded order; the name is None for what is neither parameter nor
+    buffer."""
     recorded = state.get(model_state.COMPONENT) or {"keys": None, "error": "none were recorded"}
     if recorded["keys"] is not None:
         return [(key, name) for key, name in recorded["keys"]]
+    # No keys were recorded.
     notes.append(f"parameters and buffers have their own names, state_dict's keys are not known: {recorded['error']}")
     return [(name.partition("/")[2], name) for name in stored if name.startswith(("model/", "buffers/"))]
 
 
 def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
-    """Return the state of the optimizers and of all other registered objects of one rank, by component, in plain values
-    (``to_plain``)."""
+    """Return the state of one rank's optimizers and other registered objects, by component, in plain values (``to_plain``)."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in set(saved.state) - _BUILT_IN_COMPONENTS:
@@ -228,8 +211,7 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
 
 
 def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
-    """Return the hook's state in torch's own form, and further values of the hook to store next to it, by key. Raises
-    ``StateError`` if this version does not know the hook, or if its state cannot be brought into that form."""
+    """Return the hook's state in torch's own form, and further values by key. Raises ``StateError`` if that is impossible."""
     spec = disk.recorded_hook(manifest)
     if spec is None:
         raise StateError(f"hook {manifest.hook.name} is not known to this version of Ratchet")
@@ -246,8 +228,7 @@ def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[
 
 
 def _meta_like(tensor: torch.Tensor, strides: list[int] | None) -> torch.Tensor:
-    """Return a tensor without memory (device ``meta``) with the shape and type of ``tensor`` and these ``strides``; None:
-    contiguous."""
+    """Return a tensor on device ``meta`` with the shape and type of ``tensor`` and these ``strides``; None: contiguous."""
     shape, dtype = tensor.shape, tensor.dtype
     return torch.empty_strided(shape, strides or torch.empty(shape, device="meta").stride(), dtype=dtype, device="meta")
 

@@ -1,4 +1,4 @@
-"""How a rank ends: the cause that an exception stands for, the exit code, the result file, and leaving the process."""
+"""How a rank ends: the cause that an exception stands for, the exit code, and the result file."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ _PARSERS: Final = (
 
 
 class ScriptExit(RuntimeError):
-    """Raised for a script that called ``sys.exit`` with a value other than 0 and None. ``code``: that value. ``cause``: the
-    cause of the attempt's end: ``user-error`` if ``argparse`` refused the script's arguments, else ``exception``."""
+    """Raised for a script that called ``sys.exit`` with the error ``code``. ``cause``: ``user-error`` if ``argparse`` refused its
+    arguments, else ``exception``."""
 
     def __init__(self, exit_: SystemExit) -> None:
         refusal = _refused_arguments(exit_)
@@ -55,8 +55,8 @@ class ScriptExit(RuntimeError):
 
 
 def _refused_arguments(exit_: SystemExit) -> str | None:
-    """Return the error message of the script's ``argparse`` if the script ended because ``argparse`` refused its arguments, which
-    a retry would not change. None if it ended for another reason."""
+    """Return the message with which the script's ``argparse`` refused its arguments; None if the script ended for another
+    reason."""
     frames = {frame.f_code: frame for frame, _ in traceback.walk_tb(exit_.__traceback__)}
     error = frames.get(argparse.ArgumentParser.error.__code__)
     if error is None or not any(parse.__code__ in frames for parse in _PARSERS):  # else the script itself called it
@@ -65,17 +65,14 @@ def _refused_arguments(exit_: SystemExit) -> str | None:
 
 
 def exit_code_of(error: BaseException, cause: Cause) -> int:
-    """Return the exit code of the rank's process after ``error``. If user code has called ``sys.exit`` with an integer from 1 to
-    255 that Ratchet does not reserve, it is that integer (``policy.exit_codes`` may refer to it); otherwise it is the code of
-    ``cause`` in ``EXIT_CODES``."""
+    """Return the exit code of the rank's process after ``error``: that of the user's ``sys.exit``, if usable, else that of
+    ``cause``."""
     given = script_exit_code(error.code) if isinstance(error, ScriptExit | SystemExit) else None
     return EXIT_CODES[cause] if given is None else given
 
 
 def cause_of(error: BaseException) -> tuple[Cause, str]:
-    """Return the cause for which the rank ends with ``error``, and a message for the user. The cause is ``user-error`` if a
-    retry cannot help, ``checkpoint-error`` for an error of a checkpoint, ``oom`` for ``MemoryError``,
-    ``torch.OutOfMemoryError`` and the ``RuntimeError`` of torch's CPU allocator, and ``exception`` for any other error."""
+    """Return the cause for which the rank ends with ``error``, and a message. ``user-error``: a retry cannot help."""
     if isinstance(error, UserError):
         return Cause.USER_ERROR, error.detail
     if isinstance(error, CheckpointError):
@@ -96,8 +93,7 @@ def cause_of(error: BaseException) -> tuple[Cause, str]:
 
 
 def write_result(paths: AttemptPaths, result: RankResult) -> None:
-    """Free the disk space reserved for the rank's result file, and write the file. A failed write is printed to stderr and not
-    raised."""
+    """Write the rank's result file, freeing the disk space reserved for it. A failed write is only printed."""
     path = paths.rank_result(result.rank)
     release(path)
     try:
@@ -107,9 +103,9 @@ def write_result(paths: AttemptPaths, result: RankResult) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Flush ``sys.stdout`` and ``sys.stderr``, and end the process with ``code`` at once, even if a script has closed or replaced
-    them. Destructors and exit handlers do not run: at interpreter shutdown, torch's threads might abort the process."""
+    """End the process with ``code`` at once, after flushing ``sys.stdout`` and ``sys.stderr``. Exit handlers do not run."""
     for name in ("stdout", "stderr"):
         with suppress(Exception):
             getattr(sys, name).flush()
+    # At interpreter shutdown, torch's threads might abort the process.
     os._exit(code)

@@ -1,5 +1,4 @@
-"""Finds and runs the user's code. Errors in finding or importing it that no retry can fix are raised as ``UserError`` with
-advice."""
+"""Finds and runs the user's code, and raises ``UserError`` with advice for errors such as a missing module."""
 
 from __future__ import annotations
 
@@ -19,16 +18,14 @@ from ratchet_contract.spec.job import TaskSpec
 
 
 def add_to_path(code: Path) -> None:
-    """Put the directory ``code``, the code snapshot, first on ``sys.path``, and remove the current directory from it, so that a
-    user's ``hooks.py`` or ``worker.py`` takes precedence."""
+    """Put the directory ``code``, the code snapshot, first on ``sys.path``, and remove the current directory from it."""
     text = str(code)
+    # A user's hooks.py or worker.py takes precedence over other modules of that name.
     sys.path[:] = [text, *(p for p in sys.path if p not in (text, ""))]
 
 
 def make_task(spec: TaskSpec, code: Path) -> Any:
-    """Import the entrypoint, construct the task object with its arguments, and return it. Raises ``UserError`` if the
-    entrypoint is missing, its import fails with ``ImportError`` or ``SyntaxError``, it is no task, or it does not take the
-    arguments. Other exceptions of its module, and all of its constructor, propagate."""
+    """Import the entrypoint, call it with the spec's arguments, and return the task. Raises ``UserError`` if that is no task."""
     module_name, _, attribute = spec.entrypoint.partition(":")
     found: Any = _import(module_name, code)
     for part in attribute.split("."):
@@ -58,8 +55,8 @@ def make_task(spec: TaskSpec, code: Path) -> Any:
 
 
 def _import(name: str, code: Path) -> Any:
-    """Import the user's module ``name``. Raises ``UserError`` for an ``ImportError``, such as that of a missing module, and
-    for a ``SyntaxError``, in it or in a module that it imports; other exceptions propagate."""
+    """Import the user's module ``name``. Raises ``UserError`` for an ``ImportError`` or ``SyntaxError``, also one in a module
+    that it imports."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -90,31 +87,29 @@ def import_error(what: str, error: ModuleNotFoundError | SyntaxError, code: Path
 
 
 def shadowing_advice(error: BaseException) -> str | None:
-    """Return advice if a name of ``import ratchet`` is missing because a module of the user has the same name, else None."""
+    """Return advice if a module of the user hides ``ratchet``, so that a name of it is missing; else None."""
     return shadow_advice(error, getattr(sys.modules.get(PACKAGE), "__file__", None))
 
 
 def _pip_install(module: str | None) -> str:
-    """Return the pip command that installs the package of ``module`` for this interpreter; the package is assumed to have the
-    name of the top-level module."""
+    """Return the pip command that probably installs ``module`` for this interpreter."""
     top = (module or "").partition(".")[0]
     return shlex.join([sys.executable, "-m", "pip", "install", requirement(top)])
 
 
 def _names_in(code: Path) -> str:
-    """Return the names of up to 20 entries of the code directory as text, for messages; "nothing" if it is empty."""
+    """Return the names of up to 20 entries of the code directory as text, for messages."""
     return ", ".join(sorted(p.name for p in code.iterdir())[:20]) or "nothing"
 
 
 def _check_arguments(factory: Any, spec: TaskSpec) -> None:
-    """Raise ``UserError`` if the signature of ``factory`` does not take the spec's arguments; one without a signature is not
-    checked. This comes before the call, so that a ``TypeError`` raised inside the constructor is not mistaken for wrong
-    arguments."""
+    """Raise ``UserError`` if the signature of ``factory`` does not take the spec's arguments."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):
         return
     try:
+        # Before the call, so that a TypeError raised inside the constructor is not mistaken for wrong arguments.
         signature.bind(**spec.args)
     except TypeError as error:
         raise UserError(
@@ -123,8 +118,7 @@ def _check_arguments(factory: Any, spec: TaskSpec) -> None:
 
 
 def is_unmanaged(script: Sequence[str], code: Path) -> bool:
-    """True if the text of the script's main file shows that the script makes no Session (the rule is that of
-    ``unmanaged_script.is_unmanaged``). False if the file is unreadable: running it raises the error."""
+    """True if the text of the script's main file shows that it makes no Session; False if the file is unreadable."""
     try:
         return unmanaged_script.is_unmanaged((code / script[0]).read_bytes())
     except OSError:
@@ -132,10 +126,8 @@ def is_unmanaged(script: Sequence[str], code: Path) -> bool:
 
 
 def run_script(script: Sequence[str], code: Path) -> None:
-    """Run the script in this process, as ``python script.py args ...`` would: set ``sys.argv``, put the script's directory first
-    on ``sys.path``, and run the file as ``__main__``. ``script``: the file's path in the directory ``code``, and its arguments.
-    Raises ``UserError`` if the file is missing or is not valid Python. All exceptions of the script propagate, ``SystemExit``
-    included."""
+    """Run the script, a path in ``code`` with arguments, as ``python`` would. Raises ``UserError`` if it is missing or not valid
+    Python."""
     path = code / script[0]
     if not path.is_file():
         raise UserError(

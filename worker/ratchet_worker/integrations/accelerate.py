@@ -14,11 +14,8 @@ An ordinary Accelerate script, with two lines changed::
                 scheduler.step()
                 optimizer.zero_grad()
 
-A batch of the first DataLoader passed to ``prepare`` is a step of the job; later DataLoaders are for evaluation. Batches, order
-and schedules are Accelerate's. Besides model, optimizers, schedulers, scaler and generators the job saves the position in the
-epoch, the accumulated gradients, Accelerate's counters, and the objects passed to ``register_for_checkpointing``. Hook, DDP
-settings, ranks and devices are those of the spec; without a service those of a Session that is made before the Accelerator, or
-the defaults.
+A batch of the first DataLoader passed to ``prepare`` is a step of the job; later DataLoaders are for evaluation. Hook, DDP
+settings, ranks and devices are the Session's.
 """
 
 from __future__ import annotations
@@ -52,9 +49,8 @@ _DDP_ALONE: Final = ("deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin", "
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """Accelerate's ``Accelerator`` that trains within the rank's ``Session``; takes the same arguments. ``session``: that
-    Session, made here if the script has none yet. Raises ``UserError`` for arguments that the spec decides, for features that
-    a Session cannot resume, and if the number of ranks or the type of device is not the Session's."""
+    """Accelerate's ``Accelerator`` that trains within the rank's ``Session``; takes the same arguments. Raises ``UserError`` for
+    arguments that a job cannot take."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.session = rank_session()
@@ -69,8 +65,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.session.prepare(self.scaler)
 
     def _refuse_arguments(self) -> None:
-        """Raise ``UserError`` for an argument that the spec decides, for a feature that a Session cannot resume, and if the
-        number of ranks or the type of device is not the Session's."""
+        """Raise ``UserError`` for arguments that a job cannot take, such as those that the spec decides."""
         if self.ddp_handler is not None:
             raise UserError(
                 "DistributedDataParallelKwargs: hook and DDP's settings are those of the job's spec (hook, ddp); drop it. "
@@ -104,8 +99,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """Prepare the model as Accelerate does, but wrap it in the job's DDP. With ``evaluation_mode``, and for a model that is
-        prepared already, no DDP is used."""
+        """Prepare the model as Accelerate does, but with the job's DDP, if the model is to be trained."""
         if evaluation_mode or getattr(model, "_is_accelerate_prepared", False):
             return super().prepare_model(model, device_placement, evaluation_mode=True)
         return prepare_model(self, model, self.session.prepare, device_placement)
@@ -126,9 +120,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare the DataLoader as Accelerate does. The first one that is prepared is the training's: it is returned as a
-        ``TrainingLoader``, whose batches are the job's steps. Later ones, and one that is prepared already, are returned as
-        Accelerate returns them. Raises ``UserError`` for a training loader that ``TrainingLoader`` refuses."""
+        """Prepare the DataLoader as Accelerate does. The first becomes a ``TrainingLoader``, which may raise ``UserError``."""
         prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         if prepared is data_loader or self._loop.loader is not None:
             return prepared
@@ -147,8 +139,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Do the backward pass as Accelerate does. Raises ``UserError`` if this step has taken no batch of the training's loader:
-        no step would be counted."""
+        """Do the backward pass as Accelerate does. Raises ``UserError`` if this step has taken no batch of the training's
+        loader."""
         if not self.session._runtime.has_taken_batch:
             raise UserError(
                 "accelerator.backward() without a batch of the training DataLoader in this step. The first DataLoader passed "
@@ -165,8 +157,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Skip batches as Accelerate does. Raises ``UserError`` for the training's DataLoader, unless ``num_batches`` is 0: a
-        resumed job continues within its epoch by itself."""
+        """Skip batches as Accelerate does. Raises ``UserError`` for skipping in the training's DataLoader, which a resumed job
+        continues by itself."""
         if isinstance(dataloader, TrainingLoader) and num_batches:
             raise UserError(
                 "skip_first_batches of the training's DataLoader: a resumed job continues within its epoch by itself; drop it, "
@@ -176,7 +168,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Log ``values`` as Accelerate does; numbers and tensors of one element are also logged as metrics of the job while it
+        """Log ``values`` as Accelerate does; numbers and tensors of one element also become metrics of the job while it
         trains."""
         super().log(values, step, log_kwargs or {})
         runtime = self.session._runtime
@@ -187,8 +179,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def end_training(self) -> None:
-        """End the trackers, mark the job as done and save the final checkpoint (``Session.finish``), also if the loop was left
-        early. The process group is kept until the process ends."""
+        """End the trackers, mark the job as done and save the final checkpoint (``Session.finish``)."""
         for tracker in self.trackers:
             tracker.finish()
         self.session.finish()
@@ -197,8 +188,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Save as Accelerate does. With automatic names, a step that is redone after a kill writes into its existing numbered
-        directory again, where Accelerate would raise an error."""
+        """Save as Accelerate does. With automatic names, a step that is redone writes into its existing numbered directory."""
         project = self.project_configuration
         if project.automatic_checkpoint_naming and self.session._runtime.launch.attempt > 1:
             folder = Path(self.project_dir, "checkpoints", f"checkpoint_{self.save_iteration}")
@@ -214,9 +204,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Before the first step of a new job, load the state to begin with, as Accelerate does. A resumed job, and a fork,
-        continue from their checkpoint: nothing is loaded from ``input_dir``. Either is reported as an event. Raises ``UserError``
-        once the state is restored, which is at the first step."""
+        """Load the state with which a new job begins; a resumed job, or a fork, skips that. Raises ``UserError`` after the first
+        step."""
         runtime = self.session._runtime
         if runtime.restored:
             raise UserError("call load_state before the first step: a job continues from its own checkpoints by itself")
@@ -230,8 +219,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:
-    """Return the Session that ``make()`` makes. If that fails because a process group exists, and Accelerate's state is set up
-    in this process, close the group and call ``make()`` again: the Session then starts its own group."""
+    """Return ``make()``. If that fails because Accelerate has started a process group, close the group and call ``make``
+    again."""
     try:
         return make()
     except UserError as error:
@@ -244,8 +233,8 @@ def rank_session(make: Callable[[], Session] = Session) -> Session:
 def prepare_model(
     accelerator: Any, model: nn.Module, wrap: Callable[[nn.Module], nn.Module], device_placement: bool | None = None
 ) -> Any:
-    """Prepare ``model`` as Accelerate does, with ``wrap(model)`` in place of Accelerate's DDP. ``wrap`` is called on the model
-    with autocast, which evaluations of the unwrapped model have too, and before torch.compile."""
+    """Prepare ``model`` as Accelerate does, with ``wrap(model)`` in place of Accelerate's DDP. ``wrap`` is called before
+    torch.compile."""
     plugin = accelerator.state.dynamo_plugin
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     try:
@@ -275,9 +264,8 @@ def check_same_ranks(session: Session, accelerator: Any) -> None:
 
 
 class TrainingLoader(DataLoaderShard):  # type: ignore[misc]
-    """The training's DataLoader as Accelerate prepared it, with an iteration that marks the job's steps. ``iteration``:
-    Accelerate's counter of passes that were not left early. Raises ``UserError`` for a loader that one rank reads for all, and
-    for one that gives ranks different numbers of batches."""
+    """The training's DataLoader as Accelerate prepared it, whose iteration marks the job's steps. Raises ``UserError`` for a
+    loader that a job cannot use."""
 
     def __init__(self, loop: EpochLoop, prepared: Any) -> None:
         if type(prepared) is not DataLoaderShard:
@@ -314,7 +302,7 @@ class _Pass(Pass):
 
     @override
     def transform(self, batch: Any, more: Callable[[], bool]) -> Any:
-        """Return ``batch`` on the loader's device. Before that, ``more`` loads the next batch; it returns False if there is
+        """Return ``batch`` on the loader's device. Calls ``more``, which loads the next batch and returns False if there is
         none."""
         return data_loader_shard.deliver_batch(self._loader, batch, more)
 
@@ -331,15 +319,13 @@ class _Pass(Pass):
 
 
 class _Counts:
-    """The counters of an Accelerator, and the flags that its last batch has set, as an object with state that the Session
-    saves."""
+    """An Accelerator's counters and the flags of its last batch, as an object with state that the Session saves."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        """The counters and flags: Accelerate's count of accumulated batches, whether the last batch synchronised gradients,
-        whether each optimizer's last step was skipped, the number of passes of the training's loader and of saves."""
+        """The counters and flags, such as Accelerate's count of accumulated batches and the number of its saves."""
         one = self._accelerator
         return {
             "step": one.step,

@@ -13,8 +13,7 @@ from ratchet_contract.errors import UserError
 
 
 def prepare_loader(loader: Any) -> None:
-    """Prepare ``loader`` for its first pass: make the generator of its sampler now, so that a resume finds it. Raises
-    ``UserError`` if ranks would have different numbers of batches."""
+    """Prepare ``loader`` for its first pass. Raises ``UserError`` if ranks would have different numbers of batches."""
     sharded = loader.batch_sampler
     whole = not isinstance(sharded, BatchSamplerShard) or sharded.even_batches or sharded.drop_last
     if not whole and sharded.total_length % sharded.num_processes != 0:
@@ -26,8 +25,7 @@ def prepare_loader(loader: Any) -> None:
 
 
 def begin_pass(loader: Any, *, is_resumed: bool) -> None:
-    """Begin a pass over ``loader``: synchronise generators over the ranks as Accelerate does, and set the epoch. ``is_resumed``:
-    the pass continues in the middle of its epoch, after a resume; generators are then not synchronised."""
+    """Begin a pass over ``loader`` as Accelerate does. ``is_resumed``: generators are not synchronised over the ranks."""
     if loader.rng_types is not None and not is_resumed:
         synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
     loader.begin()
@@ -35,9 +33,8 @@ def begin_pass(loader: Any, *, is_resumed: bool) -> None:
 
 
 def deliver_batch(loader: Any, batch: Any, more: Callable[[], bool]) -> Any:
-    """Return ``batch``, moved to the loader's device if it has one. Before that, ``more()`` is called: it loads the next
-    batch, and returns False if there is none. Sets the loader's ``end_of_dataloader`` to True for the last batch, else to
-    False."""
+    """Return ``batch`` on the loader's device. Sets the loader's ``end_of_dataloader`` from ``more()``, which loads the next
+    batch."""
     if loader.device is not None:
         batch = send_to_device(batch, loader.device, non_blocking=loader._non_blocking)
     loader.end_of_dataloader = not more()

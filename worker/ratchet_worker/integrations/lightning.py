@@ -5,27 +5,9 @@
     trainer = Trainer(strategy=SessionStrategy(), devices=2, max_epochs=20, callbacks=[ModelCheckpoint(monitor="loss")])
     trainer.fit(module, datamodule=data)
 
-This module registers the strategy as ``"ratchet"``: in a script that has ``import ratchet.lightning`` a ``LightningCLI`` accepts
-``--trainer.strategy ratchet``.
-
-The Session is the rank's: the job's, or under ``python`` and ``torchrun`` one without a service; ``SessionStrategy(session)``
-takes one that the script has made, with arguments. Hook and DDP settings are the Session's. A step of the job is an optimizer
-step, with its ``accumulate_grad_batches`` batches; of a module with manual optimization (``automatic_optimization = False``) it
-is all batches up to the one in which an optimizer stepped. A step ends when the Trainer requests the next batch: what callbacks,
-validation and schedulers did until then belongs to it. The Session then counts the step, saves it if a checkpoint is due, and
-stops if a stop was requested. Saved are model, optimizers, schedulers, scaler, data position, generators, buffers, hook, and the
-Trainer's own state: its loops' counters, logged values, callbacks, and what ``on_save_checkpoint`` adds to a checkpoint.
-Lightning's own checkpoint files are the same as without Ratchet; those of redone steps replace the lost ones
-(``lightning_files``). Values that the module logs are the job's metrics.
-
-A resumed Trainer begins as a new one does, with the hooks from ``setup`` to ``on_train_epoch_start`` of the epoch that is
-resumed. All state is restored when it requests its first batch, which is the point where it was saved. Lightning's own way of
-resuming is not used; it leaves out hooks, schedulers' steps and logged values.
-
-Some features are not supported, and are refused with an error that names them: among others ``ckpt_path`` of ``fit`` (the job
-resumes from its own checkpoints), a second ``fit``, several training loaders, a loader without a length, ``Tuner.lr_find``,
-``StochasticWeightAveraging`` of a model with batch norm, ``BaseFinetuning``, ``ModelPruning``. A stop waits for the end of a
-validation.
+A step of the job has the batches of an optimizer step, and ends when the Trainer requests the next batch. A resumed Trainer
+begins as a new one does; its state is restored when it requests its first batch. Features that a job cannot resume are refused
+with an error that names them.
 """
 
 from __future__ import annotations
@@ -123,9 +105,8 @@ _CONNECTOR: Final = (
 
 
 class SessionStrategy(DDPStrategy):
-    """Lightning's strategy that trains with DDP within a ``Session``: the Trainer's optimizer steps are the job's steps, saved
-    and restored with the Trainer's own state. Use one object per run. ``session``: a Session that the script has made, with
-    arguments; None: the strategy makes one when the Trainer sets up."""
+    """Lightning's strategy that trains with DDP within a ``Session``: the Trainer's optimizer steps are the job's steps. Use one
+    object per run. ``session``: one that the script has made."""
 
     def __init__(self, session: Session | None = None) -> None:
         started = names.RANK in os.environ
@@ -145,8 +126,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def set_world_ranks(self) -> None:
-        """Set the ranks of the Trainer to those of the job. Raises ``UserError`` if the Trainer requests another number of ranks
-        than have been started. One CPU device on one node, as ``devices="auto"`` gives, stands for all started ranks."""
+        """Set the ranks of the Trainer to those of the job. Raises ``UserError`` if the Trainer's devices do not fit."""
         assert self.parallel_devices is not None
         there, here = (int(os.environ.get(name, 1)) for name in (names.WORLD_SIZE, names.LOCAL_WORLD_SIZE))
         if names.RANK not in os.environ:
@@ -175,8 +155,7 @@ class SessionStrategy(DDPStrategy):
 
     @property
     def session(self) -> Session:
-        """The Session that the script has passed, else the one that is made when the Trainer sets up. Raises ``UserError`` while
-        there is none."""
+        """The Session of the script, else the strategy's own. Raises ``UserError`` while there is none."""
         if self._session is None:
             raise UserError(
                 "the Session of a SessionStrategy is created by trainer.fit: use it only after trainer.fit has begun"
@@ -189,9 +168,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def setup_distributed(self) -> None:
-        """Make the Session, which starts the process group, unless the script has made it, and connect the Trainer's logging
-        to it. At the first call, unless the state is restored already, also rewind Lightning's checkpoint and log files
-        (``_rewind_files``). Raises ``UserError`` if the Trainer and the Session use different types of devices."""
+        """Connect the Trainer to the Session, which is made here if needed. Raises ``UserError`` if their types of devices
+        differ."""
         if self._session is None:
             self._session = Session()
         device = self._session.device
@@ -216,10 +194,7 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Rewind checkpoint and log files to the step that this attempt begins with, and let the loggers use the directories
-        of the job's first attempt. It is called before the first callback or logger writes a file, which may be in a
-        validation before ``fit``. If the checkpoint has the Trainer's state, the loggers are muted until all is restored:
-        values before that point have been logged. Every rank must call it."""
+        """Rewind checkpoint and log files to the step that this attempt begins with. Every rank must call it."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -235,11 +210,12 @@ class SessionStrategy(DDPStrategy):
                 own = continues_own_job(self.session)
                 for lost in rewind_csv(trainer.loggers, recorded.get("rows", []), own=own):
                     runtime.reporter.note("csv-rows-lost", lost)
+            # Until all is restored: values before that point have been logged.
             mute(trainer.loggers)
 
     def _recorded_state(self) -> dict[str, Any]:
-        """Return the Trainer's state in the checkpoint that this attempt starts from. Empty without a checkpoint, or if the
-        checkpoint has no such state. Call it before the state is restored."""
+        """Return the Trainer's state in the checkpoint that this attempt starts from; empty without one. Call it before the
+        restore."""
         if self._runtime.chosen.manifest is None:
             return {}
         held = self._runtime.chosen.loaded[-1]
@@ -248,8 +224,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        """Set up the Trainer as Lightning does; for ``fit``, also register its state with the Session. Raises ``UserError`` for a
-        second ``fit`` and for features that are not supported."""
+        """Set up the Trainer as Lightning does. Raises ``UserError`` for a second ``fit`` and for features that are not
+        supported."""
         if trainer.state.fn == TrainerFn.FITTING:
             if self._progress is not None or self._runtime.restored:
                 raise UserError("call trainer.fit only once per job, for all epochs")
@@ -269,9 +245,7 @@ class SessionStrategy(DDPStrategy):
         """Do nothing: the Session has registered the hook."""
 
     def _register(self, trainer: Any) -> None:
-        """Register optimizers, schedulers, the scaler and the Trainer's own state with the Session, put ``_try_out`` and
-        ``_link`` in place of methods of callbacks, and prepare the Trainer for the epoch that is resumed. Then
-        ``_restore_if_done`` is called."""
+        """Register the Trainer's state with the Session, and prepare the Trainer for the resumed epoch."""
         state: dict[str, Any] = {}
         for number, optimizer in enumerate(self.optimizers):
             plain = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
@@ -294,13 +268,12 @@ class SessionStrategy(DDPStrategy):
         self._restore_if_done()
 
     def _note_built(self) -> None:
-        """Record the current content of the objects that the script has built; changes are later determined against it. Called
-        before hooks that depend on the epoch, since each attempt may begin with another epoch."""
+        """Record the current content of the objects that the script has built; changes are later determined against it."""
         self._runtime.state.note_built(undo=self.session.resumed and not self._runtime.restored)
 
     def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call ``find`` of a finder callback, which trains some steps and undoes them, with ``is_trying_out`` set. Does nothing
-        in a resumed attempt: the value that the finder found in an earlier attempt is in the restored state."""
+        """Call ``find`` of a finder callback with ``is_trying_out`` set. Does nothing in a resumed attempt."""
+        # The restored state has the value that the finder found in an earlier attempt.
         if self.session.resumed and not self._runtime.restored:
             return
         self.is_trying_out = True
@@ -310,8 +283,7 @@ class SessionStrategy(DDPStrategy):
             self.is_trying_out = False
 
     def _total(self) -> int | None:
-        """Return the number of steps of the whole job, if the Trainer's limits determine it. None if they do not, before the
-        training's loader is known, and for a module with manual optimization, which may step at any batch."""
+        """Return the number of steps of the whole job; None if the Trainer's limits do not determine it."""
         trainer = self._trainer()
         if not trainer.lightning_module.automatic_optimization or self._batches is None:
             return None
@@ -325,9 +297,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the training's loader as ``Batches``, which are registered as the job's data; ``_restore_if_done`` is then
-        called. If the Trainer loads its training data again, the new ``Batches`` replace the old ones. Any other loader is
-        returned as it is. Raises ``UserError`` for training data without a length."""
+        """Return the training's loader as ``Batches``, and any other loader as it is. Raises ``UserError`` for training data
+        without a length."""
         trainer = self._trainer()
         if trainer.state.fn != TrainerFn.FITTING or trainer.state.stage != RunningStage.TRAINING:
             return dataloader
@@ -344,10 +315,7 @@ class SessionStrategy(DDPStrategy):
         return batches
 
     def _restore_if_done(self) -> None:
-        """Restore the state now if the base is a job's final checkpoint, or if the Trainer has nothing left to do and so
-        requests no batch. If it has nothing left to do after the restore, the job is finished here. Raises ``UserError`` if
-        this job's run has ended but the Trainer is not done, unless it is known to request more steps than before
-        (``Runtime.is_extended``). Does nothing before model and data are registered, in trial steps, and after the restore."""
+        """Restore the state now if the Trainer may request no batch. Raises ``UserError`` if an ended run cannot be continued."""
         if self._progress is None or self._batches is None or self._runtime.restored or self.is_trying_out:
             return
         loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
@@ -366,8 +334,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Begin the training as Lightning does, and reinstall the SIGTERM handler that Lightning has replaced. Lightning's
-        handler would end this rank alone."""
+        """Begin the training as Lightning does, and reinstall the SIGTERM handler that Lightning has replaced."""
         super().on_train_start()
         if self.is_trying_out:
             return
@@ -379,7 +346,7 @@ class SessionStrategy(DDPStrategy):
 
     @property
     def is_fresh(self) -> bool:
-        """True if this attempt starts without a checkpoint and has not begun to train; False while a finder does trial steps."""
+        """True if this attempt starts without a checkpoint and has not begun to train, unless a finder does trial steps."""
         return not (self._runtime.restored or self.session.resumed or self.is_trying_out)
 
     @property
@@ -388,9 +355,7 @@ class SessionStrategy(DDPStrategy):
         return self._runtime.restored and not self.is_trying_out
 
     def restore(self) -> None:
-        """Restore the state before the first batch, when all objects exist, and set the epoch on samplers. Does nothing if it
-        is restored already. Raises ``UserError`` for several training loaders, for a ``training_step`` that takes an iterator,
-        and for state that cannot be stored; otherwise raises as ``Session.restore`` does."""
+        """Restore the state before the first batch, once. Raises ``UserError`` for data or state that a job cannot resume."""
         if self._runtime.restored:
             return
         trainer = self._trainer()
@@ -409,9 +374,8 @@ class SessionStrategy(DDPStrategy):
         self._batches.set_epoch(self._batches.data.epoch)
 
     def next_step(self) -> None:
-        """End the open step and begin the next one; then delete the hidden files of Lightning (``_finalize_files``). Does
-        nothing, except count progress, if the Trainer's ``global_step`` has not changed since the last step began. Called when
-        the Trainer requests a batch. Raises ``Stopped``, and ``UserError`` after the last step."""
+        """End the open step and begin the next, if the Trainer's ``global_step`` has changed. Raises ``Stopped``, and
+        ``UserError`` after the last step."""
         trainer = self._trainer()
         self._runtime.counter.tick()
         if self._global_step == trainer.global_step:
@@ -425,8 +389,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate a batch as Lightning does, and count progress, so that a long validation does not look like a hang. In
-        training, also record the evaluation for a trial run (``ratchet prove``)."""
+        """Validate a batch as Lightning does, and count progress. In training, also record the evaluation for a trial run."""
         self._runtime.counter.tick()  # a long validation is no hang
         if self._runtime.restored and not self._runtime.finished:
             self._runtime.trial.record_evaluation(self._runtime.step, self._runtime.checkpointer.drain)
@@ -446,8 +409,7 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Do what Lightning does. Then, except in trial steps, end the last step, save the final checkpoint, and record the
-        end in the journal of files. Lightning takes the model off its device only after this call."""
+        """Do what Lightning does, and then, except in trial steps, end the last step and save the final checkpoint."""
         super().on_train_end()
         if not self.is_trying_out:
             self.session.finish()
@@ -456,8 +418,7 @@ class SessionStrategy(DDPStrategy):
                 self._files.record_end()
 
     def _log(self, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None) -> None:
-        """Pass ``metrics`` to ``log``, the Trainer's own function. Except in trial steps, also log them as the job's metrics
-        (``_log_in_training``), even if the Trainer has no logger."""
+        """Pass ``metrics`` to ``log``, the Trainer's own function, and, except in trial steps, log them as the job's metrics."""
         log(metrics, step)
         if metrics and not self.is_trying_out:
             _log_in_training(self.session, metrics)
@@ -465,8 +426,7 @@ class SessionStrategy(DDPStrategy):
     # --- files ---------------------------------------------------------------------------------------------------------
 
     def _finalize_files(self) -> None:
-        """Delete the files of Lightning that were hidden or moved aside, for steps up to the job's last committed checkpoint.
-        Does nothing on ranks that write no such files."""
+        """Delete the files of Lightning that were hidden or moved aside for steps up to the job's last committed checkpoint."""
         step = self._runtime.checkpointer.last.step
         if self._files is not None and step != self._committed_step:
             self._files.finalize(step)
@@ -481,24 +441,21 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Hide a checkpoint file of Lightning; it is deleted once a committed checkpoint of the job includes this step. Where
-        files are not tracked (on other ranks, after the end, in trial steps, outside local file systems) it is deleted at
-        once."""
+        """Remove a checkpoint file of Lightning. A tracked file is only hidden until a checkpoint of the job includes this
+        step."""
         hides = self._files is not None and not self.is_trying_out and not self._runtime.finished
         if not hides or self._files is None or not self._files.hide(filepath):
             super().remove_checkpoint(filepath)
 
     def _link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
-        """Create a link to a checkpoint file of Lightning. The link is recorded first, so that a later attempt can rewind it."""
+        """Create a link to a checkpoint file of Lightning, which is recorded so that a later attempt can rewind it."""
         if self._files is not None:
             self._files.record_write(linkpath)
         link(trainer, filepath, linkpath)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. In ``fit``, raise ``UserError`` for a
-        ``ckpt_path`` of the script: the job resumes from its own checkpoints. Return an empty checkpoint in ``fit`` if the
-        Trainer itself requests one, for the callback ``OnExceptionCheckpoint``."""
+        """Load a checkpoint as Lightning does. In ``fit``, raise ``UserError`` for a ``ckpt_path`` of the script."""
         trainer = self._trainer()
         if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -541,9 +498,8 @@ class _Nothing(dict[str, Any]):
 
 
 class SessionLogger(Logger):
-    """A logger of Lightning that logs the values that callbacks and the script pass to the Trainer's loggers as the job's
-    metrics. The values that the module logs are metrics even without it. Used as ``Trainer(logger=SessionLogger(), ...)``
-    together with ``SessionStrategy``, which sets its ``session``."""
+    """A logger of Lightning that logs what callbacks and the script pass to it as the job's metrics. Used together with
+    ``SessionStrategy``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -566,23 +522,22 @@ class SessionLogger(Logger):
 
     @override
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        """While the job trains, log ``metrics`` as its metrics of the open step; ignore them otherwise. ``step`` is ignored.
-        Raises ``UserError`` without a ``SessionStrategy``."""
+        """Log ``metrics`` as the job's metrics of the open step; ignore them outside training. Raises ``UserError`` without a
+        ``SessionStrategy``."""
         if self.session is None:
             raise UserError("SessionLogger needs Trainer(strategy=SessionStrategy())")
         _log_in_training(self.session, metrics)
 
 
 def _log_in_training(session: Session, metrics: Mapping[str, Any]) -> None:
-    """Log metrics of the open step, which is the one that Lightning has logged. Values logged before or after the training belong
-    to no step and are ignored: the module may have other weights there (``validate``, ``ckpt_path="best"``)."""
+    """Log metrics of the open step. Values logged before or after the training are ignored."""
+    # Other values belong to no step: the module may have other weights there (validate, ckpt_path="best").
     if session._runtime.restored and not session._runtime.finished:
         session.log({**metrics})
 
 
 class _Progress:
-    """The Trainer's own state as an object that the Session saves: its loops' counters, logged values, its callbacks, and whether
-    one has requested a stop (which the start of a fork does not restore)."""
+    """The Trainer's own state as an object that the Session saves, such as its loops' counters, logged values and callbacks."""
 
     def __init__(self, session: Session, trainer: Any) -> None:
         self._session, self._trainer = session, trainer
@@ -593,8 +548,8 @@ class _Progress:
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def begin_recorded_epoch(self, state: dict[str, Any]) -> None:
-        """Set the Trainer's counters from ``state``, which the checkpoint recorded, so that the Trainer begins that epoch again,
-        without the sanity check of the validation."""
+        """Set the Trainer's counters from ``state``, which the checkpoint recorded, so that the Trainer begins that epoch
+        again."""
         state, loop = self._localize_paths(state), self._trainer.fit_loop
         _load_loop(loop, state["fit_loop"])
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
@@ -608,8 +563,7 @@ class _Progress:
                 )  # it makes its scheduler from this state
 
     def check_storable(self) -> None:
-        """Raise ``UserError`` if the state cannot be stored. The error names the part: a callback's state, or what a hook adds to
-        a checkpoint."""
+        """Raise ``UserError``, naming the part, if the state cannot be stored."""
         try:
             encode(self.state_dict(), root="lightning")
         except HookStateError as error:
@@ -620,8 +574,7 @@ class _Progress:
     # --- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with paths relative to the working directory. Calls the hooks ``on_save_checkpoint``; what they put
-        into existing values and cannot be stored is left out, and an event of rank 0 names it once."""
+        """Return the state, with paths relative to the working directory. Calls the hooks ``on_save_checkpoint``."""
         trainer, module = self._trainer, self._trainer.lightning_module
         checkpoint = self._checkpoint()
         callbacks = checkpoint["callbacks"]
@@ -650,8 +603,8 @@ class _Progress:
         return found
 
     def _call_save_hooks(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Call the hooks ``on_save_checkpoint``, if there are any, and return what they changed in ``checkpoint``. Report the
-        entries that are left out, except those that an event has named."""
+        """Call the hooks ``on_save_checkpoint``, if any, and return what they changed in ``checkpoint``. Reports entries that
+        cannot be stored."""
         trainer = self._trainer
         if not has_save_hook(trainer.lightning_module, trainer.callbacks):
             return {"put": {}, "gone": [], "parts": {}}
@@ -667,8 +620,7 @@ class _Progress:
         return changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state. Calls the hooks ``on_load_checkpoint`` and lets the loggers log again. Raises ``ValueError`` if
-        an epoch has another number of batches than the recorded one, or the number of ranks has changed within an epoch."""
+        """Restore the state, and call the hooks ``on_load_checkpoint``. Raises ``ValueError`` if the state does not fit."""
         state = self._localize_paths(state)
         trainer: Any = self._trainer
         check_same_epochs(
@@ -697,8 +649,7 @@ class _Progress:
         unmute(trainer.loggers)
 
     def _localize_paths(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` with absolute file paths in this job's working directory or, at a fork's start, in that of its parent
-        job."""
+        """Return ``state`` with absolute file paths in this job's working directory or, at a fork's start, the parent job's."""
         runtime = self._session._runtime
         workdir, manifest = Path(runtime.launch.workdir), runtime.chosen.manifest
         if manifest is not None and not continues_own_job(self._session):
@@ -707,9 +658,9 @@ class _Progress:
         return found
 
     def _check_same_ranks(self, batches: int) -> None:
-        """Raise ``ValueError`` if the number of ranks has changed and ``batches`` of the epoch are used: the data would begin the
-        epoch again, but the Trainer would continue after these batches."""
+        """Raise ``ValueError`` if the number of ranks has changed and ``batches`` of the epoch are used."""
         manifest = self._session._runtime.chosen.manifest
+        # The data would begin the epoch again, but the Trainer would continue after these batches.
         if batches and manifest is not None and manifest.world_size != self._session.world_size:
             raise ValueError(
                 f"{batches} batches of the epoch are used, and the checkpoint is of {manifest.world_size} ranks, this run has "
@@ -736,8 +687,7 @@ class _Progress:
                 callback.n_averaged.fill_(callback._init_n_averaged)
 
     def _checkpoint(self) -> dict[str, Any]:
-        """Return a checkpoint with Lightning's entries for the module, the fit loop, callbacks, optimizers and schedulers,
-        before the hooks change it."""
+        """Return a checkpoint with Lightning's entries, such as module, callbacks and optimizers, before the hooks change it."""
         trainer = self._trainer
         module = trainer.lightning_module
         return {
@@ -764,11 +714,11 @@ class _Progress:
 
 
 def _load_loop(loop: _Loop, state: dict[str, Any]) -> None:
-    """Load the counters of a loop and of the loops inside it. The loops' flag that they restart is cleared, so that the Trainer
-    does not act as if it resumed."""
+    """Load the counters of a loop and of the loops inside it."""
     loop.load_state_dict(state)
     loops = [loop]
     for one in loops:
+        # Clears the flag that the loop restarts, so that the Trainer does not act as if it resumed.
         one.on_iteration_done()
         loops += [part for part in vars(one).values() if isinstance(part, _Loop)]
 
@@ -782,8 +732,7 @@ def _batches_per_step(trainer: Any, epoch: int) -> int:
 
 
 def _check_supported(trainer: Any) -> None:
-    """Raise ``UserError`` for a callback or setting that a job cannot resume. Loaders, ``training_step`` and the state itself
-    are checked later (``SessionStrategy.restore``)."""
+    """Raise ``UserError`` for a callback or setting that a job cannot resume."""
     if not trainer.lightning_module.automatic_optimization and trainer.strategy._runtime.launch.spec.ddp.static_graph:
         raise UserError(
             "automatic_optimization = False with ddp.static_graph: Lightning drives DDP's reducer by itself; drop static_graph"

@@ -1,5 +1,4 @@
-"""The Trainer's training data as the job's data: any loader with a length; its position is restored like that of a prepared
-one."""
+"""The Trainer's training data as the job's data: any loader with a length."""
 
 from __future__ import annotations
 
@@ -16,9 +15,8 @@ from ratchet_worker.data.stream_position import StreamPosition
 
 
 class Trainer(Protocol):
-    """The consumer of the batches (``SessionStrategy``). ``is_fresh``: it starts without a checkpoint and has not begun;
-    ``has_begun``: it has begun. Both are False while a finder does trial steps (``is_trying_out``). ``restore`` restores the
-    state before the first batch; ``next_step`` ends the step that is done and begins another."""
+    """The consumer of the batches. ``is_fresh``: no checkpoint, and not begun; ``has_begun``: training has begun;
+    ``is_trying_out``: it does trial steps."""
 
     @property
     def is_fresh(self) -> bool: ...
@@ -35,9 +33,8 @@ class Trainer(Protocol):
 
 
 class Batches:
-    """The iterable that the Trainer gets in place of its training data ``loader``: it begins a step of the job before a batch
-    that needs one. ``on_batch`` is called for each batch. The Trainer ends an epoch by the length or its own limit, and requests
-    no batch after that; a further pass is another epoch. Raises ``UserError`` for a loader without a length."""
+    """The iterable that replaces the Trainer's training data ``loader`` and begins the job's steps. Raises ``UserError`` for a
+    loader without a length."""
 
     def __init__(self, trainer: Trainer, loader: Any, on_batch: Callable[[], None]) -> None:
         self._trainer, self._loader, self._on_batch = trainer, loader, on_batch
@@ -51,8 +48,8 @@ class Batches:
         self._begun = False
 
     def replace_loader(self, before: Batches) -> None:
-        """Take the place of ``before``, the Trainer's earlier loader, at the beginning of an epoch: the one that ``before`` would
-        begin next. A pass of ``before`` that has not ended is ended."""
+        """Take the place of ``before``, the Trainer's earlier loader, at the beginning of the epoch that ``before`` would begin
+        next."""
         if before.data.position:
             before.data.end()
         self.data.restart_epoch({"epoch": before.data.epoch})
@@ -72,7 +69,7 @@ class Batches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the rest of the epoch, or over the next one if the Trainer has left a pass before its end."""
+        """Return an iterator over the rest of the epoch; if the Trainer has left a pass, over the next epoch."""
         if self._trainer.is_fresh and not self._begun:
             self.data.begin(0)  # draws, and starts workers, where a plain loader does
             self._begun = True
@@ -81,8 +78,8 @@ class Batches:
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        """Restore the state if that is not done yet, then yield the rest of the epoch, each batch within a step. While a finder
-        does trial steps, yield the plain loader's batches. Raises ``UserError`` for an epoch without batches, and ``Stopped``."""
+        """Yield the rest of the epoch, each batch within a step. Raises ``UserError`` for an epoch without batches, and
+        ``Stopped``."""
         if self._trainer.is_trying_out:
             yield from self._loader
             return

@@ -1,10 +1,4 @@
-"""Rewind files that Lightning's callbacks and loggers write in training to the step that an attempt begins with.
-
-Steps that were lost in a kill are redone, and write their checkpoint files again. The files' names depend on the files that
-exist. So before the training begins, files that lost steps wrote are moved aside, and files that lost steps removed are put back.
-For that, each written file is recorded with its step, and a file that a callback removes is only hidden until a checkpoint of the
-job includes that step.
-"""
+"""Rewinds files that Lightning's callbacks and loggers write to the step that an attempt begins with."""
 
 from __future__ import annotations
 
@@ -29,12 +23,8 @@ _WORKDIR_PLACEHOLDER: Final = "{workdir}"
 
 
 class CheckpointFiles:
-    """Records the checkpoint files that Lightning's callbacks write and remove, and rewinds them to the step that an attempt
-    begins with: it hides, moves aside, puts back and deletes files. Used only on the rank that writes them.
-
-    ``journal``: a file in the job's directory. A line records a file that a step wrote, removed or lost, the versions of the
-    loggers' directories, or the end of a training. ``step``: returns the open step. Files outside local file systems are not
-    recorded."""
+    """Records the checkpoint files that Lightning's callbacks write and remove, and rewinds them. ``journal``: a file in the
+    job's directory; ``step``: returns the open step."""
 
     def __init__(self, journal: Path, step: Callable[[], int]) -> None:
         self._journal, self._step = journal, step
@@ -42,13 +32,10 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Restore the checkpoint files as they were after step ``base``, and rewrite the journal. Files that later steps
-        removed are put back. Files that later steps wrote are moved aside, and kept until these steps are redone; a file that
-        existed before they wrote it keeps their content. Files that steps up to ``base`` had hidden, or that were moved aside
-        for them, are deleted. Exception: if ``base`` is 0 and an earlier training had ended, its checkpoints were deleted to
-        begin another training; files are then left alone, and the journal is emptied."""
+        """Restore the checkpoint files as they were after step ``base``; files that later steps wrote are moved aside."""
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
+            # The ended training's checkpoints were deleted to begin another one: its files are left alone.
             entries = []
         left = []
         for entry in reversed(entries):
@@ -66,6 +53,7 @@ class CheckpointFiles:
                 aside.rename(path)
             elif kind == WRITTEN and os.path.lexists(path):
                 _delete(aside)
+                # Not left in place: names of new files depend on the files that exist.
                 path.rename(aside)
                 left.append({**entry, "kind": LOST})
         self._entries = left[::-1]
@@ -73,8 +61,8 @@ class CheckpointFiles:
             write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
 
     def versions(self, found: list[Any]) -> list[Any]:
-        """Return the versions in the loggers' directory names that the journal records. If it records none, as in the job's
-        first attempt, record and return ``found``. Call it after ``rewind``, which reads the record."""
+        """Return the recorded versions in the loggers' directory names, else record and return ``found``. Call it after
+        ``rewind``."""
         if self._versions is None:
             self._versions = found
             self._add({"kind": LOGS, "step": 0, "path": "", "versions": found})
@@ -86,8 +74,7 @@ class CheckpointFiles:
             self._add({"kind": WRITTEN, "step": self._step(), "path": str(Path(path).absolute())})
 
     def hide(self, path: Any) -> bool:
-        """Hide ``path`` instead of removing it: rename it, so that ``rewind`` can put it back. Returns False, and does nothing,
-        if ``path`` is not local or does not exist; the caller then removes it."""
+        """Rename ``path``, so that ``rewind`` can put it back. Returns False if it is not local or does not exist."""
         if not _is_local_file_protocol(path) or not Path(path).exists():
             return False
         entry = {"kind": REMOVED, "step": self._step(), "path": str(Path(path).absolute())}
@@ -97,8 +84,7 @@ class CheckpointFiles:
         return True
 
     def finalize(self, step: int) -> None:
-        """Delete the files that steps up to ``step`` have hidden or that were moved aside for them. Called once a checkpoint of
-        the job at ``step`` exists."""
+        """Delete the files that steps up to ``step`` have hidden, or that were moved aside for them."""
         done = [entry for entry in self._entries if entry["kind"] in (REMOVED, LOST) and entry["step"] <= step]
         for entry in done:
             _delete(_aside_path(entry))
@@ -109,7 +95,7 @@ class CheckpointFiles:
         self._add({"kind": ENDED, "step": self._step(), "path": ""})
 
     def _read(self) -> list[dict[str, Any]]:
-        """The journal's entries, oldest first. A line that a kill has cut off is left out: its file was not touched yet."""
+        """Return the journal's entries, oldest first, without a last line that a kill has cut off."""
         text = self._journal.read_text() if self._journal.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
@@ -144,8 +130,7 @@ def _delete(path: Path) -> None:
 
 
 def relative_paths(value: Any, workdir: Path) -> Any:
-    """Return ``value`` with paths below the job's working directory ``workdir`` made relative to a placeholder, so that two jobs
-    that train alike have the same state."""
+    """Return ``value`` with a placeholder in place of ``workdir``, so that jobs that train alike have the same state."""
     root = str(workdir.resolve())
     return _replace_strings(
         value, lambda text: _WORKDIR_PLACEHOLDER + text[len(root) :] if f"{text}/".startswith(f"{root}/") else text
@@ -175,8 +160,7 @@ def _replace_strings(value: Any, replace: Callable[[str], str]) -> Any:
 
 
 def open_versions(loggers: Iterable[Logger]) -> list[Any]:
-    """Return, for each logger, the version that the logger will put into its directory's name. None for a logger whose version
-    the script sets, and for one without versions."""
+    """Return, for each logger, the version that it chooses for its directory's name; None if it chooses none."""
     return [logger.version if vars(logger).get("_version", _UNKNOWN) is None else None for logger in loggers]
 
 
@@ -200,13 +184,12 @@ def unmute(loggers: Iterable[Logger]) -> None:
 
 
 def csv_rows(loggers: Iterable[Logger]) -> list[int]:
-    """Return, for each logger, the number of rows in its CSV file, without the header, after writing buffered ones; 0 if it
-    has no such file."""
+    """Return the number of rows in each logger's CSV file, without the header; 0 without a file. Writes buffered rows."""
     return [_rows(logger) for logger in loggers]
 
 
 def _rows(logger: Logger) -> int:
-    """The number of rows in the logger's CSV file, without the header, after writing buffered ones; 0 if it has none."""
+    """Return the number of rows in the logger's CSV file, without the header; 0 without one. Writes buffered rows."""
     experiment = logger._experiment if isinstance(logger, CSVLogger) else None
     if experiment is None:
         return 0
@@ -219,12 +202,8 @@ def _rows(logger: Logger) -> int:
 
 
 def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list[str]:
-    """Cut each logger's CSV file after its number of rows in ``rows``, without the header; a file with number 0 is left alone.
-    Without this, Lightning would begin an empty file. Redone steps then write their rows again.
-
-    If a kill or a full disk cut the file off while Lightning rewrote it, the lost rows are left empty: a later attempt counts
-    them. Return a message for each such file. Where no file exists, as in a directory that the script names again at each start,
-    the logger begins one. ``own``: the rows were recorded by this job; False at a fork's start, which has no message."""
+    """Cut each logger's CSV file after its number of rows in ``rows``, if not 0. Returns a message for each file with lost
+    rows."""
     found = [
         _rewind_csv(logger, number, own)
         for logger, number in zip(loggers, rows, strict=False)
@@ -234,9 +213,7 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list
 
 
 def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
-    """Let the logger begin its file, and put the first ``rows`` rows of the earlier file into it. Meanwhile the earlier file is
-    kept under another name, so that a kill in between loses no rows; the next call then continues from it. Return a message if
-    rows are lost."""
+    """Keep the first ``rows`` rows of the logger's CSV file. Returns a message if rows are lost."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"
@@ -244,6 +221,7 @@ def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
     if not before.exists():
         if not file.exists():
             return None
+        # A kill after this loses no rows: the next call continues from this file.
         file.rename(before)
     found = _complete_rows(before)[: rows + 1]
     lost = rows + 1 - max(1, len(found)) if own else 0

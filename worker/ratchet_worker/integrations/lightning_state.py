@@ -1,9 +1,4 @@
-"""Collects and restores the state that Lightning's Trainer carries from step to step besides its loops' counters, as plain values
-and tensors.
-
-It consists of logged values (``self.log``), torchmetrics, attributes of the Trainer and of callbacks, and what
-``on_save_checkpoint`` adds to a checkpoint.
-"""
+"""Collects and restores state of Lightning's Trainer, such as logged values, torchmetrics and attributes of callbacks."""
 
 from __future__ import annotations
 
@@ -55,8 +50,8 @@ _CALLBACK_STATE: Final[dict[type, tuple[str, ...]]] = {
 
 
 def metric_states(module: nn.Module) -> State:
-    """Return the state of every torchmetrics metric in ``module``, by the metric's path. Unlike a metric's ``state_dict``, it
-    also has the values that are not persistent."""
+    """Return the state of every torchmetrics metric in ``module``, by the metric's path, including values that are not
+    persistent."""
     return {path: _metric(m) for path, m in module.named_modules() if isinstance(m, Metric)}
 
 
@@ -92,13 +87,12 @@ def _restore_metric(metric: Metric, state: State) -> None:
 
 
 def result_states(results: _ResultCollection) -> State:
-    """Return the state of the logged values, by key. Raises ``UserError`` for a value that is reduced over a process group of its
-    own, which no other process can look up."""
+    """Return the state of the logged values, by key. Raises ``UserError`` for one with a process group of its own."""
     return {key: _result(result) for key, result in results.items()}
 
 
 def _result(result: _ResultMetric) -> State:
-    """The state of one logged value, with how it is reduced and logged. Raises ``UserError`` for a process group of its own."""
+    """Return the state of one logged value. Raises ``UserError`` for a process group of its own."""
     meta = result.meta
     if meta.sync.group not in (None, torch.distributed.group.WORLD):
         raise UserError(
@@ -120,8 +114,8 @@ def _result(result: _ResultMetric) -> State:
 
 
 def restore_results(results: _ResultCollection, state: State, module: nn.Module, reduce: Callable[..., Any]) -> None:
-    """Replace the logged values by those in ``state``. ``reduce``: the strategy's function that reduces over ranks. Metric
-    objects that ``module`` has logged are looked up by their names in it."""
+    """Replace the logged values by those in ``state``. ``reduce``: the strategy's reduction over ranks. ``module``: holds logged
+    metric objects."""
     results.clear()
     for key, saved in state.items():
         built_in, name = saved["reduce"]
@@ -141,9 +135,8 @@ def restore_results(results: _ResultCollection, state: State, module: nn.Module,
 
 
 class Attributes:
-    """Attributes of the Trainer and of callbacks that change in training: numbers, strings, tensors, arrays, and containers of
-    these. ``named``: objects by name, each with the attributes to save. Of ``callbacks``, the attributes that ``_own_names``
-    returns are saved. Only values that differ from those at construction are saved."""
+    """Attributes of the Trainer and of callbacks that change in training. ``named``: objects by name, each with the attributes to
+    save."""
 
     def __init__(self, named: Mapping[str, tuple[object, Iterable[str]]], callbacks: Iterable[Callback]) -> None:
         self._named = [(name, item, tuple(keys)) for name, (item, keys) in named.items()]
@@ -161,8 +154,7 @@ class Attributes:
         }
 
     def restore(self, state: State) -> None:
-        """Restore ``state``. Attributes that the recorded training had not changed get the value that they had when this
-        object was made."""
+        """Restore ``state``. Attributes that it does not have get the value that they had when this object was made."""
         found = {path: (item, key) for path, item, key, _ in self._storable_attributes()}
         for path, (item, key) in found.items():
             if path in state:
@@ -201,10 +193,9 @@ def _set(item: Any, name: str, value: Any) -> None:
 
 
 def _own_names(callback: Callback) -> list[str]:
-    """Return the names of a callback's attributes to save. These are its metrics, the attributes that no code of Lightning's
-    classes mentions (so the user's code has added them), and state that Lightning's own ``state_dict`` leaves out
-    (``_CALLBACK_STATE``)."""
+    """Return the names of a callback's attributes to save, such as its metrics and those of the user's code."""
     theirs = [kind for kind in type(callback).__mro__ if kind.__module__.startswith("lightning.")]
+    # Code of Lightning's classes mentions none of the attributes that the user's code has added.
     known = {name for kind in theirs for function in vars(kind).values() for name in _names_in(function)}
     forgotten = [name for kind in theirs for name in _CALLBACK_STATE.get(kind, ())]
     metrics = [name for name, value in vars(callback).items() if isinstance(value, Metric)]
@@ -212,8 +203,7 @@ def _own_names(callback: Callback) -> list[str]:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """Return the names of attributes and globals that the code of a function, property or method uses; empty for anything
-    else."""
+    """Return the names of attributes and globals that a function, property or method uses; empty for anything else."""
     function = getattr(function, "fget", None) or getattr(function, "__func__", function)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -255,16 +245,11 @@ def has_save_hook(module: LightningModule, callbacks: Iterable[Callback]) -> boo
 
 
 class Additions:
-    """The changes that hooks make to a checkpoint: the keys they added, replaced or removed, without the original content.
-
-    ``checkpoint`` is shared with the hooks, which change it in place. Changes within its dicts are tracked per entry, and what is
-    nested in an entry by its content (``_flat``). A value that cannot be stored and that a hook put into a dict other than
-    ``TRACKED_PARTS``, or into a value of the checkpoint that is still the same object, is left out, with the entry that has it.
-    ``left_out``: the names of these entries, set by ``changes``. Changes within ``RESTORED`` are not tracked: the job restores
-    optimizers and schedulers itself, and a change would store a second copy of their tensors.
-    """
+    """The changes that hooks make in place to ``checkpoint``. ``left_out``: entries with changes that cannot be stored, set by
+    ``changes``."""
 
     TRACKED_PARTS: Final = ("state_dict", "callbacks")
+    # Changes within these are not tracked: the job restores optimizers and schedulers itself.
     RESTORED: Final = ("optimizer_states", "lr_schedulers")
 
     def __init__(self, checkpoint: State) -> None:
@@ -314,8 +299,7 @@ class Additions:
         return False
 
     def _without_weights(self, value: Any) -> State:
-        """Return ``value`` for storage, with references in place of tensors that are the module's own under their own names, so
-        that these are not stored twice."""
+        """Return ``value`` for storage, with references in place of the module's own tensors, which are not stored twice."""
         for key in self.TRACKED_PARTS:
             if value is self._before[key]:
                 return {"is": key}
@@ -327,8 +311,7 @@ class Additions:
 
     @classmethod
     def apply(cls, checkpoint: State, found: State) -> State:
-        """Make the changes ``found``, which ``changes`` returned, in ``checkpoint``, and return it. It is then as the hooks
-        ``on_save_checkpoint`` left it, for ``on_load_checkpoint``."""
+        """Make the changes ``found``, which ``changes`` returned, in ``checkpoint``, and return it."""
         weights, before = dict(checkpoint["state_dict"]), dict(checkpoint)
         for key, (changed, gone) in found["parts"].items():
             part = checkpoint.setdefault(key, {})
@@ -351,11 +334,10 @@ _PLAIN: Final = {type(None), bool, int, float, str, bytes}
 
 
 def _flat(value: Any, seen: set[int] | None = None) -> list[Any]:
-    """Return the nested content of ``value`` as a list for ``_differs``: types, keys, numbers, strings, the bytes of arrays, and
-    other objects themselves. A container's plain values are one item, if it has no others. A nested tensor is followed by the
-    number of its changes in place. If ``value`` itself is a tensor, it stands alone: a checkpoint has the module's own memory
-    anyway. ``seen``: ids of the containers in the list so far."""
+    """Return the nested content of ``value`` as a list for ``_differs``. ``seen``: ids of the containers so far."""
     if isinstance(value, torch.Tensor):
+        # A nested tensor is followed by the number of its changes in place. One alone is the module's own memory in any
+        # checkpoint.
         return [value] if seen is None else [value, version_of(value)]
     if isinstance(value, np.ndarray):
         return [value.dtype.str, repr(value.shape), value.tobytes()]

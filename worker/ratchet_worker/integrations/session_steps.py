@@ -11,8 +11,7 @@ from ratchet_worker.state import rng
 
 
 def continues_own_job(session: Session) -> bool:
-    """True if this attempt starts from a checkpoint of its own job. False without a checkpoint, and at the start of a fork, which
-    begins from another job's checkpoint and may train longer than that job."""
+    """True if this attempt starts from a checkpoint of its own job; False also at a fork's start."""
     runtime = session._runtime
     manifest = runtime.chosen.manifest
     return manifest is not None and manifest.job_id == runtime.launch.job_id
@@ -23,10 +22,9 @@ def check_same_epochs(
     now: Mapping[str, int],
     data: str = "data of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))",
 ) -> None:
-    """Raise ``ValueError`` if a number in ``now``, such as the steps of an epoch, differs from the ``recorded`` one: the package
-    counts in epochs, so what it does at an epoch's end would happen at another step or not at all. ``data``: what keeps the
-    number unchanged on another number of ranks, for the message."""
+    """Raise ``ValueError`` if a number in ``now`` differs from the ``recorded`` one. ``data``: advice for the message."""
     for name, value in now.items():
+        # The package counts in epochs: what it does at an epoch's end would happen at another step or not at all.
         if recorded[name] != value:
             raise ValueError(
                 f"{name} was {recorded[name]}, now it is {value}; to do the same steps on another number of ranks use {data}"
@@ -34,8 +32,8 @@ def check_same_epochs(
 
 
 class Steps:
-    """The steps of ``session``, for a package that has its own loop. ``package``: its name for messages. ``undo_package_changes``
-    is called once, before the first step. It undoes what the package itself changed since ``restore``."""
+    """The steps of ``session``, for ``package``, which has its own loop. ``undo_package_changes``: called once, before the first
+    step."""
 
     def __init__(self, session: Session, package: str, undo_package_changes: Callable[[], None]) -> None:
         self._session, self._package, self._undo_package_changes = session, package, undo_package_changes
@@ -43,8 +41,8 @@ class Steps:
         self._generators: dict[str, Any] | None = None
 
     def restore(self, total: int | None) -> None:
-        """Restore the state. Call it once, after everything is registered. ``total``: number of steps of the whole job; None if
-        the package cannot determine it. Raises as ``Session.restore`` does."""
+        """Restore the state, once, after everything is registered. ``total``: steps of the whole job, if known. Raises as
+        ``Session.restore`` does."""
         self._session.restore(total)
         if self._session._runtime.done:
             self._session._runtime.mark_nothing_left()
@@ -52,13 +50,12 @@ class Steps:
             self._generators = rng.capture(self._session.device)
 
     def next_step(self) -> None:
-        """End the open step, if there is one, and begin another. Before the first step of a resumed attempt, the random
-        generators are restored once more, since the package may have drawn from them. Raises ``Stopped``, and ``UserError`` after
-        the last step."""
+        """End the open step, if there is one, and begin another. Raises ``Stopped``, and ``UserError`` after the last step."""
         if self._steps is None:
             self._steps = self._session.steps(self._session._runtime.total)
             self._undo_package_changes()
             if self._generators is not None:
+                # The package may have drawn from them since the restore.
                 rng.restore(self._generators, self._session.device)
         if next(self._steps, None) is None:
             raise UserError(

@@ -1,5 +1,4 @@
-"""Checks the ``TrainingArguments`` of a Trainer in a job: refuses arguments that no resume could honour, and turns those of DDP
-into arguments of the Session."""
+"""Checks the ``TrainingArguments`` of a Trainer in a job, and turns those of DDP into arguments of the Session."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _DDP: Final = {
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ``UserError`` for an argument that no resume could honour, and for one process with several GPUs. What depends on
-    the data or the collator is checked when training begins (``make_generator``, ``TrainingBatches``)."""
+    """Raise ``UserError`` for an argument that no resume could honour, and for one process with several GPUs."""
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"{name}: {why}")
@@ -43,16 +41,13 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def ddp_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """Return ``ddp`` for ``Session``, from the DDP arguments of ``args`` that are set. Left out are
-    ``find_unused_parameters``, for which the Trainer has a default of its own, and ``ddp_timeout``, which does not apply
-    within a Session."""
+    """Return ``ddp`` for ``Session``, from the DDP arguments in ``_DDP`` that are set."""
     return {theirs: value for ours, theirs in _DDP.items() if (value := getattr(args, ours)) is not None}
 
 
 def make_generator(collator: Any, workers: int) -> None:
-    """Make the generator of a transformers collator now, if the collator has a ``seed``: otherwise it would be made with the
-    first batch, which is too late for a resume to find it. Does nothing for another collator. Raises ``UserError`` if there are
-    DataLoader ``workers``: the generator would be made in them, and its state is lost."""
+    """Make the generator of a transformers collator with a ``seed``. Raises ``UserError`` if ``workers`` would make it
+    instead."""
     if getattr(collator, "seed", None) is None or not hasattr(collator, "create_rng"):
         return
     if workers > 0:
@@ -60,4 +55,5 @@ def make_generator(collator: Any, workers: int) -> None:
             "data_collator: its seed makes a generator in every DataLoader worker, which a resume cannot restore; leave seed "
             "out: it then draws from torch's own, which is restored; or dataloader_num_workers=0"
         )
+    # It would be made with the first batch, which is too late for a resume to find it.
     collator.create_rng()

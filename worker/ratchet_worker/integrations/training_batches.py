@@ -1,4 +1,4 @@
-"""A Trainer's DataLoader as the job's data: its own batches, in its own order, from the position of the job's data."""
+"""A Trainer's DataLoader as the job's data: its own batches, from the position of the job's data."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from ratchet_worker.integrations import data_loader_shard
 
 
 class TrainingBatches:
-    """The batches of ``loader``, with a ``position`` that checkpoints save. A pass begins with an epoch or, after a resume,
-    within one. Length and attributes are the loader's. Raises ``UserError`` for a loader whose position cannot be restored,
-    and for one that gives ranks different numbers of batches."""
+    """The batches of ``loader``, with a ``position`` that checkpoints save. Raises ``UserError`` for a loader that a job cannot
+    use."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -41,9 +40,7 @@ class TrainingBatches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches from the job's position to the end of the epoch. At position 0, an epoch's pass is begun first.
-        Nothing is drawn before the first batch is requested. Before the last batch is yielded, the position moves to the next
-        epoch."""
+        """Yield the batches from the job's position to the end of the epoch."""
         position = self.position
         if self._ahead:
             data_loader_shard.begin_pass(self._loader, is_resumed=position.position > 0)

@@ -3,19 +3,8 @@
     from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
     from ratchet.transformers import Trainer
 
-Seed, DataLoader, order of the data, checkpoints in ``output_dir`` and logs are those of the plain Trainer. With the hook
-``allreduce``, an uninterrupted run has the same bits. ``train()`` makes the rank's ``Session``, or uses the one that the script
-has made: in a job the job's, else one that saves to ``output_dir/_ratchet-checkpoints``. Hook, DDP settings, ranks and devices
-are those of the spec.
-
-A step of the job is an optimizer step. It ends when the Trainer requests the next batches: what callbacks, logs, evaluations and
-checkpoints in ``output_dir`` did until then belongs to it. Then it is counted, saved if a checkpoint is due, and stopped at if a
-stop was requested. Saved are model, optimizer, scheduler, scaler, data position, generators, buffers, hook, the Trainer's own
-progress, and callbacks with ``state`` and ``attributes`` (``ExportableState``). Values that the Trainer logs are the job's
-metrics.
-
-A custom Trainer derives from this class, alone or together with another one: ``class Mine(Trainer, SFTTrainer)``. Arguments that
-no resume could honour are refused with an error that names them. A stop waits for the end of an evaluation.
+``train()`` trains within the rank's ``Session``. A step of the job is an optimizer step, and ends when the Trainer requests the
+next batches. A custom Trainer derives from this class, alone or together with another one: ``class Mine(Trainer, SFTTrainer)``.
 """
 
 from __future__ import annotations
@@ -72,8 +61,8 @@ _PROGRESS: Final = (
 
 
 class Trainer(transformers.Trainer):
-    """Hugging Face's ``Trainer`` that trains within the rank's ``Session``; takes the original's arguments. Raises ``UserError``
-    for arguments that no resume could honour."""
+    """Hugging Face's ``Trainer`` that trains within the rank's ``Session``. Raises ``UserError`` for arguments that no resume
+    could honour."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._session: Session | None = None  # set by train()
@@ -108,9 +97,8 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as the original does, once per job. The job resumes from its own checkpoints: ``resume_from_checkpoint`` is not
-        read, which is reported. Raises ``UserError`` for arguments that no resume could honour, at a second call, and for a
-        checkpoint of another job where this job begins at step 0. Raises ``Stopped`` if the ranks have agreed to stop."""
+        """Train as the original does, once per job. ``resume_from_checkpoint`` is not read. Raises ``UserError`` for what a job
+        cannot honour, and ``Stopped``."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
         directory = Path(str(self.args.output_dir), f"_{RUN_DIRECTORY}")  # push_to_hub skips names that begin with "_"
@@ -130,9 +118,8 @@ class Trainer(transformers.Trainer):
             return super().train(None, None, ignore_keys_for_eval)
 
     def _check_start(self, checkpoint: str | bool | None) -> None:
-        """Raise ``UserError`` if this attempt resumes from no checkpoint, and ``checkpoint`` was not written by this job.
-        Otherwise report that ``checkpoint`` is not read. ``checkpoint``: a directory; True: the newest checkpoint in
-        ``output_dir``. If there is none, nothing is done."""
+        """Report that ``checkpoint`` is not read. Raises ``UserError`` if this attempt resumes from no checkpoint and the job has
+        not written this one."""
         if checkpoint is True:
             output = Path(str(self.args.output_dir))
             checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
@@ -160,19 +147,18 @@ class Trainer(transformers.Trainer):
     def _init_training_state(
         self, max_steps: int, num_update_steps_per_epoch: int, *args: Any, **kwargs: Any
     ) -> tuple[int, int]:
-        """Prepare the Trainer's counters as the original does. Return two numbers: the epoch to begin with, and 0 as the
-        number of steps to skip in it. ``_run_epoch`` shortens a resumed epoch instead."""
+        """Prepare the Trainer's counters as the original does. Returns the epoch to begin with, and 0 as the steps to skip."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, *args, **kwargs)
         self._progress.steps_per_epoch = num_update_steps_per_epoch
         # The Trainer sets these, to the same values, after the restore; but the state is read before that.
         self._tr_loss, self._total_loss_scalar = torch.tensor(0.0, device=self.args.device), 0.0
         self._globalstep_last_logged = 0
+        # ``_run_epoch`` shortens a resumed epoch, instead of skipping steps of it.
         return self.session.step // num_update_steps_per_epoch, 0
 
     @override
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        """Wrap the model in DDP with the spec's settings, at the first call for training; otherwise do what the original does.
-        DDP looks for unused parameters if the spec requests it, or the Trainer does and the spec has no ``static_graph``."""
+        """Wrap the model in the job's DDP at the first call for training; otherwise do what the original does."""
         if not training or self._runtime.state.ddp is not None:
             wrapped: nn.Module = super()._wrap_model(model, training, dataloader)
             return wrapped
@@ -184,7 +170,7 @@ class Trainer(transformers.Trainer):
 
     @override
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, *args: Any) -> tuple[nn.Module, Any]:
-        """Prepare as the original does, register the state with the Session and restore it. Returns the model and the loader as
+        """Prepare as the original does, and register and restore the state. Returns the model, and the loader as
         ``TrainingBatches``."""
         make_generator(self.data_collator, self.args.dataloader_num_workers)
         batches = TrainingBatches(train_dataloader)
@@ -201,15 +187,14 @@ class Trainer(transformers.Trainer):
 
     @override
     def _run_epoch(self, **given: Any) -> None:  # type: ignore[override]
-        """Train an epoch, or the rest of a resumed one. The data are already at their position, so the original's loop gets fewer
-        steps to do and skips nothing. If the job is done, only request the training's end. Raises ``UserError`` if a callback
-        ends an epoch early."""
+        """Train an epoch, or the rest of a resumed one. Raises ``UserError`` if a callback ends an epoch early."""
         if self._runtime.done or self._progress.ended:
             self.control.should_training_stop = True
             return
         epoch, batches = given["epoch"], given["steps_in_epoch"]
         self._progress.epoch = epoch, batches
         done = self.state.global_step - epoch * self._progress.steps_per_epoch
+        # The data are already at their position: the original's loop gets fewer steps to do and skips nothing.
         given["num_update_steps_per_epoch"] -= done
         given["steps_in_epoch"] -= done * self.args.gradient_accumulation_steps
         super()._run_epoch(**given)  # type: ignore[no-untyped-call]
@@ -221,9 +206,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """End the previous step, begin a new one, and return its batches with their number of items, as the original does. The
-        Trainer calls it once per optimizer step. Raises ``Stopped``; raises ``UserError`` if the data end before their epoch
-        does, and after the job's last step."""
+        """Begin a new step and return its batches with their number of items. Raises ``Stopped``, and ``UserError`` if the data
+        end too early."""
         self._steps.next_step()
         self._runtime.trial.count_batches(num_batches)
         samples, items = super().get_batch_samples(epoch_iterator, num_batches, device)
@@ -233,7 +217,7 @@ class Trainer(transformers.Trainer):
 
     @override
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """End the last step and save the final checkpoint, before the best model is loaded in place of the last one."""
+        """End the last step and save the final checkpoint, before the best model may be loaded."""
         self._progress.undo_trainer_changes()
         self.session.finish()
         output: TrainOutput = super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -245,10 +229,10 @@ class Seq2SeqTrainer(Trainer, transformers.Seq2SeqTrainer):
 
 
 def _is_written_by(checkpoint: Path, launch: LaunchFile) -> bool:
-    """True if this job has written the Trainer's ``checkpoint`` (a directory). If the file with the Trainer's state cannot be
-    read, as in a checkpoint that a kill has left incomplete, True if this is not the job's first attempt."""
+    """True if this job has, or may have, written the Trainer's ``checkpoint`` (a directory)."""
     try:
         state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    # Such as a checkpoint that a kill has left incomplete.
     except (OSError, ValueError):
         return launch.attempt > 1
     job = state.get("stateful_callbacks", {}).get(RatchetJob.__name__, {})
@@ -256,8 +240,8 @@ def _is_written_by(checkpoint: Path, launch: LaunchFile) -> bool:
 
 
 class RatchetJob(TrainerCallback, ExportableState):
-    """A callback that counts progress, corrects the Trainer's fractional epoch after a resume, and logs the numbers that the
-    Trainer logs in training as the job's metrics. Its ``state`` records in the Trainer's checkpoints which job wrote them."""
+    """A callback that counts progress, corrects the Trainer's fractional epoch, and logs the Trainer's numbers as the job's
+    metrics."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -267,8 +251,7 @@ class RatchetJob(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"job_id": self._trainer._runtime.launch.job_id}}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Correct ``state.epoch``, the Trainer's fractional epoch. In a resumed epoch the Trainer has computed it as if the epoch
-        had begun with this attempt."""
+        """Correct ``state.epoch``, which the Trainer computes as if a resumed epoch had begun with this attempt."""
         progress = self._trainer._progress
         epoch, batches = progress.epoch
         done = (state.global_step - epoch * progress.steps_per_epoch) * args.gradient_accumulation_steps
@@ -277,8 +260,7 @@ class RatchetJob(TrainerCallback, ExportableState):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
     ) -> None:
-        """Log the numbers in ``logs`` as the job's metrics, while the Trainer trains. Values that are logged between a resume and
-        the next step are left out, since they belong to a step that was logged before; at the start of a fork they are logged."""
+        """Log the numbers in ``logs`` as the job's metrics while the Trainer trains, unless their step was logged before."""
         trainer = self._trainer
         if trainer._session is None or not (trainer.is_in_train and trainer._runtime.restored):
             return
@@ -300,7 +282,7 @@ class RatchetJob(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Count progress in an evaluation and, while the job trains, record the evaluation for a trial run (``ratchet
-        prove``). Does nothing before ``train()``."""
+        prove``)."""
         if self._trainer._session is None:
             return
         runtime = self._trainer._runtime
@@ -310,8 +292,7 @@ class RatchetJob(TrainerCallback, ExportableState):
 
 
 class _Progress:
-    """The Trainer's own state as an object that the Session saves: its counters, its log, and its callbacks' state, without
-    measured times and memory."""
+    """The Trainer's own state as an object that the Session saves, such as its counters, log and callbacks' state."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -322,13 +303,11 @@ class _Progress:
 
     @property
     def is_before_first_step(self) -> bool:
-        """True from the restore of a checkpoint until the first step begins; an evaluation by ``eval_on_start`` runs then. False
-        without a checkpoint."""
+        """True from the restore of a checkpoint until the first step begins; False without a checkpoint."""
         return self._loaded is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Trainer's counters, log and loss, whether its training is to stop, and the attributes of callbacks with a
-        state."""
+        """Return the Trainer's own state, such as its counters, log and loss, and the attributes of callbacks with a state."""
         trainer = self._trainer
         state: dict[str, Any] = {name: deepcopy(getattr(trainer.state, name)) for name in _PROGRESS}
         state["log_history"] = [_without_measurements(entry) for entry in state["log_history"]]
@@ -346,8 +325,8 @@ class _Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state, and keep it for ``undo_trainer_changes``. Raises ``ValueError`` if the number of steps of an
-        epoch, or of accumulated batches of a step, is not the recorded one."""
+        """Restore the state, and keep it for ``undo_trainer_changes``. Raises ``ValueError`` if epochs or steps have another
+        size."""
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
         for name, value in now.items():
@@ -361,11 +340,11 @@ class _Progress:
         self._apply_loaded()
 
     def undo_trainer_changes(self) -> None:
-        """Undo what the Trainer did between the restore and the first step: counters set to 0, and ``eval_on_start``, which runs
-        in every attempt, with its effects on callbacks. Does nothing without a restore, and the second time."""
+        """Undo, once, what the Trainer changed between the restore and the first step."""
         if self._loaded is None:
             return
         self._apply_loaded()
+        # Such as counters set to 0, and effects of eval_on_start, which runs in every attempt.
         trainer, state, self._loaded = self._trainer, self._loaded, None
         trainer._tr_loss.copy_(state["loss"])
         trainer._total_loss_scalar, trainer._globalstep_last_logged = state["total_loss"], state["last_logged"]
@@ -386,8 +365,7 @@ class _Progress:
                 setattr(callback, attribute, deepcopy(value))
 
     def _callbacks(self) -> Iterator[tuple[str, Any]]:
-        """Yield the callbacks with a state, with names made of class and index among those of their class; without
-        ``RatchetJob``."""
+        """Yield the callbacks with a state, except ``RatchetJob``, with names made of class and index."""
         seen: dict[str, int] = {}
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, ExportableState) and not isinstance(callback, RatchetJob):

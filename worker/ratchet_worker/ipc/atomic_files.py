@@ -18,12 +18,8 @@ def now() -> str:
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write ``data`` to ``path`` atomically: to a temporary file next to it, which is renamed. Creates missing parent
-    directories. ``durable``: also sync file and directory to the disk.
-
-    Raises ``OSError``. After a failed write or rename the old file is unchanged and the temporary file is deleted. If only the
-    sync of the directory failed, the new file is in place.
-    """
+    """Write ``data`` to ``path`` atomically, and create missing parent directories. ``durable``: also sync to the disk. Raises
+    ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -45,29 +41,28 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Reserve 128 KiB of disk space for the result file ``path``, in a file next to it (``.reserve``), since the job itself may
-    fill the disk; ``release`` frees the space. If the space cannot be reserved, no error is raised: on a full disk the job's
-    saves fail and report that."""
+    """Reserve 128 KiB of disk space for the result file ``path``, in a file next to it. Ignores errors."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_suffix(".reserve").open("wb") as file:
+            # The job itself may fill the disk.
             os.posix_fallocate(file.fileno(), 0, _RESERVE_BYTES)
 
 
 def release(path: Path) -> None:
-    """Delete the file with which ``reserve`` holds space for ``path``; call it immediately before ``path`` is written. Never
-    raises ``OSError``."""
+    """Delete the file with which ``reserve`` holds space for ``path``. Call it immediately before ``path`` is written. Ignores
+    errors."""
     with suppress(OSError):
         path.with_suffix(".reserve").unlink()
 
 
 def log_message(text: str) -> None:
-    """Write ``text`` with the time as one line to stderr, which is the agent's log. A failure to write is ignored."""
+    """Write ``text`` with the time as one line to stderr, which is the agent's log. Ignores errors."""
     print_to_log(f"{now()} ratchet agent: {text}")
 
 
 def print_to_log(text: str) -> None:
-    """Print ``text`` to ``sys.stderr``, which is this process's log. Any error is ignored: the log may be on a full disk, and a
-    script may have closed or replaced the stream."""
+    """Print ``text`` to ``sys.stderr``, which is this process's log, and ignore any error."""
+    # The log may be on a full disk, and a script may have closed or replaced the stream.
     with suppress(Exception):
         print(text, file=sys.stderr, flush=True)

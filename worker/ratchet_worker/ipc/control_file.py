@@ -1,4 +1,4 @@
-"""``control.json``: the newest desired state. The agent writes it by rename; each rank polls it, at the cost of one ``stat``."""
+"""``control.json``: the newest desired state. The agent writes it by rename; each rank polls it."""
 
 from __future__ import annotations
 
@@ -11,22 +11,19 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 def write_control(path: Path, control: Control) -> None:
-    """Replace the desired state in the file ``path``. Raises ``OSError`` if the write fails; the old desired state then stays in
-    force."""
+    """Replace the desired state in the file ``path``. Raises ``OSError`` if that fails; the old state then stays in force."""
     write_atomic(path, control.model_dump_json().encode())
 
 
 class ControlReader:
-    """Reads ``control.json`` and returns the newest state once after it has changed; states between two calls of ``poll`` are
-    skipped. Not thread-safe: use one reader per thread."""
+    """Reads the desired state in ``control.json``, whenever it has changed. Not thread-safe: use one reader per thread."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._last_mark: tuple[int, int, int] | None = None
 
     def poll(self) -> Control | None:
-        """Return the desired state if the file has changed since the last call that returned one, or was never read. Return None
-        if it has not changed, or if it is missing or cannot be read; in the last two cases the next call tries again."""
+        """Return the desired state if the file has changed since a call last returned it; None if not, or if unreadable."""
         try:
             stat = self._path.stat()
             mark = (stat.st_mtime_ns, stat.st_ino, stat.st_size)

@@ -1,4 +1,4 @@
-"""Notes of node 0's agent about the object store, for the resume report; written to a file before the ranks start."""
+"""Notes of node 0's agent about the object store, in a file, for the resume report."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def write_notes(paths: AttemptPaths, notes: Sequence[str]) -> None:
 
 
 def read_notes(launch: LaunchFile) -> list[str]:
-    """Return the notes that node 0's agent has written for this attempt. Empty if the object store was not queried, or if the
-    file cannot be read (the notes are also sent as events)."""
+    """Return the notes that node 0's agent has written for this attempt; empty if they cannot be read."""
     try:
         found = json.loads(AttemptPaths(Path(launch.attempt_dir)).fetch_notes_file.read_bytes())
         return [str(note) for note in found]

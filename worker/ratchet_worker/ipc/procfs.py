@@ -27,19 +27,15 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(expected_ppid: int) -> None:
-    """Have the kernel kill this process (SIGKILL) when the *thread* of the parent process that forked it ends. A rank calls it
-    first of all. A later change of credentials would clear the setting (prctl(2)).
-
-    ``expected_ppid``: the parent's pid. If the parent has already ended, this process kills itself at once. Raises ``OSError``.
-    """
+    """Have the kernel kill this process when the *thread* of the parent ``expected_ppid`` that forked it ends. Raises
+    ``OSError``."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected_ppid:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def become_subreaper() -> None:
-    """Make this process the new parent of descendants whose own parent ends, so that all of them can be found. Raises
-    ``OSError``."""
+    """Make this process the new parent of descendants whose own parent ends. Raises ``OSError``."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -52,8 +48,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def start_time(pid: int) -> int:
-    """Return when the process started, in clock ticks since boot (field 22 of its stat file). Together with the pid it identifies
-    a process uniquely. Raises ``ProcessLookupError`` if the process does not exist."""
+    """Return when the process started, in clock ticks since boot. Raises ``ProcessLookupError`` if there is no such process."""
     fields = _stat(pid)
     if fields is None:
         raise ProcessLookupError(pid)
@@ -61,15 +56,13 @@ def start_time(pid: int) -> int:
 
 
 def state(pid: int) -> str | None:
-    """Return the state of a process as one letter of proc(5): R, S, D, T (stopped), t (traced), Z ...; None if the process does
-    not exist."""
+    """Return the state of a process as one letter of proc(5), such as R or Z; None without such a process."""
     fields = _stat(pid)
     return fields[0] if fields else None
 
 
 def is_exiting(pid: int) -> bool:
-    """True if the process does not exist, is a zombie, or is exiting in the kernel, so that a signal sent from now on cannot be
-    the cause of its end."""
+    """True if the process does not exist, is a zombie, or is exiting: a signal cannot end it any more."""
     fields = _stat(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
@@ -100,20 +93,14 @@ def has_variable(pid: int, assignment: bytes) -> bool:
 
 
 def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send the signal ``number`` to all processes of a process group. Do nothing if the group does not exist or may not be
-    signalled."""
+    """Send the signal ``number`` to all processes of a process group. Ignores a missing or foreign group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pgid, number)
 
 
 def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[int]:
-    """Kill (SIGKILL) every process that was started with the environment variable ``variable=value``, and every descendant of
-    this process, repeatedly until none is left. Does not kill this process. Also reaps all dead children of this process.
-
-    Blocks for up to ``timeout`` seconds, and returns the pids that are still alive then (in an uninterruptible system call, for
-    example); empty if none is. Call ``become_subreaper`` before these processes start: only so are those found that have changed
-    their session and environment.
-    """
+    """Kill every process started with ``variable=value`` in its environment and every descendant of this process. Blocks up to
+    ``timeout`` seconds; returns the surviving pids."""
     assignment = os.fsencode(f"{variable}={value}")
     own = os.getpid()
     end = time.monotonic() + timeout
@@ -130,19 +117,17 @@ def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[
 
 
 def reap_orphans(owned_pids: Callable[[], set[int]]) -> None:
-    """Reap all dead children of this process, such as adopted orphans, so that they do not stay zombies. Left out are the
-    children whose pids ``owned_pids`` returns: other code reaps them. ``owned_pids`` is called after the dead children are
-    listed, since one of them may have got its owner just before."""
+    """Reap all dead children of this process, except those whose pids ``owned_pids`` returns, which other code reaps."""
     own = os.getpid()
     dead = {pid for pid in pids() if (fields := _stat(pid)) and fields[0] == "Z" and int(fields[1]) == own}
+    # Called after the dead children are listed, since one of them may have got its owner just before.
     for pid in dead - owned_pids():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
 
 
 class OomWatch:
-    """Detects that the kernel's out-of-memory killer has killed a process, from the ``oom_kill`` count of this process's cgroup,
-    or else of the machine."""
+    """Detects that the kernel's out-of-memory killer has killed a process, in this process's cgroup or else on the machine."""
 
     def __init__(self) -> None:
         self._source = _oom_source()
@@ -150,8 +135,8 @@ class OomWatch:
         self._grew_at: float | None = None
 
     def killed_recently(self, seconds: float = 10.0) -> bool:
-        """True if the kernel has killed a process for lack of memory since the previous call (or, in the first call, since this
-        object was created), or if a call less than ``seconds`` ago found that."""
+        """True if the kernel has killed a process for lack of memory since the previous call, or a call less than ``seconds`` ago
+        found that."""
         count, now = self._count(), time.monotonic()
         if count > self._last:
             self._grew_at = now

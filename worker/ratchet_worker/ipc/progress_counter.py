@@ -1,9 +1,4 @@
-"""The step counter: a 64-byte file per rank, mapped by the rank and read by the agent. Liveness is progress, not a heartbeat.
-
-The layout is defined in ``ratchet_contract.protocol.counter_layout``, because the service reads the counters of dead ranks. An
-update is a plain memory store: no system call, no lock, a few tens of nanoseconds. The values survive the process that wrote
-them.
-"""
+"""The step counter: a 64-byte file per rank, which the rank maps and the agent reads. The values survive the rank's process."""
 
 from __future__ import annotations
 
@@ -37,8 +32,8 @@ class Stage(IntEnum):
 
 
 class Reading(NamedTuple):
-    """One reading of a rank's counter. ``ticks`` grows with any progress. ``started`` and ``finished``: global step numbers of
-    the last step that was started or finished; 0 until the attempt's first."""
+    """One reading of a rank's counter. ``ticks`` grows with any progress. ``started``, ``finished``: number of the last such
+    step; 0: none in this attempt."""
 
     ticks: int
     started: int
@@ -47,16 +42,15 @@ class Reading(NamedTuple):
 
 
 class StepCounter:
-    """The rank's side, which writes the counter. Only one thread may use it, except that the rank's other threads may also call
-    ``tick``."""
+    """The rank's side, which writes the counter. Only one thread may use it, except that other threads may call ``tick``."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file ``path``, or overwrite it, with its space allocated: a full disk must fail here, not as a SIGBUS in the
-        middle of a step. Raises ``OSError``."""
+        """Create the file ``path``, or overwrite it, with its space allocated. Raises ``OSError``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.write(fd, bytes(COUNTER_SIZE))
+            # A full disk must fail here, not as a SIGBUS in the middle of a step.
             os.posix_fallocate(fd, 0, COUNTER_SIZE)
             self._map = mmap.mmap(fd, COUNTER_SIZE)
         finally:
@@ -84,8 +78,9 @@ class StepCounter:
         self._words[TICKS] += 1
 
     def set_saved_within(self, step: int) -> None:
-        """Record that ``checkpoint()``, called within a loop body, saves ``step`` while the rest of the body is still to run.
-        Call it before the save: a kill from then on loses that rest. ``step`` 0: the body has ended."""
+        """Record that ``checkpoint()``, called within a loop body, saves ``step``; 0: the body has ended. Call it before the
+        save."""
+        # Before the save: a kill from then on loses the rest of the body.
         self._words[SAVED_WITHIN] = step
 
     def enter_stage(self, stage: Stage) -> None:
@@ -106,10 +101,9 @@ class CounterReader:
         self.path = path
 
     def read(self) -> Reading | None:
-        """Return the current values; None if there are none that can be read: the rank has not created the counter yet, or not
-        completely, or the file cannot be read or holds an unknown stage. To the agent, None means no news of the rank, so that
-        one read error on a shared file system does not end a healthy attempt."""
+        """Return the current values; None if there are none that can be read."""
         try:
+            # To the agent, None means no news: one read error on a shared file system does not end a healthy attempt.
             data = self.path.read_bytes()
         except OSError:
             return None

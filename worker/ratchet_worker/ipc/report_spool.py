@@ -1,9 +1,5 @@
-"""Messages of a rank, or of an agent itself, on disk: JSON lines, one ``RankMessage`` each; the line number, from 1, is the
-sequence number.
-
-The rank appends; the agent sends the lines that the service has not acknowledged; the service itself reads the lines that an
-agent did not send. Only complete lines count, since a rank may die in the middle of a write.
-"""
+"""Messages of a rank, or of an agent itself, on disk: JSON lines, one ``RankMessage`` each. The line number, from 1, is the
+sequence number."""
 
 from __future__ import annotations
 
@@ -27,12 +23,10 @@ _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
 class Spool:
-    """The side of the rank, or of the agent for its own messages, which writes. ``append`` never raises, and waits for nothing
-    but the page cache. Thread-safe."""
+    """The side of the rank, or of the agent for its own messages, which writes. ``append`` never raises. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Open ``path`` for appending, and create it if it is missing. Raises ``OSError``: a rank that cannot report should not
-        start."""
+        """Open ``path`` for appending, and create it if it is missing. Raises ``OSError``."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -43,12 +37,8 @@ class Spool:
         self._failing = False
 
     def append(self, message: RankMessage) -> None:
-        """Append ``message`` as one line; never raises. If the disk does not take the line, it waits in memory, and a later call
-        writes the waiting lines first, in order.
-
-        While the waiting lines would exceed 16 MiB, further messages of ``LOW_PRIORITY_KINDS`` are dropped; other messages still
-        wait. A message that cannot be written as JSON is logged and lost. No effect after ``close``.
-        """
+        """Append ``message`` as one line; never raises. A message that the disk does not take waits in memory, or may be
+        dropped."""
         try:
             line = message.model_dump_json().encode() + b"\n"
         except Exception as error:  # a value that JSON cannot carry must not end the training
@@ -72,8 +62,7 @@ class Spool:
             return not self._pending
 
     def close(self) -> None:
-        """Try once more to write the waiting lines, and close the file. Messages that were dropped, or cannot be written now, are
-        lost, and their number is logged. No effect if the file is closed already."""
+        """Try once more to write the waiting lines, and close the file. Messages that cannot be written are lost."""
         with self._lock:
             if self._fd < 0:
                 return
@@ -85,8 +74,7 @@ class Spool:
             self._fd = -1
 
     def _drain(self) -> None:
-        """Write the waiting lines in order until none is left or a write fails. The first failure, and the recovery from it, are
-        logged."""
+        """Write the waiting lines in order until none is left or a write fails."""
         while self._pending:
             line = self._pending[0]
             try:
@@ -112,12 +100,8 @@ class Spool:
 
 
 def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[bytes]:
-    """Return the complete lines of the file from byte ``offset`` on, without their newlines: at most ``max_lines``, and about
-    ``max_bytes`` in total.
-
-    At least one line is returned if a complete one exists, however long. Empty if there is none or the file is missing. Raises
-    ``OSError`` if the file cannot be read.
-    """
+    """Return complete lines from byte ``offset`` on: at most ``max_lines`` and about ``max_bytes``, but at least one if possible.
+    Raises ``OSError``."""
     lines: list[bytes] = []
     total = 0
     rest = b""
@@ -139,8 +123,7 @@ def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[
 
 
 class SpoolReader:
-    """The agent's side: reads the lines of one rank that the service has not acknowledged yet. ``acked``: the sequence number of
-    the last acknowledged line; 0: none."""
+    """The agent's side: reads the lines of one rank after line ``acked``, the last that the service has acknowledged."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path
@@ -149,8 +132,7 @@ class SpoolReader:
         self.acked = 0
 
     def batch(self, max_lines: int = 500, max_bytes: int = 256 * 1024) -> tuple[RankBatch | None, int]:
-        """Return the next unacknowledged lines as a batch, and their size in bytes; ``(None, 0)`` if there are none. The same
-        lines are returned again until ``ack``."""
+        """Return the next unacknowledged lines as a batch, and their size in bytes; ``(None, 0)`` if there are none."""
         lines = read_lines(self._path, self._offset, max_lines, max_bytes)
         if not lines:
             return None, 0
@@ -158,17 +140,11 @@ class SpoolReader:
         return RankBatch(rank=self._rank, from_seq=self.acked + 1, messages=messages), sum(map(len, lines)) + len(lines)
 
     def has_more(self, size: int) -> bool:
-        """True if there is a complete unacknowledged line after the first ``size`` bytes of unacknowledged lines. ``size``: as
-        ``batch`` has returned it; with 0 the result is True if there is any unacknowledged line."""
+        """True if there is a complete line after the first ``size`` bytes of unacknowledged lines."""
         return bool(read_lines(self._path, self._offset + size, 1, 1))
 
     def ack(self, seq: int) -> None:
-        """Record that the service has stored all lines up to the sequence number ``seq``, so that ``batch`` continues after it.
-        Lines that the file does not have yet are not skipped.
-
-        ``seq`` may be beyond what this reader has sent. It may also be smaller than that of an earlier call: ``batch`` then
-        returns the lines after it again.
-        """
+        """Record that the service has stored all lines up to ``seq``, so that ``batch`` continues after it."""
         if seq < self.acked:
             self._offset = self.acked = 0
         while self.acked < seq:
@@ -179,8 +155,7 @@ class SpoolReader:
             self.acked += len(lines)
 
     def _parse(self, line: bytes, seq: int) -> RankMessage:
-        """Return the message in ``line``. An invalid line becomes a note that takes its number ``seq``, so that the following
-        lines are not lost."""
+        """Return the message in ``line``; for an invalid line, a note with the line's number ``seq``."""
         try:
             return _MESSAGE.validate_json(line)
         except ValidationError as error:  # a note takes this line's number, so the following lines are not lost

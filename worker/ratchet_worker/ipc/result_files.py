@@ -20,19 +20,15 @@ _TIE: Final = 0.01  # seconds; the kernel's clock for file times is no finer tha
 
 
 def write_rank_result(path: Path, result: RankResult) -> None:
-    """Write a rank's result to ``path``, by rename. Of a long traceback only the last ``TRACEBACK_LIMIT`` characters are
-    written. Raises ``OSError``.
-
-    Call it before the rank leaves the process group: the file times show which rank failed first.
-    """
+    """Write a rank's result to ``path``. Call it before the rank leaves the process group. Raises ``OSError``."""
     if result.traceback is not None and len(result.traceback) > TRACEBACK_LIMIT:
         result = result.model_copy(update={"traceback": result.traceback[-TRACEBACK_LIMIT:]})
+    # The file times show which rank failed first.
     write_atomic(path, result.model_dump_json().encode())
 
 
 def read_rank_result(path: Path) -> tuple[RankResult, float] | None:
-    """Return a rank's result, and the time at which it was written (Unix seconds). None if the file is missing, unreadable or
-    incomplete."""
+    """Return a rank's result, and the Unix time at which it was written; None if it cannot be read."""
     try:
         return RankResult.model_validate_json(path.read_bytes()), path.stat().st_mtime
     except (OSError, ValidationError):
@@ -41,8 +37,7 @@ def read_rank_result(path: Path) -> tuple[RankResult, float] | None:
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of one rank. ``end``: its result and exit code. ``at``: when it ended (Unix seconds): when its result was written
-    or its process died, whichever is earlier."""
+    """The end of one rank. ``end``: its result and exit code. ``at``: Unix time of its result or of its process's end."""
 
     end: RankEnd
     at: float
@@ -50,36 +45,33 @@ class Ended:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What the agent knows in addition to the ranks' ends. Times are Unix seconds.
+    """What the agent knows in addition to the ranks' ends. Times are Unix seconds."""
 
-    ``fenced``: why the attempt must not continue (its attempt number is no longer the current one); None: it may. ``hung``: the
-    hung ranks; ``hang_message``: what is reported about them; ``hung_since``: when they last made progress. ``peer_end``: a
-    message about the failure of another node because of which the agent killed the ranks; None: it did not. ``killed_at``: when
-    the agent began to kill the ranks, for any reason; None: it did not. ``oom``: ranks that died while the kernel's out-of-memory
-    killer was active. ``stop``: the last desired state that the agent acted on, RUN or a stop request; None: none.
-    ``overdue``: the grace period of the stop has expired, and the agent killed ranks. ``progressed``: some rank made progress
-    after the stop request. ``aborts``: a text that says which ranks aborted their process groups before they were killed.
-    """
-
+    # Why the attempt must not continue: its attempt number is no longer the current one.
     fenced: str | None = None
     hung: tuple[int, ...] = ()
     hang_message: str = ""
+    # When the hung ranks last made progress.
     hung_since: float | None = None
+    # A message about the failure of another node because of which the agent killed the ranks.
     peer_end: str | None = None
+    # When the agent began to kill the ranks, for any reason.
     killed_at: float | None = None
+    # Ranks that died while the kernel's out-of-memory killer was active.
     oom: frozenset[int] = field(default_factory=frozenset)
+    # The last desired state that the agent acted on, RUN or a stop request.
     stop: Control | None = None
+    # The grace period of the stop has expired, and the agent killed ranks.
     overdue: bool = False
+    # Some rank made progress after the stop request.
     progressed: bool = True
+    # A text that says which ranks aborted their process groups before they were killed.
     aborts: str = ""
 
 
 class Conclusion(NamedTuple):
-    """Why an attempt ended. ``rank``: the rank that caused it; None: no single one. ``exit_code``: that rank's.
-
-    ``began_at``: when the event that ended the ranks began (Unix seconds). ``secondary``: the ranks were ended only because
-    another node had failed.
-    """
+    """Why an attempt ended. ``rank``: the one rank that caused it, if any. ``began_at``: Unix seconds. ``secondary``: only
+    because another node had failed."""
 
     cause: Cause
     rank: int | None
@@ -98,16 +90,8 @@ class NotStarted(Exception):
 
 
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
-    """Return the one cause of the attempt's end on this node, with the rank that it comes from, that rank's exit code, a message
-    and a time. The first rule that applies decides:
-
-    - the agent's own decisions: fenced (lease-lost), a hang, the failure of another node;
-    - the failure of a rank that caused the failures of the others (``_root_failure``);
-    - a stop whose grace period has expired (``_overdue_conclusion``);
-    - the cause is ``unknown`` if no rank has a cause, or only some ranks have one; the latter does not hold if a rank was ended
-      by SIGTERM without a result;
-    - otherwise the rank's stop or completion that is first in ``CAUSE_PRECEDENCE``.
-    """
+    """Return the one cause of the attempt's end on this node, and its rank. Failures of ranks come before stops and
+    completion."""
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:
         return Conclusion(Cause.LEASE_LOST, None, None, evidence.fenced)
@@ -132,13 +116,8 @@ def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusi
 
 
 def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
-    """Return the cause of one rank's end; None if the rank left no result and no exit code, because the agent killed it.
-
-    The rank's result decides. Without one, the exit code does; 0 is then no success but ``exception``, since the process ended
-    without the runtime's knowledge. Without a result, a death by SIGTERM is ``sigterm``, and one by any other signal
-    ``rank-killed``. ``oom``: the kernel's out-of-memory killer was active when the rank died; a SIGKILL then counts as
-    ``oom``.
-    """
+    """Return the cause of one rank's end, by its result or else its exit code; None without both. ``oom``: SIGKILL means
+    ``oom``."""
     if end.result is not None:
         return end.result.cause
     if end.exit_code is None:
@@ -147,26 +126,23 @@ def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
         return Cause.SIGTERM
     if end.exit_code < 0:
         return Cause.OOM if oom and end.exit_code == -signal.SIGKILL else Cause.RANK_KILLED
+    # No success: the process ended without the runtime's knowledge.
     if end.exit_code == 0:
         return Cause.EXCEPTION
     return CAUSE_OF_EXIT_CODE.get(end.exit_code, Cause.EXCEPTION)
 
 
 def is_fine(end: RankEnd) -> bool:
-    """True if the rank completed or was stopped, so that the other ranks may continue to their own end. False if it failed, or
-    if its cause is not known."""
+    """True if the rank completed or was stopped; False if it failed, or its cause is not known."""
     cause = cause_of(end)
     return cause is not None and cause.outcome not in (Outcome.FAILED, Outcome.LOST)
 
 
 def _root_failure(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended]:
-    """Return the one of ``failures`` that caused the others, with its cause: the earliest of those that a broken connection
-    cannot cause (a rank was killed, ran out of memory or had a user error); without such failures, the earliest of all. Of
-    failures at about the same time, ``CAUSE_PRECEDENCE`` decides.
-
-    Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent notices
-    the death itself.
-    """
+    """Return the failure that probably caused the others, with its cause: the earliest that a broken connection cannot cause, if
+    any."""
+    # Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent
+    # notices the death itself.
     roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or _is_killed(c, e.end)]
     candidates = roots or list(failures)
     first = min(e.at for _, e in candidates)
@@ -180,8 +156,8 @@ def _is_killed(cause: Cause, end: RankEnd) -> bool:
 
 
 def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -> Conclusion:
-    """Return the conclusion for a stop whose grace period has expired, so that the agent killed ``ranks``. The cause is a hang if
-    a preemption was requested and no rank made progress after the request (``progressed``), else the stop's cause."""
+    """Return the conclusion for a stop whose grace period has expired. ``ranks``: those killed; ``progressed``: some rank made
+    progress after the request."""
     cause = stop.cause or default_cause(stop.desired)
     names = ", ".join(map(str, ranks))
     text = f"no agreed stop within the grace (policy.stop_grace); killed ranks {names}; the last checkpoint counts"
@@ -191,8 +167,8 @@ def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -
 
 
 def peer_failure(sentence: str, at: float | None) -> Conclusion:
-    """Return the conclusion for ranks that were ended, or not started, because another node had failed. ``sentence``: about that
-    failure; ``at``: when (Unix seconds)."""
+    """Return the conclusion for ranks that another node's failure has ended. ``sentence``: about that failure; ``at``: when (Unix
+    seconds)."""
     text = f"ended because another node had failed: {sentence}"
     return Conclusion(Cause.UNKNOWN, None, None, text[:4000], at, secondary=True)
 

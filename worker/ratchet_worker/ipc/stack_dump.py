@@ -1,11 +1,4 @@
-"""Stack dumps of hung ranks: each rank writes the Python stacks of all its threads to its log before it is killed.
-
-``faulthandler`` writes them in the C signal handler, which does not need the GIL, so a rank whose thread holds the GIL in native
-code is dumped, too. The signal is a real-time one that neither torch nor the libraries that scripts commonly use reserve; SIGUSR1
-does the same for operators, unless the script handles it itself. A rank halted by SIGSTOP is continued for the dump after the
-others were killed, and killed as soon as it has written, because it must not train further. For a rank that does not respond, its
-state in the kernel is logged instead.
-"""
+"""Stack dumps of hung ranks: each rank writes the Python stacks of all its threads to its log before it is killed."""
 
 from __future__ import annotations
 
@@ -25,23 +18,21 @@ _TICK: Final = 0.02
 
 
 def install_handlers() -> None:
-    """Install signal handlers that write the Python stacks of all threads to stderr, which is the rank's log. Called at the
-    start of the fork server and of every rank."""
+    """Install signal handlers that write the Python stacks of all threads to stderr, which is the rank's log."""
     for number in (STACKS_SIGNAL, signal.SIGUSR1):
+        # Its C handler does not need the GIL, which a thread in native code may hold.
         faulthandler.register(number, all_threads=True)
 
 
 def request_dump(pid: int) -> None:
-    """Request, by a signal, that process ``pid`` writes its stacks to its log; do not wait for that. A halted process (SIGSTOP)
-    is continued, and handles the signal before anything else. No effect if the process has ended."""
+    """Request, by a signal, that process ``pid`` writes its stacks to its log; do not wait. Continues a halted process."""
     with suppress(ProcessLookupError):
         os.kill(pid, STACKS_SIGNAL)
         os.kill(pid, signal.SIGCONT)
 
 
 class Asked(Protocol):
-    """The methods of ``rank_starter.RankProcess``, the agent's handle of a rank process, that are needed here. ``exit_code``
-    returns None while the process runs."""
+    """The methods of ``rank_starter.RankProcess`` that are needed here. ``exit_code`` returns None while the process runs."""
 
     @property
     def pid(self) -> int: ...
@@ -61,13 +52,8 @@ class Target(NamedTuple):
 def capture_stacks(
     targets: Mapping[int, Target], why: str, timeout: float, quiet_seconds: float = _QUIET
 ) -> dict[int, str]:
-    """Have all ``targets`` (by rank) write their stacks to their logs, and wait until each has written them or ended, for at most
-    ``timeout`` seconds. Return, by rank, a description of the state of each rank that wrote no stacks; the description is also
-    appended to the rank's log.
-
-    ``why``: the reason, for a heading in each log. A dump counts as complete when nothing more is written for ``quiet_seconds``
-    seconds. A rank that has no handler for the signal yet is ended by it; no other rank is.
-    """
+    """Have all ``targets`` write their stacks to their logs. Blocks up to ``timeout`` seconds. Returns the state of each rank
+    that wrote none."""
     sizes = {}
     for rank, target in targets.items():
         _append(target.log, f"ratchet: {why}; rank {rank} writes the stacks of its threads:\n")

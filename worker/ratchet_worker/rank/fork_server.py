@@ -1,9 +1,4 @@
-"""The fork server: a process that imports what ranks need, forks each rank (twice, so that the agent adopts it), and exits.
-
-A rank inherits only the imports, with the environment variables that they set. It has a session of its own, and the directory,
-log, variables and descriptors of its plan; no thread and no descriptor of the server is left. Stop signals stay blocked until
-the rank handles them. Stop signals that the server receives meanwhile are forwarded to the ranks.
-"""
+"""The fork server: a process that imports what ranks need, forks each rank (twice, so that the agent adopts it), and exits."""
 
 from __future__ import annotations
 
@@ -28,13 +23,8 @@ _TASKS: Final = Path("/proc/self/task")
 
 
 def fork_ranks() -> None:
-    """Fork one process for each rank of the plans that the agent has passed. Return once in each rank's process; the server's
-    own process exits when all are forked. If the imports cannot be shared by forking, each rank's process is replaced by a new
-    interpreter instead, and this does not return there.
-
-    The agent receives each rank's pid on the report descriptor. Raises ``OSError``, in the server, if a process cannot be
-    forked; the error is then printed to that rank's log.
-    """
+    """Fork one process for each rank of the agent's plans. Returns only in ranks' processes; the server exits. Raises
+    ``OSError``."""
     die_with_parent(int(os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     stack_dump.install_handlers()
@@ -67,12 +57,12 @@ def fork_ranks() -> None:
 
 
 def _import(modules: list[str]) -> bool:
-    """Import ``modules``. Return False if that fails, after reporting why: each rank then hits the error in an interpreter of its
-    own and reports it."""
+    """Import ``modules``. Returns False if that fails, after reporting why."""
     try:
         with gc_disabled():
             for module in modules:
                 importlib.import_module(module)
+    # Each rank hits the error in an interpreter of its own and reports it.
     except Exception as error:
         _report_not_forked(f"{type(error).__name__}: {error}")
         return False
@@ -80,12 +70,13 @@ def _import(modules: list[str]) -> bool:
 
 
 def _is_single_threaded() -> bool:
-    """True if the server has a single thread; else report why not. Other threads do not survive a fork, but the locks that they
-    hold do. (OpenBLAS ends its threads before a fork, so one process is forked and ended first.)"""
+    """True if the server has a single thread; else reports why not."""
+    # OpenBLAS ends its threads before a fork, so one process is forked and ended first.
     pid = os.fork()
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
+    # Other threads do not survive a fork, but the locks that they hold do.
     threads = len(list(_TASKS.iterdir()))
     if threads > 1:
         _report_not_forked(f"an import has left {threads - 1} threads running")
@@ -98,19 +89,14 @@ def _report_not_forked(reason: str) -> None:
 
 
 class _Birth:
-    """One rank's double fork: the process between server and rank ends at once, so that the agent becomes the rank's parent.
-
-    ``fork`` returns the rank's pid in the server, and None in the rank's process. That process then calls ``wait``, which
-    returns when the server has called ``release``.
-    """
+    """One rank's double fork: the process between server and rank ends at once, so that the agent adopts the rank."""
 
     def __init__(self) -> None:
         self._pid_read_fd, self._pid_write_fd = os.pipe()
         self._release_read_fd, self._release_write_fd = os.pipe()
 
     def fork(self) -> int | None:
-        """Fork the rank's process, which is not a child of the server. In the server, return the new process's pid once it has
-        reported it; in the new process, return None. Raises ``OSError``, in the server, if no process could be forked."""
+        """Fork the rank's process. Returns its pid in the server, None in the new process. Raises ``OSError``, in the server."""
         between = os.fork()
         if between == 0:
             try:
@@ -140,8 +126,8 @@ class _Birth:
         os.close(self._pid_read_fd)
 
     def wait(self) -> None:
-        """In the rank's process: wait for ``release``, and close the descriptors. If the server has died before, the process
-        exits with code 1."""
+        """In the rank's process: wait for ``release``, and close the descriptors. Exits the process if the server has died
+        before."""
         os.close(self._pid_read_fd)
         os.close(self._release_write_fd)
         if not os.read(self._release_read_fd, 1):
@@ -151,11 +137,7 @@ class _Birth:
 
 
 def _become_rank(plan: dict[str, Any], plans: list[dict[str, Any]], report: int, forkable: bool) -> None:
-    """Turn this process into the rank of ``plan``: its directory, log, descriptors and environment variables.
-
-    ``plans``: those of all ranks; the descriptors of the others, and ``report``, are closed. If not ``forkable``, the process is
-    replaced by a new interpreter (exec), so this does not return.
-    """
+    """Turn this process into the rank of ``plan``, one of ``plans``. If not ``forkable``, replaces it by a new interpreter."""
     os.chdir(plan["cwd"])
     _redirect_output(plan["log"])
     for fd in {report, *(fd for other in plans for fd in other["pass_fds"])} - set(plan["pass_fds"]):
@@ -168,7 +150,7 @@ def _become_rank(plan: dict[str, Any], plans: list[dict[str, Any]], report: int,
 
 
 def _redirect_output(path: str) -> None:
-    """Append this process's stdout and stderr to the log ``path`` from now on; create the file and its directory if missing."""
+    """Append this process's stdout and stderr to the log ``path`` from now on, created if missing."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     os.dup2(log, 1)

@@ -1,8 +1,5 @@
-"""One rank of a job: ``python -m ratchet_worker.rank``, started by the agent with torchrun's variables and ``RATCHET_*``.
-
-The process first ties its life to the agent's and installs its signal handlers; only then does it import torch, which takes
-seconds. If ranks are forked, torch is imported already, and this module runs in each forked process.
-"""
+"""One rank of a job: ``python -m ratchet_worker.rank``, started by the agent. Imports torch only after it has installed its
+signal handlers."""
 
 from __future__ import annotations
 
@@ -28,12 +25,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run this rank to its end. In the fork server, first fork the ranks: each of them then continues here. Return the
-    process's exit code in three cases: all ranks end together, the rank refuses to begin, or no agent has started it.
-
-    After a failure of this rank alone, or a stop before the first step, the result is written and the process exits at once,
-    so this does not return.
-    """
+    """Run this rank to its end and return the process's exit code, or exit the process. The fork server forks the ranks first."""
     if names.FORK_PLANS_FD in os.environ:
         fork_server.fork_ranks()
     if names.LAUNCH_FILE not in os.environ:
@@ -66,24 +58,21 @@ def main() -> int:
 
 
 def _not_installed(launch: LaunchFile, error: ModuleNotFoundError) -> int:
-    """Refuse to run because a package is missing: write a result, and return its exit code. The package existed when the job was
-    submitted, or could not be checked then."""
+    """Refuse to run because a package is missing: write a result, and return its exit code."""
     command = shlex.join([sys.executable, "-m", "pip", "install", "ratchet-train[worker]"])
     text = f"{sys.executable} has no {error.name}, which a rank needs: {command}; then `ratchet resume {launch.job_id}`"
     return _exit_refused(text)
 
 
 def _other_protocol(protocol: object) -> int:
-    """Refuse to run because the service has been upgraded and the job's own interpreter (``python``) has not: write a result, and
-    return its exit code. The attempt is retried until the interpreter is upgraded, too."""
+    """Refuse to run because interpreter and service have different protocols: write a result, and return its exit code."""
     from ratchet_contract.version import not_upgraded
 
     return _exit_refused(not_upgraded(sys.executable, protocol), "upgrade")
 
 
 def _exit_refused(text: str, cause: str = "user-error") -> int:
-    """Write a result with the message ``text`` before anything has begun, and return its exit code. ``text`` also goes to
-    stderr."""
+    """Write a result with the message ``text``, which also goes to stderr, and return its exit code."""
     from ratchet_contract.exit_codes import exit_code_of
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.phases import Cause

@@ -1,7 +1,4 @@
-"""A rank's process from start to end: facts, rendezvous, base, the user's code, and a ``RankResult`` on every way out.
-
-A rank that fails writes its result before it leaves its group, so that the file times show which rank failed first.
-"""
+"""A rank's process from start to end: rendezvous, the choice of a checkpoint, the user's code, and the rank's result."""
 
 from __future__ import annotations
 
@@ -50,10 +47,7 @@ _EARLY_STOP_SECONDS: Final = 2.0
 
 
 class RankProcess:
-    """One rank: its way from the start of the process to the end. Create it once per process, on the main thread.
-
-    The constructor creates the rank's step counter and message file, and reserves disk space for its result.
-    """
+    """One rank, from the start of the process to its end. Create it once per process, on the main thread."""
 
     def __init__(self, launch: LaunchFile, listener: Listener) -> None:
         self._launch, self._listener = launch, listener
@@ -76,8 +70,7 @@ class RankProcess:
         self._exit_lock = threading.Lock()
 
     def execute(self) -> int:
-        """Run the rank to its end. Return the exit code if all ranks end together; otherwise exit the process. A result is
-        written in either case."""
+        """Run the rank to its end. Return the exit code if all ranks end together; otherwise exit the process."""
         try:
             self._run()
             self._finish()
@@ -91,8 +84,7 @@ class RankProcess:
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Prepare the process, connect to the store, start the agreement on stops, and run the task or the script. Returns when
-        it has ended; raises its error."""
+        """Prepare the process, connect to the store, and run the task or the script. Raises the error that ends it."""
         launch, identity, spec = self._launch, self._identity, self._launch.spec
         resource_limits.apply(launch)
         code = Path(launch.code_dir or launch.workdir)
@@ -130,8 +122,7 @@ class RankProcess:
             self._unmanaged.on_script_end()
 
     def _check_same_code(self) -> None:
-        """Raise ``UserError`` if the job's code is not the same on all nodes. Waits for all ranks. No effect if the service
-        distributes the code, or there is one node."""
+        """Raise ``UserError`` if the job's code is not the same on all nodes. May wait for all ranks."""
         launch = self._launch
         if launch.spec.code is None or launch.spec.code.source != "nodes" or launch.spec.world.nodes == 1:
             return
@@ -149,12 +140,7 @@ class RankProcess:
             )
 
     def _open(self, arguments: SessionArguments = SessionArguments()) -> Runtime:
-        """Join the process group and agree with all ranks on the checkpoint to start from. Further calls return the same
-        runtime.
-
-        A task's rank does so before the task is imported, a script's when it makes its Session. Rank 0 reports ``arguments``
-        that differ from the job's spec, which takes precedence. Raises ``Stopped`` if a stop was passed to the script before.
-        """
+        """Return the runtime. The first call joins the group and chooses a checkpoint with all ranks. Raises ``Stopped``."""
         with self._open_lock:
             if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
                 text = f"the job's spec takes precedence over other values in the script: {', '.join(odd)}"
@@ -165,8 +151,7 @@ class RankProcess:
             return self._runtime
 
     def _join(self) -> Runtime:
-        """Start the runtime: join the group and agree on the base. Raises ``Stopped`` if a stop was passed to the script
-        before."""
+        """Join the process group and start the runtime. Raises ``Stopped`` if a stop was passed to the script before."""
         assert self._clients is not None and self._agreement is not None
         launch, identity = self._launch, self._identity
         stop = self._unmanaged.become_managed()
@@ -184,12 +169,8 @@ class RankProcess:
         return stepping or self._opener
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """``threading.excepthook``: handle an exception that has ended a thread of the script.
-
-        Python continues without that thread. But if the thread runs the steps, the attempt ends: the process exits, wherever the
-        main thread is. The error of another thread is only kept: ``_finish`` may raise it. A script may set another hook:
-        ``_finish`` needs none.
-        """
+        """``threading.excepthook``: exit the process if the thread that runs the steps has failed; keep the error of another
+        thread."""
         with suppress(Exception):  # the script may have closed the stream that this prints to
             threading.__excepthook__(args)
         assert args.exc_value is not None
@@ -217,8 +198,7 @@ class RankProcess:
                 raise judged from error
 
     def _classify_error(self, error: BaseException) -> BaseException | None:
-        """Return the error that ends the attempt, if ``error`` has ended the script: ``error`` itself, or a clearer one. None if
-        ``error`` is a successful ``sys.exit``."""
+        """Return the error that ends the attempt, ``error`` or a clearer one; None if ``error`` is a successful ``sys.exit``."""
         if isinstance(error, Stopped):
             return error
         if isinstance(error, SystemExit):
@@ -232,11 +212,7 @@ class RankProcess:
         return error
 
     def _classify_exit(self, exit_: SystemExit) -> Exception | None:
-        """Return the error that a ``sys.exit`` of the script stands for; None if it is a success.
-
-        A code other than 0 or None is an error, and so is a call before the Session's loop has ended. Any exit after a stop
-        that the script handled itself is a success here.
-        """
+        """Return the error that a ``sys.exit`` of the script stands for; None if it is a success."""
         runtime = self._runtime
         stopped = self._unmanaged.passed_stop is not None or (
             self._unmanaged.active and self._listener.sigterm_received
@@ -253,13 +229,7 @@ class RankProcess:
         return None
 
     def _finish(self) -> None:
-        """Finish the run after the script's end, even if the script has not left its Session's block. If another thread runs
-        the steps, wait for that thread first.
-
-        If the state was never restored, so that the script did no step of a Session, the rank counts as unmanaged from here
-        on. It waits for the other ranks' scripts to end, since rank 0 serves the store that they may still need. A stop ends
-        the wait. If it was not unmanaged before and the error of another thread was kept, raise that error instead.
-        """
+        """Finish the run after the script's end. May wait for threads that still train, or for the other ranks' scripts."""
         while self._may_train():
             time.sleep(0.02)
         if self._runtime is not None and self._runtime.restored:
@@ -280,9 +250,7 @@ class RankProcess:
             exchange.gather("script-end", None, should_abandon=lambda: self._unmanaged.passed_stop is not None)
 
     def _may_train(self) -> bool:
-        """True if another thread may still be training although the script's main thread has ended. Before the state is
-        restored, that may be the thread that made the Session, or any thread for which Python itself would wait; not in an
-        unmanaged script."""
+        """True if another thread may still be training although the script's main thread has ended."""
         runtime, here = self._runtime, threading.current_thread()
         if runtime is not None and (trainer := runtime.trainer) is not None:
             over = trainer.daemon and (runtime.finished or runtime.done)
@@ -297,11 +265,7 @@ class RankProcess:
         return StopRequests(*self._listener.wait(seconds))
 
     def _on_early_decision(self, decision: Decision) -> None:
-        """Handle a decision that the ranks made before any step. Called on the side thread; the main thread may be anywhere.
-
-        A stop is passed to an unmanaged script's own SIGTERM handler. If there is no such handler, or the script does not end
-        in time, the process exits. A request to save is only reported, since nothing was trained.
-        """
+        """Handle a decision that the ranks made before any step. Called on the side thread. A stop may exit the process."""
         if decision.stop is None:
             if self._identity.rank == 0:
                 self._reporter.note(
@@ -311,12 +275,9 @@ class RankProcess:
             self._exit_before_first_step(decision.stop)
 
     def _wait_for_early_stop(self) -> None:
-        """Let a stop that was decided before any step take precedence over an error or a normal end.
-
-        An error may be caused by a rank that has left because of a stop. This rank's side thread may not know that stop yet; the
-        stop is then this rank's end, too. Returns if there is no such stop, or if it was passed to the script's handler.
-        Otherwise it does not return: the side thread ends the process.
-        """
+        """If a stop was decided before any step, block until the script's handler has received it; the side thread may exit the
+        process."""
+        # An error may come from a rank that has left because of a stop that this rank's side thread does not know yet.
         if self._agreement is not None and self._agreement.is_stopped_early(_EARLY_STOP_SECONDS):
             while self._unmanaged.passed_stop is None:
                 time.sleep(0.005)
@@ -324,12 +285,7 @@ class RankProcess:
     # --- the ways out --------------------------------------------------------------------------------------------------
 
     def _exit_by_error(self, error: BaseException) -> int:
-        """End this rank because of ``error``, after an early stop, if there is one, has been handled. Called on the main
-        thread, or on the thread that ran the steps.
-
-        For a stop, or if a stop was passed to the script's own handler, leave together with all ranks and return the exit
-        code. For any other error, exit the process without the other ranks.
-        """
+        """End this rank because of ``error``. For a stop, return the exit code; for any other error, exit the process."""
         self._listener.abort.block_if_aborting()
         self._wait_for_early_stop()
         if self._unmanaged.passed_stop is not None:
@@ -340,19 +296,15 @@ class RankProcess:
         return self._exit_together(error.cause, code, error.message)
 
     def _claim_exit(self) -> None:
-        """Return in the first thread that calls this: it may end the process. In any later thread it does not return.
-
-        A later thread blocks, or, if it is a non-daemon thread of the script, ends by ``sys.exit``, since Python's shutdown
-        waits for it.
-        """
+        """Return in the first thread that calls this, which may end the process. Blocks or ends any later thread."""
         thread = threading.current_thread()
         if not self._exit_lock.acquire(blocking=thread is threading.main_thread() or thread.daemon):
+            # Not blocked: Python's shutdown waits for a non-daemon thread.
             sys.exit()
 
     def _exit_together(self, cause: Cause, code: int, message: str | None) -> int:
-        """Write the result, leave the group together with all other ranks, and return ``code``. Without a Session, only rank 0
-        waits, up to three seconds, for the others. If another rank was killed meanwhile, exit the process with ``code``
-        instead."""
+        """Write the result, leave the group together with all ranks, and return ``code``, or exit the process if another rank was
+        killed."""
         self._claim_exit()
         self._write_result(cause, message, None)
         assert self._agreement is not None
@@ -371,12 +323,8 @@ class RankProcess:
         return code
 
     def _exit_after_passed_stop(self, cause: Cause, error: BaseException | None) -> int:
-        """Leave after the end of a script whose own handler has received a stop; return the exit code. ``cause``: the cause of
-        that stop. ``error``: what ended the script, or None.
-
-        The stop counts as the cause of the end, whatever ended the script. An exception, for example, may come from a collective
-        with a rank that has left already.
-        """
+        """Leave after a script whose own handler received a stop with ``cause``; return the exit code. ``error``: what ended
+        it."""
         message = "the script received SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):
             message += f", with {type(error).__name__}: {error}"
@@ -388,7 +336,7 @@ class RankProcess:
         return self._exit_together(cause, EXIT_PREEMPTED, message[:4000])
 
     def _fail(self, error: BaseException) -> NoReturn:
-        """Write the result and exit the process without the other ranks. These may wait in a collective: the agent ends them."""
+        """Write the result and exit the process without the other ranks, which the agent ends."""
         self._claim_exit()
         cause, message = cause_of(error)
         trace = _traceback(error)
@@ -398,8 +346,7 @@ class RankProcess:
         exit_process(exit_code_of(error, cause))
 
     def _exit_before_first_step(self, cause: Cause) -> None:
-        """Write the result and exit the process for a stop before any step. Called on the side thread, wherever the main thread
-        is. ``cause``: of the stop."""
+        """Write the result and exit the process for a stop with ``cause`` before any step. Called on the side thread."""
         self._claim_exit()
         message = f"stopped before the first step ({cause})"
         if self._unmanaged.passed_stop is not None:
@@ -413,8 +360,7 @@ class RankProcess:
         exit_process(EXIT_PREEMPTED)
 
     def _sign_off(self, seconds: float) -> None:
-        """Mark this rank's last use of the store; only the first call has an effect. Rank 0, which serves the store, waits up to
-        ``seconds`` for the others' last use."""
+        """Mark this rank's last use of the store, once. Rank 0 waits up to ``seconds`` for the other ranks'."""
         if self._signed_off:
             return
         self._signed_off = True
@@ -434,12 +380,7 @@ class RankProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of ``error`` as text. If it leads into the user's code, the leading frames that only run this code
-    are left out.
-
-    For ``sys.exit``, it is that of the script's call; if the script's ``argparse`` called it, only the message, since the
-    usage has been printed already.
-    """
+    """Return the traceback of ``error`` as text, without leading frames that only run the user's code."""
     if isinstance(error, ScriptExit):
         if error.cause is Cause.USER_ERROR:
             return f"{error}\n"

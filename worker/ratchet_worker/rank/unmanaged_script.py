@@ -1,9 +1,4 @@
-"""A script without a Session: it is started, stopped and restarted, and reported as unmanaged.
-
-Its progress is unknown, so no deadline applies; saving and restoring are left to the script. A stop request goes to the script's
-own SIGTERM handler if it has one, and the script then has ``policy.stop_grace`` to end; without one the process ends at once,
-except that rank 0, which serves the store, first waits up to ``policy.stop_grace`` for the other ranks.
-"""
+"""A script without a Session: it is started, stopped and restarted, but saving and restoring are left to the script."""
 
 from __future__ import annotations
 
@@ -26,8 +21,8 @@ _NO_DEADLINE: Final = "its progress is not visible: a hang is not detected, and 
 
 
 class Unmanaged:
-    """One rank's script while it runs without a Session. ``active``: the script runs without a Session now. ``passed_stop``: the
-    cause of the stop that was passed to the script's own SIGTERM handler; None: no stop was."""
+    """One rank's script while it runs without a Session (``active``). ``passed_stop``: cause of a stop that its own SIGTERM
+    handler received."""
 
     def __init__(
         self, launch: LaunchFile, rank: int, counter: StepCounter, reporter: Reporter, listener: Listener
@@ -54,10 +49,7 @@ class Unmanaged:
             self._reporter.report_resumed(report)
 
     def become_managed(self) -> Cause | None:
-        """Record that the script makes a Session after all: its start-up begins, with a deadline of its own.
-
-        Return the cause of the stop that was passed to the script before, or None. After such a stop the rank stays unmanaged.
-        """
+        """Record that the script makes a Session, unless it has received a stop. Returns the cause of that stop, or None."""
         with self._lock:
             if self.passed_stop is None and self.active:
                 self.active = False
@@ -65,11 +57,8 @@ class Unmanaged:
             return self.passed_stop
 
     def pass_stop(self, cause: Cause) -> bool:
-        """Pass a stop to the script's own SIGTERM handler, and wait for up to ``policy.stop_grace`` for the script's end. Called
-        on the side thread.
-
-        Return True if the script has ended. Return False if it has no handler, is not unmanaged, or has not ended in time.
-        """
+        """Pass a stop to the script's own SIGTERM handler. Blocks up to ``policy.stop_grace``. Returns True if the script has
+        ended."""
         with self._lock:
             if not self.active or not self._listener.script_handles_sigterm():
                 return False

@@ -1,5 +1,4 @@
-"""Facts for the resume of a job that starts from the checkpoint of an adopted run (one without a service): what the run would
-have recorded for this job's spec and code. The resume compares them with what the run did record."""
+"""Facts for the resume of a job from the checkpoint of an adopted run (one without a service)."""
 
 from __future__ import annotations
 
@@ -20,25 +19,21 @@ UNCHECKED_NOTE = (
 
 
 class Adopted:
-    """An adopted run (one without a service), seen from the job that starts from its checkpoint. ``launch``: the launch file that
-    the run would have recorded for this job's spec and code; a resume compares it with the launch file that the run did record.
-    ``paths``: those of the copy of the run in the job's directory.
-
-    Create it when the script makes its Session: the code digest covers the modules imported so far, and the run took it at the
-    same point.
-    """
+    """An adopted run, seen from the job that starts from its checkpoint. ``launch``: what the run would have recorded for this
+    job. ``paths``: its copy."""
 
     def __init__(self, launch: LaunchFile) -> None:
         assert launch.fork is not None and launch.spec.script is not None
         self.paths = JobPaths(Path(launch.fork.job_root))
         script = Path(launch.code_dir or launch.workdir) / launch.spec.script[0]
+        # Covers the modules imported so far: this object is made when the script makes its Session, where the run took the
+        # digest.
         resolved = launch.resolved.model_copy(update={"code_digest": imported_code.digest(script)})
         spec = standalone_spec(launch.spec, launch.resolved.device)
         self.launch = launch.model_copy(update={"spec": spec, "resolved": resolved})
 
     def attempts(self) -> Iterator[AttemptPaths]:
-        """Yield the paths of the adopted run's attempts (each start of the run is one), newest first. The caller compares the
-        steps that they recorded with the steps that this job repeats."""
+        """Yield the paths of the adopted run's attempts, one for each start of the run, newest first."""
         found = [int(path.name) for path in (self.paths.root / "attempts").iterdir()]
         yield from (self.paths.attempt(number) for number in sorted(found, reverse=True))
 

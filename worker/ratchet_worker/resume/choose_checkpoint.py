@@ -1,12 +1,4 @@
-"""Chooses the checkpoint that an attempt starts from. Rank 0 finds it; all ranks together read and verify it, in one pass over
-the disk.
-
-Each rank reads what it needs into fresh memory, its own file completely; in a group of another size the old ranks' files are
-divided among the ranks. So every byte of every file is verified by at least one rank before anything depends on the choice: the
-bucket layout with which the model is wrapped comes from the manifest, and damaged bytes must not reach live tensors. A rank
-holds what it has read until ``restore`` copies it: one copy of the rank's state, which must exist next to the live tensors at
-that point anyway.
-"""
+"""Chooses the checkpoint that an attempt starts from. Rank 0 finds it; all ranks together verify every byte of it."""
 
 from __future__ import annotations
 
@@ -39,15 +31,8 @@ Message = dict[str, Any]
 
 
 def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
-    """Choose what the attempt starts from, and return it. That is the newest undamaged checkpoint of the job's lineage; without
-    one, the source of the fork, if the launch file names one; else a start from scratch (a ``Chosen`` without manifest). A
-    checkpoint is read meanwhile: ``loaded`` holds this rank's part, and the ranks together have verified every byte.
-
-    All ranks must call it, and it blocks until all have agreed on the result. Rank 0 moves a damaged checkpoint to quarantine and
-    reports it, and the next older one is tried. Raises, on all ranks: ``CheckpointError`` if a checkpoint must not be skipped
-    silently (it cannot be read, for example); ``UserError`` if the source of a fork is damaged or missing, or the file system is
-    refused.
-    """
+    """Return what the attempt starts from: the newest undamaged checkpoint of the job, else a fork's source, else nothing. All
+    ranks must call it. Moves damaged checkpoints to quarantine."""
     side = _RankZero(launch, reporter)
     timeout = 0.0 if launch.node == 0 else _VISIBILITY_TIMEOUT
     problems: list[Message | None] = []
@@ -74,9 +59,7 @@ def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen
 
 
 def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
-    """Return the state that this rank saved in the checkpoint, all shared tensors included. If another number of ranks saved it,
-    return the state of one of those, rank modulo their number. Also verify the files of the old ranks that this rank is assigned,
-    so that all ranks together verify all files. Raises ``CheckpointError``."""
+    """Return the state that this rank, or one in its place, saved in the checkpoint, and verify a part of the files."""
     assert chosen.manifest is not None
     old = chosen.manifest.world_size
     source = exchange.rank % old
@@ -84,13 +67,8 @@ def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
 
 
 def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) -> Chosen:
-    """Return ``chosen`` with the manifest that rank 0 has found in ``directory``, read again on this node. ``digest``: of that
-    manifest.
-
-    This node's file system may show the checkpoint late. So while its manifest is missing, damaged or has another digest, or
-    files of it are missing or have another size, retry for ``timeout`` seconds (0: do not retry); then raise
-    ``CheckpointError``. Any other ``CheckpointError``, such as for a file that cannot be read, is raised at once.
-    """
+    """Return ``chosen`` with the manifest in ``directory``, which must have ``digest``. Retries for ``timeout`` seconds. Raises
+    ``CheckpointError``."""
     end = time.monotonic() + timeout
     while True:
         for folder in (directory.parent, directory):
@@ -123,12 +101,8 @@ class _RankZero:
         self._candidate: tuple[Path, Manifest] | None = None
 
     def next_candidate(self, problems: list[Message | None]) -> Message:
-        """Return the message to all ranks: the next checkpoint to try (``directory`` None: start from scratch), or an ``error``
-        that every rank then raises. Errors of Ratchet are returned, not raised.
-
-        ``problems``: by rank, the damage that the rank found in the previous candidate, or None; empty in the first call. Such
-        damage is handled first (``_handle_damage``).
-        """
+        """Return the message to all ranks: the next checkpoint to try, if any, or an error. ``problems``: damage of the previous
+        one, by rank."""
         out: Message = {"error": None, "directory": None, "digest": None, "quarantined": self._quarantined, "notes": []}
         try:
             if self._candidate is not None:
@@ -143,8 +117,8 @@ class _RankZero:
         return {**out, "notes": [*read_notes(self._launch), *notes]}
 
     def _check_file_system(self) -> None:
-        """Raise ``UserError`` if the file system of the job's checkpoints cannot provide the durability that a save promises;
-        report a note if that is only doubtful, or cannot be tested. Creates the directory of checkpoints."""
+        """Create the directory of checkpoints. Raises ``UserError`` if its file system cannot provide the durability that a save
+        promises."""
         try:
             ensure_dir(self._job.checkpoints)
             verdict = check_directory(self._job.checkpoints)
@@ -157,9 +131,8 @@ class _RankZero:
             self._reporter.note("file-system", str(verdict))
 
     def _find(self) -> list[str]:
-        """Find the next candidate, store it in ``_candidate`` (None: start from scratch), and return notes on it for the report.
-        Checkpoints of the job that are found damaged are moved to quarantine and reported. Raises ``CheckpointError``, and
-        ``UserError`` if the source of a fork is missing or damaged."""
+        """Find the next candidate, and return notes on it. Moves damaged checkpoints to quarantine. Raises ``CheckpointError``,
+        ``UserError``."""
         launch, job, fork = self._launch, self._job, self._launch.fork
         manifest, moved = find_base(
             job.checkpoints,
@@ -189,17 +162,13 @@ class _RankZero:
         return [f"there is no {valid}checkpoint of earlier attempts; the job starts over"]
 
     def _handle_damage(self, directory: Path, manifest: Manifest, problems: list[Message | None]) -> None:
-        """Handle the damage that some rank has found in the candidate: move the checkpoint to quarantine and report it, if rank 0
-        finds damage in it, too.
-
-        If rank 0 finds no damage, the other rank's node is suspect, not the checkpoint, which may be the last good one: then
-        raise ``CheckpointError``, and move nothing. If the damaged checkpoint is a fork's source, raise ``UserError``. No effect
-        if the checkpoint was deleted while it was read.
-        """
+        """Move the candidate, in which some rank has found damage, to quarantine. Raises ``CheckpointError`` or ``UserError`` if
+        it must stay."""
         if not (directory / MANIFEST_NAME).exists():  # deleted while it was read
             return
         rank, found = next((r, p) for r, p in enumerate(problems) if p is not None)
         detail = found["detail"] if rank == 0 else _find_damage(directory, manifest)
+        # The other rank's node is suspect, not the checkpoint, which may be the last good one.
         if detail is None:
             raise CheckpointError(
                 f"rank {rank} reads other bytes than rank 0, which finds nothing wrong with {directory}: {found['detail']}. "
@@ -220,8 +189,8 @@ class _RankZero:
 
 
 def _find_damage(directory: Path, manifest: Manifest) -> str | None:
-    """Read and verify every byte of a checkpoint. Return a description of the damage, a missing file included; None: there is no
-    damage. Raises ``CheckpointError`` if a file cannot be read."""
+    """Verify every byte of a checkpoint. Returns a description of the damage, or None. Raises ``CheckpointError`` if a file
+    cannot be read."""
     try:
         verify_files(directory, manifest)
     except CheckpointError as error:
@@ -232,9 +201,8 @@ def _find_damage(directory: Path, manifest: Manifest) -> str | None:
 
 
 def _read_fork_source(fork: ForkSource) -> tuple[Path, Manifest]:
-    """Return directory and manifest of the checkpoint that the job was forked from. The bytes of its files are not verified.
-    Raises ``UserError`` if it is missing, damaged or another one than the recorded one, ``CheckpointError`` if it cannot be
-    read."""
+    """Return directory and manifest of the checkpoint that the job was forked from. Raises ``UserError`` if unusable,
+    ``CheckpointError`` if unreadable."""
     directory = JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.attempt)
     try:
         manifest = read_manifest(directory)

@@ -1,5 +1,4 @@
-"""Reads a checkpoint, or parts of it, back, verifies all bytes that it reads, and compares what the checkpoint recorded with the
-current environment and spec."""
+"""Reads a checkpoint, or parts of it, back, and compares what it recorded with the current environment and spec."""
 
 from __future__ import annotations
 
@@ -29,13 +28,8 @@ from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint that this attempt starts from, with its step, attempt and digest as ``base``. If the attempt starts from
-    scratch, ``manifest`` and ``directory`` are None, ``base`` is an empty ``Base``, and ``loaded`` is empty.
-
-    All fields are the same on every rank, except ``loaded``: the state that this rank has read already, in a list of at most one,
-    so that ``take`` can empty it. ``quarantined``: texts about the damaged checkpoints that were moved away. ``notes``: for the
-    resume report.
-    """
+    """The checkpoint that this attempt starts from; ``manifest`` None: from scratch. ``loaded``: the state that this rank has
+    read already; the rest is equal on all ranks."""
 
     base: Base = field(default_factory=Base)
     manifest: Manifest | None = None
@@ -45,8 +39,8 @@ class Chosen:
     loaded: list[Snapshot] = field(default_factory=list)
 
     def take(self) -> Snapshot:
-        """Return the state that this rank has read, and drop the reference to it in ``loaded``, so that only the caller holds it.
-        Call it only once, and not if the attempt starts from scratch."""
+        """Return the state that this rank has read, and drop the reference to it in ``loaded``. Call it only once."""
+        # Only the caller then holds the state.
         return self.loaded.pop()
 
 
@@ -58,14 +52,8 @@ def read(
     shared: bool = True,
     verified_ranks: Collection[int] = (),
 ) -> dict[int, Snapshot]:
-    """Read from the checkpoint ``chosen``, which must have a manifest, the states that ``ranks`` saved; return rank -> snapshot.
-    All bytes that are read are verified.
-
-    ``select(component)`` returns True if the tensors of this private component are to be read; the JSON of all components is
-    returned anyway. ``shared`` False: leave out the shared tensors; otherwise all snapshots returned refer to the same objects
-    for them. ``verified_ranks``: ranks whose files are verified completely, including parts that are not returned. Raises
-    ``CheckpointError`` for a file that is damaged or cannot be read.
-    """
+    """Return, by rank, the states that ``ranks`` saved. ``select(component)``: whether to read that component's private tensors.
+    ``verified_ranks``: whose files are verified completely. Raises ``CheckpointError``."""
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
     tensors: dict[str, torch.Tensor] = {}
@@ -78,8 +66,7 @@ def read(
         return int(rank) in ranks and select(rest.partition("/")[0])
 
     def place(entry: TensorEntry) -> memoryview:
-        """Return the memory into which the elements of ``entry``, a piece of a tensor, are read. The first piece allocates the
-        whole tensor."""
+        """Return the memory into which the elements of ``entry``, a piece of a tensor, are read."""
         if entry.name not in tensors:
             tensors[entry.name] = empty(entry.dtype, entry.shape)
         tensor = tensors[entry.name]
@@ -95,8 +82,7 @@ def read(
 
 @contextmanager
 def _uninitialized_tensors() -> Iterator[None]:
-    """Within the block, have torch leave new tensors uninitialised, even if deterministic algorithms are on, which would fill
-    them. The caller overwrites these tensors or does not use them. Torch's setting is restored after the block."""
+    """Context manager: have torch leave new tensors uninitialised, even with deterministic algorithms."""
     settings: Any = deterministic  # the module's attributes are created at import
     before = settings.fill_uninitialized_memory
     if before and torch.are_deterministic_algorithms_enabled():
@@ -126,15 +112,8 @@ def differences(
     data_digest: str | None,
     own: Record | None = None,
 ) -> list[EnvironmentDifference]:
-    """Return all differences between what the checkpoint recorded and the present (environment, spec, digests of code and data),
-    sorted by key; empty if there are none.
-
-    ``directory``: the checkpoint's. ``current``: the facts of this process's environment. ``own``: what this rank itself had
-    recorded, its GPU and the digest of its share of the data included; None: rank 0's record in the manifest is compared.
-    ``packages``: the packages of this process; they are not compared with a checkpoint of a Ratchet version that recorded none.
-    ``data_digest``: that of this rank's data, None if unknown. Specs that differ only in ``ranks_per_node`` count as equal: the
-    facts ``world_size`` and ``ranks_per_node`` show that difference.
-    """
+    """Return all differences between what the checkpoint recorded and the present. ``own``: this rank's record; None: rank 0's is
+    compared."""
     recorded = {
         **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
         "code_digest": manifest.code_digest,
@@ -151,27 +130,22 @@ def differences(
 
 
 def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
-    """True if the checkpoint was made under the spec of ``launch``, apart from ``ranks_per_node``. ``any_hook`` True: the hook is
-    not compared either, if this version knows the recorded one."""
+    """True if the checkpoint was made under the spec of ``launch``, apart from ``ranks_per_node`` and, with ``any_hook``, a known
+    hook."""
     hook = recorded_hook(manifest) if any_hook else None
     return _spec_with_recorded_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
 
 
 def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: Mapping[str, Any]) -> JobSpec:
-    """Return a copy of this attempt's spec, with the ``ranks_per_node`` that its number of nodes gives for the checkpoint's
-    number of ranks, and with the values in ``updates``."""
+    """Return a copy of this attempt's spec, with ``ranks_per_node`` for the checkpoint's number of ranks, and with
+    ``updates``."""
     world = launch.spec.world
     ranks = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
     return launch.spec.model_copy(update={**ranks, **updates})
 
 
 def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
-    """Return the fields of the spec that differ from those of the attempt that saved the checkpoint. Values of ``env`` may be
-    secrets and are not shown. Empty if the specs are the same.
-
-    If that attempt's launch file cannot be read or has another spec than the checkpoint, return one difference: the specs'
-    digests.
-    """
+    """Return the fields of the spec that differ from the checkpoint's, or, if these are not known, the specs' digests."""
     now = _spec_with_recorded_ranks(manifest, launch, {})
     if now.digest() == manifest.spec_digest:
         return []
@@ -188,13 +162,14 @@ def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -
     for key in sorted({*there, *here}):
         before, after = there.get(key), here.get(key)
         if repr(before) != repr(after):  # == treats 1, 1.0 and True as equal
+            # Values of env may be secrets.
             before, after = ("a value", "another") if key.startswith("env.") else (before, after)
             found.append(EnvironmentDifference(key=f"spec:{key}", recorded=before, current=after))
     return found or [digests]
 
 
 def _flatten(part: Mapping[str, Any], prefix: str = "") -> Record:
-    """Return the fields of a spec by name. Nested fields have dotted names, which begin with ``prefix``; lists are JSON text."""
+    """Return the fields of a spec by name. Nested fields have dotted names, which begin with ``prefix``."""
     found: Record = {}
     for key, value in part.items():
         if isinstance(value, dict) and value:
@@ -205,11 +180,10 @@ def _flatten(part: Mapping[str, Any], prefix: str = "") -> Record:
 
 
 def recorded_hook(manifest: Manifest) -> HookSpec | None:
-    """Return the spec of the hook that made the checkpoint. None if this version does not know the hook or its parameters."""
+    """Return the spec of the hook that made the checkpoint; None if this version does not know it."""
     return recorded_spec({**manifest.hook.parameters, "name": manifest.hook.name})
 
 
 def recorded_hook_change(manifest: Manifest, launch: LaunchFile) -> HookChange | None:
-    """Return the change from the hook that made the checkpoint to the hook of this attempt's spec. None if nothing has changed
-    that can change a bit. If this version does not know the recorded hook, the change has the state ``lost``."""
+    """Return the change from the checkpoint's hook to that of this attempt's spec; None if no bit can change."""
     return hook_change(manifest.hook.name, manifest.hook.parameters, launch.spec.hook)

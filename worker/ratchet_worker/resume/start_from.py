@@ -1,9 +1,4 @@
-"""``start_from``: a job starts with a model that another program saved, as safetensors or as a PyTorch checkpoint that can be
-read without running code.
-
-This is the only place where Ratchet calls ``torch.load``. With ``weights_only=True`` it builds tensors, plain values and objects
-of the few harmless classes that it is given (``_plain_classes``), and calls nothing else that a pickle may name.
-"""
+"""``start_from``: a job starts with a model that another program saved, which is read without running code from the file."""
 
 from __future__ import annotations
 
@@ -39,9 +34,8 @@ _MAX_NAMES: Final = 3
 
 @dataclass
 class Imported:
-    """What was imported from the job's start file. ``source``: the file's name and digest, as text. ``model``: a sentence for the
-    report. ``optimizer``: the optimizer's state, which is still to be loaded; None: the spec does not ask for it. ``has_hook``:
-    the file has a hook's state, which is not used."""
+    """What was imported from the job's start file ``source``. ``model``: a sentence for the report. ``optimizer``: state still to
+    be loaded. ``has_hook``: the file has a hook's state."""
 
     source: str
     model: str
@@ -50,12 +44,8 @@ class Imported:
 
 
 def load(launch: LaunchFile, module: nn.Module) -> Imported:
-    """Load the model in the job's start file (``start_from`` of the spec) into ``module``, identically on every rank. Return what
-    was imported. That includes the optimizer's state if the spec asks for it; ``report`` loads it later.
-
-    Raises ``UserError`` for a file that is unsafe, incomplete or without the wanted optimizer's state, and for a model that does
-    not fit, naming the key.
-    """
+    """Load the model in the job's start file into ``module``, and return what was imported. Raises ``UserError`` if it does not
+    fit."""
     start = launch.spec.start_from
     assert start is not None and launch.start_file is not None
     data = read(Path(launch.start_file), start.path)
@@ -73,8 +63,8 @@ def load(launch: LaunchFile, module: nn.Module) -> Imported:
 
 
 def read(file: Path, name: str) -> Mapping[str, Any]:
-    """Return the content of ``file``, on the CPU, without running code from it. ``name``: the user's name for the file, whose
-    ending decides the format. Raises ``UserError`` if the file is unsafe, incomplete or no mapping."""
+    """Return the content of ``file``, without running code from it. The ending of ``name`` decides the format. Raises
+    ``UserError`` for a bad file."""
     if name.endswith(".safetensors"):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -84,6 +74,8 @@ def read(file: Path, name: str) -> Mapping[str, Any]:
         except (SafetensorError, ValueError, OSError) as error:
             raise _import_error("import-unreadable", f"{name} is not a complete safetensors file: {error}") from error
     try:
+        # With weights_only=True, torch.load builds tensors, plain values and objects of these classes, and calls nothing else
+        # that a pickle may name.
         with torch.serialization.safe_globals(_plain_classes()):
             data = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -105,16 +97,14 @@ def read(file: Path, name: str) -> Mapping[str, Any]:
 
 
 def _plain_classes() -> list[Any]:
-    """Return classes and functions that checkpoints often need besides tensors and that are harmless to call: those of numpy's
-    numbers and arrays, and ``argparse.Namespace``."""
+    """Return harmless classes and functions that checkpoints often need besides tensors, such as those of numpy's arrays."""
     from numpy._core.multiarray import _reconstruct, scalar
 
     return [_reconstruct, scalar, np.ndarray, np.dtype, *(type(np.dtype(c)) for c in _NUMBERS), argparse.Namespace]
 
 
 def _unsafe_globals(file: Path, error: Exception) -> str:
-    """Return the names of the unsafe globals in ``file``, at most five, as text; the file is searched without loading it.
-    ``error``: the refusal of ``torch.load``, whose text is used if the search finds none."""
+    """Return the names of up to five unsafe globals in ``file``, as text. ``error``: the refusal of ``torch.load``."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # an old or broken format
@@ -124,9 +114,8 @@ def _unsafe_globals(file: Path, error: Exception) -> str:
 
 
 def find_state_dict(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the model's state_dict in ``data``, the content of the file ``name``. It is looked for under the usual keys
-    (``state_dict``, ``model`` and the like); without them, ``data`` itself is the state_dict if it has a tensor. Raises
-    ``UserError`` if there is none."""
+    """Return the model's state_dict in ``data``, under a usual key or ``data`` itself. Raises ``UserError``, with ``name``, if
+    there is none."""
     for key in _MODELS:
         inner = data.get(key)
         if isinstance(inner, Mapping) and any(isinstance(v, torch.Tensor) for v in inner.values()):
@@ -141,13 +130,8 @@ def find_state_dict(data: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
-    """Copy the state_dict ``found``, from the file ``name``, into ``module``, and return notes for the resume report. A tensor of
-    another type is cast, and extra state that ``found`` lacks keeps its initial value; the notes say so. Prefixes of DDP and
-    torch.compile in the keys are ignored.
-
-    Raises ``UserError`` if a tensor is missing, unknown, of another shape, or complex only in the file or only in the model; also
-    if tensors that the model ties differ in the file, or if the module refuses the values.
-    """
+    """Copy the state_dict ``found``, from the file ``name``, into ``module``; return notes. Raises ``UserError`` if it does not
+    fit."""
     live = module.state_dict(keep_vars=True)
     found = _match_keys(found, live)
     extra = {key for key in live if key.rpartition(".")[2] == "_extra_state"}
@@ -184,9 +168,7 @@ def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
 
 
 def _match_keys(found: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``found`` with the keys of ``live``. Two keys match if they differ only in ``_orig_mod.``, the prefix of
-    torch.compile, on either side, or in ``module.``, the prefix of DDP, if all keys of ``found`` have it and not all of ``live``.
-    A key without a match is returned without these prefixes."""
+    """Return ``found`` with the keys of ``live`` where they differ only by prefixes of torch.compile or DDP."""
     if set(found) == set(live):
         return found
     ours = {key.replace("_orig_mod.", ""): key for key in live}
@@ -209,7 +191,7 @@ def _tied_keys(live: Mapping[str, Any]) -> dict[str, list[str]]:
 
 def _check(key: str, value: Any, live: Any, name: str) -> None:
     """Raise ``UserError`` if ``value``, from the file ``name``, cannot be copied into ``live``, the model's value of the same
-    ``key``: one of them is no tensor, the shapes differ, or only one is complex."""
+    ``key``."""
     if not isinstance(value, torch.Tensor) or not isinstance(live, torch.Tensor):
         raise _import_error(
             "import-mismatch", f"{key} of {name} is a {type(value).__name__}, in the model a {type(live).__name__}"
@@ -221,13 +203,8 @@ def _check(key: str, value: Any, live: Any, name: str) -> None:
 
 def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], others: Iterable[str], *, stateful_hook: bool
            ) -> list[ComponentReport]:  # fmt: skip
-    """Load the imported optimizer's state, if there is one, into the optimizer that is registered as ``optimizer``. Return, for
-    the resume report of this rank, what each component starts with: imported values or its initial state.
-
-    Other optimizers start with their initial state, and so do ``others``, further registered components. ``stateful_hook``: the
-    hook keeps a state; it is initial, too. Raises ``UserError`` if the imported state does not fit, or if there is one and no
-    optimizer of that name is registered.
-    """
+    """Load the imported optimizer's state, if any, and return what each component starts with. Raises ``UserError`` if the state
+    does not fit."""
 
     def of(component: str, reason: str, *, taken: bool = False) -> ComponentReport:
         status: Any = "imported" if taken else "absent"
@@ -256,8 +233,8 @@ def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], o
 
 
 def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
-    """Load the imported state into ``optimizer``. Raises ``UserError`` if the state does not fit. The shapes of momenta and other
-    usual state of torch's optimizers, which ``load_state_dict`` does not check, are checked, too, after the state was loaded."""
+    """Load the imported state into ``optimizer``. Raises ``UserError`` if the state does not fit, also by the shapes of
+    momenta."""
     try:
         optimizer.load_state_dict(dict(imported.optimizer))
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:

@@ -1,5 +1,4 @@
-"""The arguments of ``Session()``, named after keys of the spec. The spec of a run without a service is made of them, the script,
-the ranks and defaults. In a job, the job's spec takes precedence, and the caller reports arguments that differ from it."""
+"""The arguments of ``Session()``, named after keys of the spec. In a job, the job's spec takes precedence."""
 
 from __future__ import annotations
 
@@ -20,18 +19,15 @@ _POLICY: Final = "on_hook_mismatch"
 @dataclass(frozen=True)
 class SessionArguments:
     """The arguments that a script passed to ``Session()``. ``directory``: where a run without a service saves. ``specified``: the
-    other arguments that the script passed, by the spec's keys; arguments that were left out are absent. The key
-    ``on_hook_mismatch`` in it stands for ``policy.on_hook_mismatch`` of the spec. ``yields_to_script``: an integration package
-    passed these arguments; those of a Session that the script has made take precedence over them."""
+    other ones, by the spec's keys."""
 
     directory: Path = Path(RUN_DIRECTORY)
     specified: dict[str, Any] = field(default_factory=dict)
     yields_to_script: bool = False
 
     def spec(self, data: Mapping[str, Any]) -> JobSpec:
-        """Return the spec made of ``data`` (the content of a spec) with the script's arguments in place of its values. In a
-        mapping, such as ``checkpoint``, only the keys that the script passed are replaced; ``hook`` is replaced as a whole.
-        Raises ``UserError`` if the result is not a valid spec."""
+        """Return the spec ``data`` with the script's arguments in place of its values. Raises ``UserError`` if that is not
+        valid."""
         out = {**data}
         for key, value in self.specified.items():
             if key == _POLICY:
@@ -46,9 +42,8 @@ class SessionArguments:
             raise UserError(f"the arguments of Session(): {error.detail}", code="session-arguments") from None
 
     def differences(self, spec: JobSpec) -> list[str]:
-        """Return one text for each value that differs between the script's arguments and the job's ``spec``, with its path in the
-        spec and both values; empty if none differs. Arguments that the script did not pass never differ, and ``directory`` is not
-        compared. Raises ``UserError`` if the job's spec with the arguments in place of its values is not valid."""
+        """Return one text for each value in which the script's arguments differ from the job's ``spec``. Raises ``UserError`` for
+        invalid arguments."""
         if not self.specified:
             return []
         jobs = spec.model_dump(mode="json")

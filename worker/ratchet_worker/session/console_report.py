@@ -1,7 +1,4 @@
-"""Lines on stderr for the user of a run without a service: each rank prints those of its messages that matter at a terminal.
-
-All messages are also written to the rank's spool. Retention reads the logged metrics there (``run_directory``).
-"""
+"""Lines on stderr for the user of a run without a service: each rank prints some of its messages."""
 
 from __future__ import annotations
 
@@ -19,9 +16,8 @@ from ratchet_worker.training.replay_proof import INEXACT, describe_inexact
 
 
 class ConsoleReport(Spool):
-    """A rank's spool that also prints the messages meant for the user on stderr. ``displayed_path``: the run's directory as the
-    user wrote it. ``all_ranks_proved`` is called once, when this rank has compared all its redone steps and found no difference.
-    It returns True on the last rank that calls it, and that rank prints the line "proved"."""
+    """A rank's spool that also prints the messages meant for the user on stderr. ``all_ranks_proved``: called when this rank's
+    redone steps are equal; True on the last rank."""
 
     def __init__(self, path: Path, displayed_path: str, all_ranks_proved: Callable[[], bool]) -> None:
         super().__init__(path)
@@ -36,8 +32,7 @@ class ConsoleReport(Spool):
             print_line(line)
 
     def close(self) -> None:
-        """Close the spool. If only some of the redone steps were compared, and all of these are the same, rank 0 first prints
-        their number and why the others were not compared."""
+        """Close the spool. Rank 0 may first print how many of the redone steps were compared."""
         found, self._last_redone = self._last_redone, None
         if (
             found is not None
@@ -51,7 +46,7 @@ class ConsoleReport(Spool):
         super().close()
 
     def _lines(self, message: m.RankMessage) -> list[str]:
-        """Return the lines to print for a message; empty for one that is not printed, such as metrics or a periodic save."""
+        """Return the lines to print for a message; empty for one that is not printed, such as metrics."""
         match message:
             case m.Resumed():
                 return self._resumed_lines(message)
@@ -70,8 +65,7 @@ class ConsoleReport(Spool):
         return []
 
     def _resumed_lines(self, message: m.Resumed) -> list[str]:
-        """Return the lines for the start of a run. At a resume: from where, whether it is exact, and the report's notes. At a
-        start from scratch: one line, without the notes."""
+        """Return the lines for the start of a run: from where and, at a resume, whether it is exact."""
         report = message.report
         if report.verdict == "fresh":
             return [f"begins at step 0: there is no checkpoint in {self._displayed_path}"]
@@ -86,9 +80,7 @@ class ConsoleReport(Spool):
         return [head, *(f"note: {note}" for note in notes)]
 
     def _compared_lines(self, message: m.RedoneSteps) -> list[str]:
-        """Return a list with one line on the comparison of redone steps, or an empty list. The line reports this rank's first
-        difference, or why nothing will be compared (rank 0 only), or that all redone steps are the same. This last line comes
-        only from the rank that is the last to find this. Each of these is returned once."""
+        """Return one line on the comparison of redone steps, or none if there is nothing new to report."""
         before, self._last_redone = self._last_redone, message
         if message.first_difference is not None:
             told = before is not None and before.first_difference is not None
@@ -104,8 +96,7 @@ class ConsoleReport(Spool):
 
 
 def print_line(text: str) -> None:
-    """Print one line, with the prefix ``ratchet:``, for the user on stderr, above progress bars of tqdm. Errors of a closed
-    terminal are ignored."""
+    """Print one line for the user on stderr, above progress bars of tqdm. Ignores a closed terminal."""
     tqdm: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with suppress(OSError, ValueError):  # the terminal may be gone
         if isinstance(tqdm, type) and hasattr(tqdm, "write"):  # a script may have put something else there
@@ -116,8 +107,7 @@ def print_line(text: str) -> None:
 
 
 def display_path(directory: Path) -> str:
-    """Return ``directory`` as text for the user. A relative path gets ``./`` before it (``./ratchet-checkpoints``), unless it
-    begins with ``..``."""
+    """Return ``directory`` as text for the user. A relative path gets ``./`` before it, unless it begins with ``..``."""
     return _relative(directory) if not directory.is_absolute() else str(directory)
 
 

@@ -1,14 +1,11 @@
-"""The checkpoint directory of a run without a service, managed by rank 0. Its layout (``JobPaths``) and the form of its id are
-those of a job in the service, so that a service can take it over::
+"""The checkpoint directory of a run without a service. Its layout (``JobPaths``) is that of a job, so that a service can take it
+over. Each start of the script is an attempt::
 
     ratchet-checkpoints/ratchet-run.json     the run's id
-    ratchet-checkpoints/agent.lock           held while a start of the script runs
+    ratchet-checkpoints/agent.lock           locked while a start of the script runs
     ratchet-checkpoints/checkpoints/step-000000000040.a0002/
-    ratchet-checkpoints/quarantine/          damaged ones, moved here whole
-    ratchet-checkpoints/attempts/0002/       the second start: launch.json, base.json, spool, counters, fingerprints
-
-Each start is an attempt. Only two things are ever deleted: checkpoints of the run that its spec does not keep, and unfinished
-ones, such as a killed process leaves.
+    ratchet-checkpoints/quarantine/          damaged checkpoints
+    ratchet-checkpoints/attempts/0002/       files of the second start
 """
 
 from __future__ import annotations
@@ -35,10 +32,8 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 class StandaloneDirectory:
-    """The directory of a run without a service, created if it is missing. It is locked by this process until ``close`` or the end
-    of the process; a process that is forked from this one does not hold the lock. Creating the object raises ``UserError`` if
-    another process holds the lock (``directory-in-use``) or the directory does not belong to a run (``directory-of-others``), and
-    ``OSError``."""
+    """The directory of a run without a service, created if missing, and locked until ``close``. Raises ``UserError`` if another
+    process holds the lock, or if the directory has checkpoints but no run's id."""
 
     def __init__(self, root: Path) -> None:
         self.paths = JobPaths(root)
@@ -66,10 +61,8 @@ class StandaloneDirectory:
             self._lock = None
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
-        """Create the next attempt: write its ``launch.json`` and return the content. Its number is one more than the highest
-        attempt number in the directory. ``facts``: the fields of the launch file that do not follow from the directory. Raises
-        ``UserError`` (``directory-of-others``) if the directory has checkpoints but no record of the attempts that wrote them;
-        also ``CheckpointError`` and ``OSError``."""
+        """Create the next attempt: write its ``launch.json``, with ``facts`` among its fields, and return the content. Raises
+        ``UserError`` and ``CheckpointError``."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
         segments = lineage(self._run.bases())
@@ -94,9 +87,7 @@ class StandaloneDirectory:
         return launch
 
     def _read_or_create_id(self) -> str:
-        """Return the run's id. A directory without checkpoints and attempts gets a new id, which is written durably. Raises
-        ``UserError`` (``directory-of-others``) if the directory has checkpoints or attempts but no id, or if its id file has
-        none."""
+        """Return the run's id, a new one for an empty directory. Raises ``UserError`` if there are checkpoints but no id."""
         if found := self._run.id():
             return found
         theirs = [path for path in (self.paths.checkpoints, self.paths.root / "attempts") if path.exists()]
@@ -111,14 +102,12 @@ class StandaloneDirectory:
         return made
 
     def delete_surplus(self, spec: CheckpointSpec) -> list[str]:
-        """Delete the checkpoints of the lineage that the spec does not keep, except pinned ones, and every start's unfinished
-        checkpoints, those of this start included. The caller calls it before a start trains and after its last save; in between,
-        a start deletes only what it wrote itself. Return one sentence for each checkpoint that could not be deleted. If the
-        directory cannot be read, or an unfinished checkpoint cannot be deleted, return one sentence, and delete no complete
-        checkpoint. Raises no ``OSError``: the run needs no deletion."""
+        """Delete unfinished checkpoints, and unpinned ones of the lineage that ``spec`` does not keep. Return one sentence for
+        each failure."""
         notes = list[str]()
         try:
             bases = self._run.bases()
+            # Also this start's own unfinished ones: the caller calls this before training and after the last save.
             sweep(self.paths.checkpoints, dead_attempts=[*self._run.attempt_numbers()])
             found = complete_checkpoints(self.paths.checkpoints, lineage(bases))
             first = [one for one in found if read_manifest(self.paths.checkpoint(*one)).reason == "first"]
@@ -136,21 +125,19 @@ class StandaloneDirectory:
         return notes
 
     def _metric_values(self, best: BestSpec, found: Collection[Id], bases: Mapping[int, Base]) -> dict[Id, float]:
-        """Return (step, attempt) -> value of the metric ``best``, for those checkpoints of ``found`` that have a value: the last
-        value that rank 0 logged at exactly the checkpoint's step. It must be logged by the attempt that wrote the checkpoint, or
-        by an attempt that started from the checkpoint; of several such attempts the newest counts. ``bases``: attempt -> the
-        checkpoint that it started from."""
+        """Return the metric ``best`` by checkpoint (step, attempt), as rank 0 logged it at that step; checkpoints without it are
+        left out."""
         values: dict[Id, float] = {}
         for attempt, base in sorted(bases.items()):
             for step, logged in self._logged_metrics(attempt):
+                # At its base's step an attempt may log a value for the base; a newer attempt's value replaces an older one's.
                 at = (step, attempt) if (step, attempt) in found else (base.step, base.attempt)
                 if at in found and at[0] == step and best.metric in logged:
                     values[step, at[1] or 0] = float(logged[best.metric])
         return values
 
     def _logged_metrics(self, attempt: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (step, metrics by name) for each metrics message that rank 0 wrote in ``attempt``; nothing if the attempt has no
-        spool. An incomplete last line is skipped."""
+        """Yield (step, metrics by name) for each metrics message of rank 0 in ``attempt``; nothing without a spool."""
         spool = self.paths.attempt(attempt).spool(0)
         if not spool.exists():
             return

@@ -1,11 +1,4 @@
-"""Seeding without a service, where no rank is seeded before its script runs. Generators that the script has seeded before its
-Session stay as they are; the Session seeds the others, as a job's rank is seeded. So a script's own seeds count wherever it sets
-them, as in a job.
-
-Torch's generators, the GPU's included, count as seeded by the script if the seed of the CPU's is neither the process's initial
-one nor one that a Session has set. Numpy's counts if it was given a seed or a state, or if very many numbers were drawn from
-it (``_MAX_NUMPY_BLOCKS``). That of ``random`` counts if more was drawn from it than packages draw while they are imported.
-"""
+"""Seeds a run without a service as a job's rank is seeded, except the generators that the script has seeded before."""
 
 from __future__ import annotations
 
@@ -31,9 +24,7 @@ it; to find that out takes one to four seconds, at each start of a script that s
 
 
 class _OwnRandom:
-    """The state of ``random`` when this module was imported. A later state is compared with it, to find out whether the script
-    has seeded ``random``; a seed that was set before the import is not detected. In a forked process, where Python reseeds
-    ``random``, the state is recorded again."""
+    """The state of ``random`` when this module was imported, or when this process was forked."""
 
     def __init__(self) -> None:
         self.record_state()
@@ -48,9 +39,8 @@ _RANDOM: Final = _OwnRandom()
 
 
 class ScriptSeeds:
-    """Seeds, for each Session, the generators that the script has not seeded itself. There is one object per process, since a
-    process may make several Sessions, one after the other. ``drawn``: which of torch's and numpy's generators the script drew
-    from before the first Session without having seeded them."""
+    """Seeds, for each Session, the generators that the script has not seeded. ``drawn``: those of torch and numpy that the script
+    used unseeded before the first one."""
 
     def __init__(self) -> None:
         self.drawn: list[str] = []
@@ -61,9 +51,8 @@ class ScriptSeeds:
         self._first = True
 
     def seed_others(self, seed: int, rank: int) -> list[str]:
-        """Seed those generators of torch, numpy and ``random`` that the script has not seeded, as in rank ``rank`` of a job with
-        ``seed``. Return the names of the generators that the script has seeded; these are not changed. The first call also sets
-        ``drawn``."""
+        """Seed the generators that the script has not seeded, as a job's rank is seeded. Return the names of the script-seeded
+        ones."""
         seeds, script = Seeds.for_rank(seed, rank), list[str]()
         first, self._first = self._first, False
         if torch.initial_seed() not in self._torch:
@@ -92,8 +81,7 @@ class ScriptSeeds:
         return script
 
     def on_run_end(self) -> None:
-        """Record the states of ``random`` and numpy's generator at the end of a run that had seeded them, so that the run's draws
-        do not count as a seed of the script."""
+        """Record the states that the run's draws have led to, so that they do not count as the script's seeds."""
         if self._random_is_own:
             self._random, self._random_is_own = random.getstate(), False
         numpys: Any = np.random.mtrand._rand._bit_generator
@@ -103,8 +91,8 @@ class ScriptSeeds:
 
 
 def _is_unseeded(numpys: Any, before: Any) -> bool:
-    """True if numpy's bit generator was given neither a seed nor a state: at most ``_MAX_NUMPY_BLOCKS`` blocks of draws lead to
-    its state from the state ``before``; None: from the one that follows from its ``seed_seq``."""
+    """True if at most ``_MAX_NUMPY_BLOCKS`` blocks of draws lead from the state ``before`` (None: the initial state) to the
+    current one."""
     seed: Any = numpys.seed_seq if isinstance(numpys, np.random.MT19937) else None
     if seed is None:
         return False

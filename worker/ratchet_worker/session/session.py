@@ -95,17 +95,14 @@ _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
 
 
 class Session:
-    """A training script's interface to its job. The first ``Session()`` joins the job's process group; every rank must make a
-    Session, in any thread. Further Sessions refer to the same run. An error that ends the thread that does the steps also ends
-    the attempt. Before the first step, this applies to the thread that made the first Session.
+    """A training script's interface to its job. Every rank must make a Session; while a run is open, further Sessions refer to
+    it.
 
-    Without a service (``python``, ``torchrun``, a debugger, a notebook, a test) the Session is a run of its own. Each directory
-    has one run. The end of the ``with`` block ends the run in this process; the next Session starts the run again.
+    Without a service (``python``, ``torchrun``, a notebook, a test) the Session is a run of its own. The end of the ``with``
+    block ends the run in this process; the next Session with the same ``directory`` starts the run again.
 
-    Raises ``UserError`` if the script has already started a process group. Without a service, ``UserError`` has further causes,
-    such as invalid arguments, a run that would begin outside the main thread, and a ``directory`` that is in use or has
-    checkpoints that are not of such a run. It is also raised while a Session with different arguments is open (``Session()``
-    without arguments refers to the open one).
+    Raises ``UserError`` if the script has already started a process group. Without a service there are further causes, such as
+    invalid arguments or a ``directory`` that is in use.
     """
 
     # Set by the rank's process before the script starts, as a class attribute since threads inherit no context. Its first call is
@@ -123,11 +120,9 @@ class Session:
         determinism: str | None = None,
         on_hook_mismatch: str | None = None,
     ) -> None:
-        """The arguments are for a run without a service, which saves to ``directory`` and resumes from there. In a job, the job's
-        spec takes precedence, and an event reports arguments that differ from the spec. All arguments except ``directory`` are
-        keys of the spec, with the same defaults: ``hook``, ``seed``, ``determinism``, the mappings ``checkpoint`` and ``ddp``,
-        and ``policy.on_hook_mismatch``. ``seed`` determines the order of the data (``session.seed``). As in a job, it also seeds
-        the generators that the script has not seeded itself."""
+        """The arguments are for a run without a service, which saves to ``directory`` and resumes from there; in a job, the job's
+        spec takes precedence. All except ``directory`` are keys of the spec, with the same defaults: ``hook``, ``seed``,
+        ``determinism``, the mappings ``checkpoint`` and ``ddp``, and ``policy.on_hook_mismatch``."""
         given = {"hook": hook, "seed": seed, "checkpoint": checkpoint, "ddp": ddp, "determinism": determinism}
         given["on_hook_mismatch"] = on_hook_mismatch
         if Session._opener is None:
@@ -137,10 +132,7 @@ class Session:
 
     @classmethod
     def _for_package(cls, directory: Path, ddp: dict[str, Any]) -> Session:
-        """Return a Session for an integration package. If a run is open, it refers to that run. Without a service, the arguments
-        of the script's Session then take precedence, and rank 0 prints the differences. Otherwise a run begins with these
-        arguments. In a job the spec takes precedence, as for ``Session()``. ``directory``: where a run without a service saves;
-        ``ddp``: DDP settings of the package, empty for none. Raises ``UserError`` as ``Session()`` does."""
+        """Return a Session for an integration package, of the open run or of a new run with these arguments."""
         if cls._opener is None:
             cls._opener = Standalone().open
         session = cls.__new__(cls)
@@ -153,8 +145,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """End the block. Without an exception, the job is marked as done (``finish``). Without a service, the run in this process
-        also ends. The exception is not suppressed."""
+        """End the block: without an exception, mark the job as done; without a service, end the run in this process."""
         try:
             if kind is None:
                 self.finish()
@@ -175,12 +166,10 @@ class Session:
 
     def finish(self) -> None:
         """Mark the job as done and save the final checkpoint. Every rank calls it after the same step, and it waits until all
-        have. An open step counts if its backward pass is done (in ``epochs``: if its batch is taken). The Session's ``with``
-        block also calls it at its end, except after an exception. Does nothing if the state was never restored. A thread that
-        does not do the steps waits in this call until the last of ``total`` steps is done. The call raises ``RuntimeError`` if
-        the thread that does the steps ends earlier, ``Stopped`` if the ranks have agreed to stop, and ``CheckpointError`` if
-        the final save fails. In a fork, or a job that adopted a run, it raises ``UserError`` if the job has done no step of its
-        own."""
+        have. The end of the Session's ``with`` block also calls it, except after an exception. A thread that does not do the
+        steps waits until the last step is done. Does nothing before the state is restored. Raises ``CheckpointError`` if the
+        final save fails, ``Stopped`` if the ranks have agreed to stop, ``RuntimeError`` if the thread that does the steps ends
+        earlier, and ``UserError`` if a fork has done no step of its own."""
         if self._runtime.restored:
             self._runtime.finish()
 
@@ -208,98 +197,89 @@ class Session:
 
     @property
     def seed(self) -> int:
-        """The job's seed. torch, CUDA, numpy and ``random`` are already seeded from this seed and the rank; seeds that the script
-        sets itself, before or after ``Session()``, take precedence."""
+        """The job's seed. torch, CUDA, numpy and ``random`` are seeded from it and the rank, unless the script seeds them
+        itself."""
         return self._runtime.launch.spec.seed
 
     @property
     def step(self) -> int:
-        """Number of completed steps, including those of earlier attempts. In a fork, the steps of the checkpoint that it started
-        from also count."""
+        """Number of completed steps, including those of the checkpoint that was restored."""
         return self._runtime.step
 
     @property
     def resumed(self) -> bool:
-        """True if this attempt continues from a checkpoint. At the start of a fork or an adopted run, this is a checkpoint of the
-        original job or run."""
+        """True if this attempt continues from a checkpoint, which may be another job's at the start of a fork."""
         return self._runtime.chosen.manifest is not None
 
     @property
     def should_stop(self) -> bool:
         """True once a stop is requested. Ranks see it at different moments: use it only to shorten work that no other rank waits
-        for. ``steps`` stops all ranks together."""
+        for."""
         return self._runtime.agreement.received_requests.stop is not None
 
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any) -> Any:
-        """Prepare the ``objects`` of an ordinary training loop, in any number and order. Returns a list of the objects to use
-        in their place, in the same order, or the object alone if there is only one.
+        """Prepare the ``objects`` of an ordinary training loop. Returns a list of the objects to use in their place, in the same
+        order, or the object alone if there is only one.
 
-        The model becomes ``wrap(model)``. These are registered and returned as they are: optimizers, schedulers, a scaler,
-        modules without trainable parameters and an ``AveragedModel`` (both moved to this rank's device), a ``torch.Generator``
-        and other objects with ``state_dict``. Dicts, lists, ``SimpleNamespace`` and objects of your own are also registered and
-        returned as they are; a resume restores their items and attributes. The training's DataLoader becomes a loader whose
-        batches are the steps of ``epochs``. This loader has the DataLoader's ``len`` and attributes. It also has the attribute
-        ``start``: the number of the first batch that it yields in this epoch, which is 0 except after a resume within the
-        epoch.
+        The model becomes ``wrap(model)``. The training's DataLoader becomes a loader whose batches are the steps of ``epochs``;
+        its attribute ``start`` is the number of the first batch that it yields in this epoch. All other objects are registered
+        and returned as they are: optimizers, schedulers, a scaler, generators, modules without trainable parameters (moved to
+        this rank's device), and other objects with state.
 
-        Raises ``UserError`` once the state is restored, for a second model or loader, for a model that is in DDP already, and
-        for an object of any other kind."""
+        Raises ``UserError`` once the state is restored, for a second model or loader, for a model that is in DDP already, and for
+        an object without state.
+        """
         found = self._epoch_loop.prepare(objects)
         return found[0] if len(found) == 1 else found
 
     def keep(self, **values: Any) -> SimpleNamespace:
         """Return an object with ``values`` as attributes, which are saved in every checkpoint. Use it for variables that a loop
-        carries from one pass to the next: write ``kept = session.keep(best=0.0)`` before the loop, and
-        ``kept.best = max(kept.best, accuracy)`` in the loop. Values may be tensors, numbers, strings, lists, dicts and objects of
-        your own. Raises ``UserError`` once the state is restored."""
+        carries from one pass to the next: write ``kept = session.keep(best=0.0)`` before the loop, and ``kept.best =
+        max(kept.best, accuracy)`` in the loop. Raises ``UserError`` once the state is restored."""
         return self._epoch_loop.keep(SimpleNamespace(**values))
 
     def wrap(self, module: nn.Module) -> nn.parallel.DistributedDataParallel:
-        """Return ``module`` on this rank's device, in DDP with the spec's settings and hook. Call it once, on every rank.
+        """Return ``module`` on this rank's device, in DDP with the spec's settings and hook. Every rank calls it once.
 
-        Raises ``UserError`` at a second call, and where the hook or the checkpoint does not fit the model."""
+        Raises ``UserError`` at a second call, and where the hook or the checkpoint does not fit the model.
+        """
         return self._runtime.wrap(module)
 
     def register(self, **objects: Any) -> None:
         """Register ``objects`` by name, so that checkpoints contain their state. An object may have ``state_dict`` and
-        ``load_state_dict``, or be a ``torch.Generator``. For a dict, a list, a ``SimpleNamespace`` or an object of your own, its
-        items or attributes are saved and restored. The names ``optimizer``, ``scheduler`` and ``scaler`` are meant for objects of
-        that kind; ``data`` is for a ``TrainLoader``, a ``TrainStream``, or an object that implements ``TrainData``; other names
-        are free. Raises ``UserError`` once the state is restored, for a name that is registered already, and for objects without
-        state."""
+        ``load_state_dict``, or be a ``torch.Generator``; of other objects the items or attributes are saved. The names
+        ``optimizer``, ``scheduler``, ``scaler`` and ``data`` are meant for objects of that kind; other names are free. Raises
+        ``UserError`` once the state is restored, for a name that is registered already, and for objects without state."""
         if self._runtime.restored:
             raise UserError("call register before the first step: the state has already been restored")
         for name, item in objects.items():
             self._runtime.state.register(name if name in _OWN_NAMES else f"user:{name}", item)
 
     def ignore(self, path: str, reason: str) -> None:
-        """Ignore the attribute at ``path``: neither save its value nor report that it is unsaved. Training must not depend on
-        this attribute. Everything that is reachable only through the attribute is ignored, too. ``path``: the attribute's name in
-        a resume report (``model.layers.0.history``). Every resume report lists the ignored ``path`` with the ``reason``. Raises
-        ``UserError`` once the state is restored."""
+        """Do not save what is reachable only through the attribute at ``path``, nor report it as unsaved. ``path``: its name in a
+        resume report (``model.layers.0.history``), which lists the ``path`` with the ``reason``. Raises ``UserError`` once the
+        state is restored."""
         if self._runtime.restored:
             raise UserError("call ignore before the first step: the state has already been restored")
         self._runtime.state.hidden.ignored[path] = reason
 
     def batches(self) -> Iterator[Any]:
-        """Yield batches of the registered data, epoch after epoch, from the restored position. Raises ``UserError`` if no
-        ``data`` are registered, if a batch is taken outside a step, and for an epoch without batches."""
+        """Yield batches of the registered data, epoch after epoch, from the restored position. Raises ``UserError`` without
+        registered ``data``, outside a step, and for an epoch without batches."""
         data = self._runtime.state.data
         if data is None:
             raise UserError("register(data=...) first; batches() yields the batches of the registered data")
         return self._runtime.batches(data)
 
     def restore(self, total_steps: int | None = None) -> None:
-        """Restore the state now; without this call, the first call of ``steps`` restores it. A collective: every rank calls it,
-        at most once, after the model is wrapped and everything is registered. Without a checkpoint nothing is restored, and
-        training begins. ``total_steps``: the number that ``steps`` gets as ``total``, equal on all ranks.
+        """Restore the state now, instead of in the first call of ``steps``. Every rank calls it, at most once, after the model is
+        wrapped and everything is registered. ``total_steps``: the number that ``steps`` gets as ``total``.
 
-        Raises ``UserError`` at a second call, without a wrapped model, and if ``total_steps`` differs between the ranks. It also
-        raises ``UserError`` for state that does not fit the registered objects, and for a difference that ``determinism: strict``
-        forbids. Raises ``StateError`` if the restored tensors are not those that were saved, and ``CheckpointError`` if another
-        rank's state, where it is needed, cannot be read.
+        Raises ``UserError`` at a second call, without a wrapped model, if ``total_steps`` differs between ranks, for state that
+        does not fit the registered objects, and for a difference that ``determinism: strict`` forbids. Raises ``StateError`` or
+        ``CheckpointError`` if saved state cannot be read or restored.
         """
         digest = getattr(self._runtime.state.data, "data_digest", None)
         self._runtime.data_digest = digest() if callable(digest) else None
@@ -309,13 +289,11 @@ class Session:
     # --- the loop ------------------------------------------------------------------------------------------------------
 
     def steps(self, total: int | None = None) -> Iterator[int]:
-        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1. If ``total`` is None, continue until
-        the script leaves the loop. If an earlier attempt has ended the job, nothing is yielded, unless ``total`` is larger now.
-        The first call restores the state, if ``restore`` was not called. A step ends when the next one is requested: it is then
-        counted, a due checkpoint is saved, and the loop stops if the ranks have agreed to stop. At such a stop, ``steps``
-        raises ``Stopped``, a ``SystemExit`` that ends the script. It raises ``UserError`` for a ``total`` below 1, for a second
-        loop after the last step, and for a loop within a step. It raises ``CheckpointError`` after three failed saves in a row.
-        It also raises the errors of ``restore``."""
+        """Yield the numbers of the steps to do, from the restored one to ``total`` - 1, or, if ``total`` is None, until the
+        script leaves the loop. The first call restores the state, if ``restore`` was not called. A step ends when the next one is
+        requested: a due checkpoint is then saved, and the loop stops if the ranks have agreed to stop. Raises ``Stopped``, a
+        ``SystemExit``, at such a stop, ``CheckpointError`` after three failed saves in a row, ``UserError`` for a ``total`` below
+        1 or a second loop, and the errors of ``restore``."""
         runtime = self._runtime
         if total is not None and total < 1:
             raise UserError(f"total must be at least 1, not {total}")
@@ -333,36 +311,32 @@ class Session:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yield the numbers of the epochs to do, from the restored one to ``total`` - 1. Iterate over the prepared loader once in
-        each epoch. A further pass over the loader counts no steps: it belongs to the open step. Code after the loop over the
-        batches belongs to the step of the epoch's last batch. This step ends when the next epoch is requested, or after the last
-        epoch. After the last epoch the job is finished, as by ``finish``. Samplers get the epoch's number (``set_epoch``).
-        ``break`` on all ranks ends the job early. Raises the same errors as ``steps``. Also raises ``UserError`` without a
-        prepared loader, at a second call, and for an epoch that trains without the loader."""
+        each epoch; a further pass counts no steps. Code after the loop over the batches belongs to the step of the epoch's last
+        batch. After the last epoch the job is finished, as by ``finish``; ``break`` on all ranks ends the job early. Raises the
+        same errors as ``steps``. Also raises ``UserError`` without a prepared loader, at a second call, and for an epoch that
+        trains without the loader."""
         return self._epoch_loop.epochs(total, self.restore)
 
     def enumerate(self, batches: Iterable[Item], start: int = 0) -> Iterator[tuple[int, Item]]:
         """Yield (number, batch) for ``batches``, which is the prepared loader or a progress bar around it. The numbers count the
-        epoch's batches from ``start``, and continue after a resume. (Python's own ``enumerate``, directly around the loader, also
-        continues its numbers.)"""
+        epoch's batches from ``start``, and continue after a resume."""
         return self._epoch_loop.enumerate_batches(batches, start)
 
     def checkpoint(self) -> bool:
-        """Save a checkpoint now; do nothing if this step is saved already. Every rank calls it after the same step, after
-        ``zero_grad``. In the body of the loop, after the backward pass of the current step (in ``epochs``: once its batch is
-        taken), the call ends this step and saves it. Before that point, the call saves the previous step. Return True if the step
-        is saved, and False if the save failed. A failed save is also reported. Raises ``CheckpointError`` at the third failed
+        """Save a checkpoint now. Every rank calls it after the same step, after ``zero_grad``. In the body of the loop, after the
+        backward pass (in ``epochs``: once the batch is taken), the call ends the current step and saves it; before, it saves the
+        previous step. Returns True if the step is saved, False if the save failed. Raises ``CheckpointError`` at the third failed
         save in a row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 
     def evaluation(self) -> AbstractContextManager[Evaluation]:
-        """Return a context manager for an evaluation. Its block runs in eval mode and without gradients. If DDP broadcasts
-        buffers, the block has rank 0's buffers. Where the ranks' parameters differ, their mean is evaluated. Modes, buffers and
-        generators are restored afterwards. Every rank enters the block after the same step. The object that ``as`` binds has
-        three methods. ``batches(items)`` yields the items, and checks for a stop before each item. ``gather(value)`` returns
-        every rank's JSON value, in rank order. ``averages({name: (sum, weight)})`` returns, by name, the sum of all ranks' sums
-        divided by the sum of their weights. If the evaluation runs between two steps, entering it may raise ``Stopped``, and a
-        later stop ends the block early, without an exception."""
+        """Return a context manager whose block runs in eval mode and without gradients; modes, buffers and generators are
+        restored afterwards. Every rank enters it after the same step. Where the ranks' parameters differ, their mean is
+        evaluated. The object that ``as`` binds has three methods. ``batches(items)`` yields the items, and checks for a stop
+        before each item. ``gather(value)`` returns every rank's JSON value, in rank order. ``averages({name: (sum, weight)})``
+        returns, by name, the sum of all ranks' sums divided by the sum of their weights. Between two steps, a stop ends the block
+        early."""
         return self._runtime.evaluating()
 
     @overload
@@ -374,16 +348,13 @@ class Session:
     def all_gather(self, value: Any) -> list[Any]: ...
 
     def all_gather(self, value: Any, group: ProcessGroup | None = None, sync_grads: bool = True) -> Any:
-        """Gather ``value`` from every rank, in rank order; every rank calls it. JSON values are returned as a list. Tensors are
-        stacked into one tensor with the shape (ranks, *shape).
+        """Gather ``value`` from every rank, in rank order; every rank calls it. Returns a list of JSON values, or stacks tensors
+        into one tensor with the shape (ranks, *shape).
 
-        For tensors, ``group`` has the ranks that take part (None: all). Gradients flow back through the result: each rank's
-        tensor gets the gradients of its slice, summed over the ranks. So every rank must use the result in its loss.
-        ``sync_grads=False`` detaches the result. Raises ``UserError`` on all ranks if the ranks' tensors differ in shape or
-        dtype, or if only some of them need a gradient. For JSON values, a ``group`` raises ``UserError``.
-
-        A stop does not interrupt this call, since a stop waits for the end of the step. But a stop may cut short an evaluation
-        between two steps: use ``ev.gather`` there. In such an evaluation, this call raises ``UserError`` for a tensor.
+        For tensors, ``group`` has the ranks that take part (None: all), and gradients flow back through the result, so that every
+        rank must use it in its loss; ``sync_grads=False`` detaches it. Raises ``UserError`` if the ranks' tensors differ in shape
+        or dtype, or if only some of them need a gradient; also for a ``group`` with JSON values, and for tensors in an evaluation
+        between two steps.
         """
         runtime = self._runtime
         if isinstance(value, torch.Tensor):
@@ -402,6 +373,6 @@ class Session:
         return values
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Log metrics of the current step. ``values``: numbers or tensors of one element, by name (1 to 200 characters). Only
-        rank 0's values are kept; on other ranks the call does nothing. Raises ``UserError`` for an invalid name or value."""
+        """Log metrics of the current step. ``values``: numbers or tensors of one element, by name. Only rank 0's values are kept.
+        Raises ``UserError`` for an invalid name or value."""
         self._runtime.log(values)

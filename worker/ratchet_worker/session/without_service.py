@@ -1,14 +1,5 @@
-"""A Session without a service: under plain ``python``, ``torchrun``, a debugger or pytest, at a prompt, in a notebook.
-
-The script's own process does what agent and service do for a rank. Rank 0 makes a launch file of the Session's arguments and the
-content of the directory (``run_directory``). The ranks meet over torchrun's store or one that rank 0 serves. Each rank prints
-what matters at a terminal. The runtime, with everything that it saves and proves, is the same as in a job.
-
-The process belongs to the script, to pytest or to a notebook. So a run restores the signal handlers when it is over. It ends the
-process only for a stop before the first step, for a stop that was raised in another thread than the main one, and at a second
-interrupt. At a prompt and under a program such as pytest, interrupts are passed on to Python instead, and a stop in another
-thread does not end the process.
-"""
+"""A Session without a service: the script's own process does what agent and service do for a rank. Rank 0 creates the attempt,
+and the ranks meet over torchrun's store or one that rank 0 serves. The runtime is the same as in a job."""
 
 from __future__ import annotations
 
@@ -68,9 +59,8 @@ _EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 @dataclass(frozen=True)
 class Place:
-    """The place of this process in its group of ranks. ``nodes``: number of nodes; ``node``: index of this process's node.
-    ``has_agent_store``: torchrun's agent serves the ranks' store. ``script``: the main file; None at a prompt, in a notebook, and
-    where an installed program (pytest) runs the script's code."""
+    """The place of this process among the ranks. ``nodes``: number of nodes; ``node``: this node's index; ``has_agent_store``:
+    torchrun's agent serves the ranks' store; ``script``: the main file, None if the process does not run the user's script."""
 
     identity: Identity
     nodes: int
@@ -80,8 +70,8 @@ class Place:
 
     @classmethod
     def current(cls) -> Place:
-        """Return the place of this process; without torchrun's variables it is the only rank. Raises ``UserError`` if the
-        variables are incomplete, or do not describe a group with the same number of ranks on each node."""
+        """Return this process's place; without torchrun's variables it is the only rank. Raises ``UserError`` if the variables
+        are invalid."""
         env = os.environ
         if names.RANK not in env:
             return cls(Identity(0, 0, 1, "127.0.0.1", 0, None), 1, 0, False, _main_file())
@@ -106,7 +96,7 @@ class Place:
 
     @property
     def owns_process(self) -> bool:
-        """True if the process runs the user's script; False at a prompt, in a notebook and under a program such as pytest."""
+        """True if the process runs the user's script; False at a prompt, in a notebook and under pytest."""
         return self.script is not None
 
     @property
@@ -116,8 +106,7 @@ class Place:
 
 
 class Standalone:
-    """The runs of this process without a service, one after the other. A run ends when its Session's block is left, when the next
-    run begins, or with the process. There is one object per process."""
+    """The runs of this process without a service, one after the other."""
 
     def __init__(self) -> None:
         self._run: _Run | None = None
@@ -130,12 +119,8 @@ class Standalone:
         atexit.register(self._at_exit)
 
     def open(self, arguments: SessionArguments) -> Runtime:
-        """Return the runtime of the current run. A new run is begun if there is no run, if the last one is over, or if an error
-        has ended it at a prompt; the last one is then ended. A new run must be begun by every rank, on the main thread. Raises
-        ``UserError`` and ``CheckpointError``.
-
-        While a run is open, ``arguments`` that differ from its own raise ``UserError``; default ones return the open run. With
-        ``yields_to_script`` the open run is returned, also after an error at a prompt, and rank 0 prints the differences."""
+        """Return the runtime of the open run; if there is none, begin one, on every rank. Raises ``UserError`` and
+        ``CheckpointError``."""
         run = self._run
         failed = run is not None and not arguments.yields_to_script and run.has_failed_at_prompt
         if run is not None and run.runtime is not None and not run.is_over and not failed:
@@ -162,22 +147,19 @@ class Standalone:
         return runtime
 
     def _at_exit(self) -> None:
-        """End the last run when the interpreter exits, then end the process if a stop was raised in a thread
-        (``exit_if_stopped_in_thread``). Does nothing in a forked process."""
+        """End the last run at the interpreter's exit, and end the process if a stop was raised in a thread."""
         if self._run is not None and os.getpid() == self._pid:
             self._run.end(None, wait_for_ranks=not hasattr(sys, "last_value"))
             self._run.exit_if_stopped_in_thread()
 
 
 def _last_cell_error() -> BaseException | None:
-    """Return the last error that ended a cell at a prompt or in a notebook. None if there is none, or if the user has deleted it,
-    to free the memory that its frames hold."""
+    """Return the last error that ended a cell at a prompt or in a notebook; None if there is none."""
     return getattr(sys, "last_value", None)
 
 
 class _Run:
-    """One rank's part in one start of a run without a service. ``runtime``: the rank's runtime; None until ``open`` has
-    succeeded."""
+    """One rank's part in one start of a run without a service. ``runtime``: None until ``open`` has succeeded."""
 
     def __init__(self, place: Place, clients: Clients, arguments: SessionArguments, seeds: ScriptSeeds) -> None:
         self._place, self._clients, self._arguments, self._seeds = place, clients, arguments, seeds
@@ -195,8 +177,7 @@ class _Run:
 
     @property
     def is_over(self) -> bool:
-        """True if the run was closed or has finished, so that the next Session begins another start; at a prompt or under a
-        program such as pytest also if it was stopped."""
+        """True if the next Session begins another start, as after this run was closed or has finished."""
         if self._closed or self.runtime is None:
             return self._closed
         # At a prompt a stop ends a cell, and the next cell is another start.
@@ -204,17 +185,14 @@ class _Run:
 
     @property
     def has_failed_at_prompt(self) -> bool:
-        """True if an error has ended a cell of the training: after the state was restored and before the last step was saved. A
-        Session that is made in a later cell is then another start. Errors from before the first step do not count once the run
-        has begun that step. Always False if the process runs a script."""
+        """True if an error has ended a cell of the training at a prompt: the next Session is then another start."""
         runtime, error = self.runtime, _last_cell_error()
         if runtime is None or not runtime.restored or runtime.loop_ended or self._place.owns_process:
             return False
         return error is not None and id(error) != self._error_before
 
     def open(self) -> Runtime:
-        """Start the run and return its runtime; every rank must call it. If it fails, the run is ended on this rank, and the
-        error is raised."""
+        """Start the run, on every rank, and return its runtime. If that fails, the run is ended on this rank."""
         try:
             return self._open()
         except BaseException as error:
@@ -255,9 +233,7 @@ class _Run:
         return runtime
 
     def _seed(self, seed: int) -> None:
-        """Seed the generators that the script has not seeded. If the script has seeded some, and passed ``Session()`` a ``seed``
-        other than torch's current one, rank 0 prints which it has seeded. From now on, imports also undo their draws
-        (``import_draws``)."""
+        """Seed the generators that the script has not seeded, and make later imports undo their draws."""
         script = self._seeds.seed_others(seed, self._place.identity.rank)
         import_draws.undo_import_draws()
         if (
@@ -272,9 +248,7 @@ class _Run:
             )
 
     def _launch(self, exchange: Exchange) -> LaunchFile:
-        """Have rank 0 create the attempt, and return its launch file on every rank. Raises ``UserError`` and ``CheckpointError``.
-        An error of rank 0 is raised on all ranks; on the others it is a ``UserError`` with rank 0's text. An error of another
-        rank is raised only there; one such error is that its arguments differ from rank 0's."""
+        """Have rank 0 create the attempt, and return its launch file. An error of rank 0 is raised on all ranks."""
         told: dict[str, Any] = {}
         spec = error = None
         try:
@@ -297,8 +271,7 @@ class _Run:
         return launch
 
     def _begin(self, spec: JobSpec) -> dict[str, Any]:
-        """Lock the directory and create the attempt; called on rank 0 only. Return the message for the other ranks, which has the
-        launch file. Raises ``UserError``, also for a directory that cannot be written."""
+        """On rank 0, lock the directory and create the attempt. Return the message for the other ranks. Raises ``UserError``."""
         place = self._place
         directory = self._arguments.directory.absolute()
         facts = {
@@ -321,9 +294,8 @@ class _Run:
         return {"launch": launch.model_dump(mode="json")}
 
     def _spec(self) -> JobSpec:
-        """Return the spec made of the script's arguments and the defaults. Raises ``UserError`` for invalid arguments, for
-        ``checkpoint.uri``, which a run without a service cannot have, for fewer GPUs than ranks, and for ``determinism: strict``
-        without ``PYTHONHASHSEED``."""
+        """Return the spec from the Session's arguments and the defaults. Raises ``UserError`` if it is invalid or impossible
+        here."""
         place = self._place
         script = ["session.py"] if place.script is None else [place.script.name, *sys.argv[1:]]
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -351,10 +323,8 @@ class _Run:
     # --- stops ---------------------------------------------------------------------------------------------------------
 
     def _listen(self, seconds: float) -> StopRequests:
-        """Wait at most ``seconds``, and return the stop that signals have requested up to now, if any; nothing requests a
-        checkpoint here. A first interrupt (Ctrl-C) and a SIGTERM are stop requests. A second interrupt ends the process at once,
-        with exit code 130; at a prompt or under a program (pytest) interrupts are then passed on to Python instead. Called on the
-        side thread."""
+        """Wait at most ``seconds``; return the stop that signals have requested, if any. A second interrupt may end the
+        process."""
         before = self._listener.interrupt_count
         cause, requests = self._listener.wait(seconds)
         if before == 0 < self._listener.interrupt_count and self._place.identity.rank == 0:
@@ -367,9 +337,7 @@ class _Run:
         return StopRequests(cause, requests)
 
     def _on_early_decision(self, decision: Decision) -> None:
-        """Act on the ranks' decision to stop before the first step: write the result and end the process with the exit code of a
-        preemption. At a prompt or under a program, an interrupt is passed on to Python instead. Called on the side thread; the
-        main thread may be anywhere."""
+        """If the ranks have decided to stop before the first step, usually end the process with a preemption's exit code."""
         if decision.stop is None:
             return
         text = f"stopped before the first step ({decision.stop})"
@@ -381,8 +349,7 @@ class _Run:
         exit_process(EXIT_PREEMPTED)
 
     def _on_begin(self) -> None:
-        """Called before the first step: delete surplus checkpoints, and record the last error of a cell so far as none of the
-        training's."""
+        """Before the first step, delete surplus checkpoints. Errors of cells so far do not count as the training's."""
         self._error_before = id(_last_cell_error())
         self._delete_surplus()
 
@@ -393,24 +360,15 @@ class _Run:
     # --- ends ----------------------------------------------------------------------------------------------------------
 
     def on_exit(self, error: BaseException | None) -> None:
-        """Act on the end of the Session's block. ``error``: the exception that ended it, None for none. A run that has finished
-        without an error is closed (``_close``), and its process group is kept for the script's further use. Otherwise the whole
-        run ends on this rank (``end``)."""
+        """At the end of the Session's block, close a run that has finished without ``error``; otherwise end the run."""
         if error is None and self.runtime is not None and self.runtime.finished:
             self._close(Cause.COMPLETED, None)
         else:
             self.end(error)
 
     def end(self, error: BaseException | None, *, wait_for_ranks: bool = True) -> None:
-        """End the run on this rank, in whatever state it is: write the result, release signal handlers and directory, stop the
-        side thread, and leave the process group. Safe to call repeatedly. ``error``: what ended the run, None for none. After an
-        error in a group of several ranks the process group is left open: the other ranks may wait in a collective, which ends
-        with this process.
-
-        ``wait_for_ranks``: after a stop or completion, wait for the other ranks before the group is closed. Pass False if an
-        error has followed the training: other ranks may then never reach their end, and this process must end so that torchrun
-        ends them.
-        """
+        """End the run on this rank: write the result, and clean up. ``wait_for_ranks``: after a stop or completion, wait for the
+        other ranks and close the process group."""
         if self._ended:
             return
         self._ended = True
@@ -425,6 +383,8 @@ class _Run:
             self._reporter.close()
         with suppress(RuntimeError):  # another rank has already gone
             if together:
+                # Not after an error that followed the training: other ranks may never get here, and torchrun ends them after this
+                # process.
                 if wait_for_ranks:
                     close_group()
                 sign_off(self._clients.side, self._place.identity, _SIGN_OFF_SECONDS)
@@ -432,11 +392,11 @@ class _Run:
                 destroy_process_group()  # with other ranks, they may wait in a collective, which ends with this process
 
     def exit_if_stopped_in_thread(self) -> None:
-        """End the process with the exit code of a stop if a stop was raised in a thread other than the main one: Python ignores a
-        ``SystemExit`` there. Does nothing if the process is not the script's own."""
+        """End the script's own process if a stop was raised in a thread other than the main one."""
         runtime = self.runtime
         if runtime is None or runtime.stopped is None or runtime.trainer is threading.main_thread():
             return
+        # Python ignores a SystemExit in a thread.
         if self._place.owns_process:
             exit_process(EXIT_PREEMPTED)
 
@@ -445,9 +405,7 @@ class _Run:
         return error or (None if self.runtime is None else self.runtime.stopped)
 
     def _outcome(self, error: BaseException | None) -> tuple[Cause, str | None]:
-        """Return cause and message for the result. The cause is ``completed`` if all steps are done and nothing was raised, else
-        that of the stop or of ``error``. If steps are left and nothing was raised, the cause is ``exception``, and the message
-        says that the Session's block was not left."""
+        """Return cause and message for this rank's result. ``error``: what ended the run, None for none."""
         runtime, error = self.runtime, self._stop_or_error(error)
         if runtime is not None and runtime.restored and (runtime.finished or runtime.done) and error is None:
             return Cause.COMPLETED, None
@@ -458,10 +416,8 @@ class _Run:
         return Cause.EXCEPTION, "the process continued without ending the run: its Session's block was not left"
 
     def _close(self, cause: Cause, message: str | None) -> None:
-        """Write the result, restore the signal handlers (on the main thread only) and release the directory. Delete surplus
-        checkpoints if this start did a step and then was stopped or completed. If the state was restored and the run did not
-        complete, rank 0 prints where the next start continues. After a stop of the script's own process, SIGTERM is ignored from
-        now on. Does nothing at a second call."""
+        """Write the result and release the directory, once. May restore signal handlers, delete surplus checkpoints and ignore
+        later SIGTERMs."""
         if self._closed:
             return
         self._closed = True
@@ -485,8 +441,7 @@ class _Run:
             self._directory.close()
 
     def _report_next_start(self, runtime: Runtime) -> None:
-        """Print, on rank 0, from which checkpoint the next start continues. With one rank, and without a stop, it first waits for
-        an unfinished save."""
+        """Print, on rank 0, from which checkpoint the next start continues. It may first wait for an unfinished save."""
         if runtime.stopped is not None:
             text, at = f"stopped after step {runtime.step}", f"step {runtime.checkpointer.last.step} of"
         else:
@@ -517,8 +472,7 @@ class _Run:
         )
 
     def _delete_surplus(self) -> None:
-        """Delete the checkpoints that the spec does not keep, on rank 0, and print those that could not be deleted. It is called
-        only for a start that trains: a start that is refused, or has nothing left to do, deletes nothing."""
+        """On rank 0, delete the checkpoints that the spec does not keep, and print those that could not be deleted."""
         if self._directory is not None and self.runtime is not None:
             for note in self._directory.delete_surplus(self.runtime.launch.spec.checkpoint):
                 print_line(note)
@@ -532,8 +486,7 @@ class _Run:
 
 
 class _Stores:
-    """The store over which the ranks meet, for all runs of the process: torchrun's if its agent serves one, else one that rank 0
-    serves."""
+    """The store over which the ranks meet: that of torchrun's agent, or one that rank 0 serves."""
 
     def __init__(self, place: Place) -> None:
         self._place, identity = place, place.identity
@@ -545,8 +498,8 @@ class _Stores:
             self._server, self._port = server, server.port
 
     def clients(self, number: int) -> Clients:
-        """Connect to the store and return clients for run ``number`` of the process. The keys' prefix has torchrun's restart
-        count: after a restart the store still holds the earlier start's values."""
+        """Connect to the store and return clients for run ``number`` of the process."""
+        # After a restart torchrun's store still has the values of the earlier start.
         restarts = os.environ.get(names.TORCHELASTIC_RESTART_COUNT, "0")
 
         def client() -> Store:
@@ -557,8 +510,7 @@ class _Stores:
 
 
 def _check_run_possible() -> None:
-    """Raise ``UserError`` if this process cannot begin a run: it was started by a rank or by the script, or this is not the main
-    thread."""
+    """Raise ``UserError`` if a rank or the script started this process, or if this is not the main thread."""
     if job := os.environ.get(names.JOB_ID):
         raise UserError(
             f"this process was started by a rank of job {job}, and is no rank: make the Session in the script that the job "
@@ -580,8 +532,7 @@ def _check_run_possible() -> None:
 
 
 def _main_file() -> Path | None:
-    """Return the absolute path of the process's main file. None if there is none (at a prompt), or if it belongs to an installed
-    program."""
+    """Return the absolute path of the main file; None if there is none, or if it is an installed program's."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None or not (path := Path(file).absolute()).is_file():  # "<stdin>"
         return None
@@ -590,8 +541,7 @@ def _main_file() -> Path | None:
 
 
 def _resolve(spec: JobSpec, place: Place) -> Resolved:
-    """Return the values that a service resolves at submission: device, backend, threads per rank, interpreter and the digest of
-    the imported code."""
+    """Return the values that a service resolves at submission, such as the device and the threads per rank."""
     device = spec.world.device
     backend = spec.ddp.backend
     threads = os.environ.get("OMP_NUM_THREADS", "")
@@ -606,8 +556,8 @@ def _resolve(spec: JobSpec, place: Place) -> Resolved:
 
 
 def _caveats(launch: LaunchFile, place: Place, drawn: list[str]) -> list[str]:
-    """Return a list with one note, which names what the verdict on a resume does not cover. ``drawn``: names of the generators
-    from which the script drew without having seeded them."""
+    """Return a list with one note on what a resume's verdict does not cover. ``drawn``: generators that the script used
+    unseeded."""
     unseen = "code that was not imported yet when Session() was called" + " and the main file" * (place.script is None)
     out = [unseen if launch.resolved.code_digest is not None else "the code, which has no file"]
     if os.environ.get("PYTHONHASHSEED", "random") == "random":
@@ -620,8 +570,7 @@ def _caveats(launch: LaunchFile, place: Place, drawn: list[str]) -> list[str]:
 
 
 def _prepare_process(launch: LaunchFile) -> None:
-    """Apply the settings that an agent makes before a rank starts, and that a rank makes itself, as far as a running process
-    allows. The other settings are among the facts that a resume compares. Variables that are already set are kept."""
+    """Apply those settings of a job's rank that a running process can still take."""
     if launch.spec.world.nodes == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if launch.spec.determinism != "off":

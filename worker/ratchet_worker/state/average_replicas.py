@@ -1,4 +1,4 @@
-"""Averages replicas that differ: the mean over the ranks of a checkpoint, for a group in which all ranks begin equal."""
+"""Averages, over the ranks of a checkpoint, state that differs between them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,8 @@ the last key."""
 
 @dataclass
 class Mean:
-    """The mean of several replicas. ``tensors`` and ``state``: the averaged components, as in a snapshot's ``private`` and
-    ``state``.
-
-    ``differing_names``: tensors that differed between ranks. ``from_rank_0``: names of what differed and has no mean, so that
-    rank 0's is used: components whose JSON differed, and integer and boolean tensors.
-    """
+    """The mean of several replicas. ``differing_names``: tensors that differed between ranks. ``from_rank_0``: what differed and
+    has no mean, so that rank 0's is used."""
 
     tensors: Tensors
     state: dict[str, Any]
@@ -41,14 +37,8 @@ class Mean:
 
 
 def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
-    """Return the mean of ``components`` over ``replicas``, the snapshots of all ranks in rank order. Every rank that computes it
-    gets the same bits.
-
-    ``replicas`` is read once, one snapshot at a time. Tensors that are equal on all ranks stay unchanged. Other floating-point
-    and complex ones are summed in float64 (complex128), divided, and rounded once to their own dtype; what has no mean is rank
-    0's. Raises ``StateError`` if a rank lacks a tensor that another has, or has it in another shape or dtype, or if there is no
-    replica.
-    """
+    """Return the mean of ``components`` over all ranks' snapshots, in rank order. Raises ``StateError`` if names, shapes or
+    dtypes differ."""
     out: Mean | None = None
     sums: Tensors = {}
     count = 0
@@ -58,6 +48,7 @@ def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
         state = {c: replica.state[c] for c in components if c in replica.state}
         if out is None:
             out = Mean(tensors, state)
+            # In float64 and in rank order: every rank that computes the mean gets the same bits.
             sums = {n: _wide(t) for n, t in tensors.items() if t.is_floating_point() or t.is_complex()}
             continue
         _check(out.tensors, tensors, rank)
@@ -72,13 +63,7 @@ def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
 
 
 def follows_model(mean: Mean, module: nn.Module) -> bool:
-    """True if everything that differed in one registered object's state has the form of the model's tensors, as a moving average
-    of them has. Its mean then fits the mean of the models.
-
-    ``mean``: of that object's state alone. A tensor is accepted if it has the name of a parameter or buffer, possibly after a
-    prefix, and its shape. A list is accepted if it has the shapes of all parameters, in their order. False if something that
-    differed has no mean.
-    """
+    """True if what differed in one object's state has the form of the model's tensors. ``mean``: of that state alone."""
     if mean.from_rank_0:
         return False
     shapes = [tuple(p.shape) for p in module.parameters()]
@@ -101,8 +86,7 @@ def follows_model(mean: Mean, module: nn.Module) -> bool:
 
 
 def _add(out: Mean, sums: Tensors, name: str, tensor: torch.Tensor) -> None:
-    """Add one rank's ``tensor`` to the sum of that name, and record in ``out`` if it differs from rank 0's. A tensor without a
-    sum, such as one of integers, has no mean."""
+    """Add one rank's ``tensor`` to the sum of that name, and record in ``out`` if it differs from rank 0's."""
     if not same_bits(tensor, out.tensors[name]):
         out.differing_names.add(name)
         if name not in sums and name not in out.from_rank_0:
@@ -117,8 +101,8 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _check(first: Tensors, other: Tensors, rank: int) -> None:
-    """Raises ``StateError`` if the names, shapes or dtypes of ``other``, the tensors of ``rank``, are not those of ``first``,
-    rank 0's."""
+    """Raise ``StateError`` if the names, shapes or dtypes of ``other``, the tensors of ``rank``, differ from rank 0's in
+    ``first``."""
     if odd := sorted(set(first) ^ set(other)):
         who = (0, rank) if odd[0] in first else (rank, 0)
         raise StateError(

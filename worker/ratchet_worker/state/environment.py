@@ -1,13 +1,4 @@
-"""The facts that a bit-for-bit repetition depends on, as recorded in a manifest, and their comparison at a resume.
-
-Only facts that can change a bit are compared: thread counts, instruction set, library versions, GPU, topology, the
-deterministic switches. Host names, paths and dates are not recorded.
-
-A manifest also has entries that are not compared (``PROVENANCE``): Ratchet's version, the code's commit, the list of packages,
-and since when resumes have not been exact. Reports use them: a resume names changed packages by the list, and passes on that an
-earlier resume was not exact (``NOT_EXACT``). For code and packages, digests are compared instead: the packages' digest is a fact
-here, the code's stands in the manifest.
-"""
+"""Facts that a manifest records, such as library versions. A resume compares those that a bit-for-bit repetition depends on."""
 
 from __future__ import annotations
 
@@ -61,8 +52,8 @@ _SUBNORMAL: Final = 1e-310  # a variable: Python computes an expression of const
 
 
 def record(launch: LaunchFile, device: torch.device, packages: Sequence[str]) -> Record:
-    """Return the facts about this process that a repetition depends on. All ranks of a group are expected to agree; rank 0's go
-    into the manifest. ``packages``: the result of ``package_list.installed``."""
+    """Return the facts about this process that a repetition depends on. ``packages``: the result of
+    ``package_list.installed``."""
     facts: Record = {
         PACKAGES: package_list.digest(packages),
         "torch": str(torch.__version__),
@@ -89,8 +80,7 @@ def record(launch: LaunchFile, device: torch.device, packages: Sequence[str]) ->
 
 
 def switches(device: torch.device) -> Record:
-    """Return the facts that the user's code may change at any time, as they are now: thread count, deterministic switches,
-    default dtype and the like."""
+    """Return the current facts that the user's code may change at any time, such as the thread count."""
     facts: Record = {
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -128,8 +118,7 @@ def _gpu_facts(device: torch.device) -> Record:
 
 
 def _driver_version() -> str | None:
-    """Return the version of NVIDIA's kernel driver, from ``/proc/driver/nvidia/version``; None if that file does not exist (WSL,
-    containers) or names none."""
+    """Return the version of NVIDIA's kernel driver; None if ``/proc`` does not name it."""
     try:
         words = Path("/proc/driver/nvidia/version").read_text().split()
     except OSError:
@@ -138,8 +127,7 @@ def _driver_version() -> str | None:
 
 
 def cpu_instruction_set() -> str:
-    """Return, as one text, the CPU's vendor and the vector extensions by which numeric libraries choose kernels. On other systems
-    than Linux, the processor's name."""
+    """Return, as one text, the CPU's vendor and vector extensions; on other systems than Linux, the processor's name."""
     if not sys.platform.startswith("linux"):
         return platform.processor() or platform.machine()
     found: dict[str, str] = {}
@@ -156,14 +144,13 @@ def _short_digest(text: str) -> str:
 
 
 def commit_of(spec: JobSpec) -> GitFacts | None:
-    """Return the commit of the job's code; None: the job has no code of its own, or it is in no repository."""
+    """Return the commit of the job's code; None if the job has no code, or it is in no repository."""
     return None if spec.code is None else spec.code.git
 
 
 def provenance(packages: Sequence[str], git: GitFacts | None) -> Record:
-    """Return entries of the manifest's ``environment`` that are not compared: Ratchet's version, the package list, and the commit
-    of the code (``git``; None: the code is in no repository, or the job has none). ``NOT_EXACT``, which is not compared either,
-    is added by the caller."""
+    """Return entries of the manifest's ``environment`` that are not compared, such as the package list. ``git``: the code's
+    commit."""
     known = {} if git is None else git.model_dump(exclude_none=True)
     found: Record = {f"{PROVENANCE}git_{key}": value for key, value in known.items()}
     return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _PACKAGE_LIST: " ".join(packages)} | found
@@ -177,13 +164,8 @@ def compared_facts(environment: Record | dict[str, Any]) -> Record:
 def expand_package_difference(
     differences: list[EnvironmentDifference], environment: Record | dict[str, Any], current: Sequence[str]
 ) -> list[EnvironmentDifference]:
-    """Return ``differences``, with one entry per changed package in place of the entry for the package list's digest, sorted by
-    key.
-
-    ``environment``: the manifest's; ``current``: the packages of this process. torch and numpy get no second entry if they have
-    one. Returned unchanged if the digest does not differ, or if the list in ``environment`` does not have the recorded digest (it
-    is another rank's): the recorded package names are unknown then.
-    """
+    """Return ``differences`` with one entry per changed package in place of the digest's, if the manifest's ``environment`` names
+    the recorded packages. ``current``: this process's packages."""
     listed = str(environment.get(_PACKAGE_LIST) or "").split()
     whole = next((d for d in differences if d.key == PACKAGES), None)
     if whole is None or whole.recorded != package_list.digest(listed):
@@ -194,8 +176,7 @@ def expand_package_difference(
 
 
 def write(launch: LaunchFile, packages: list[str]) -> None:
-    """Write rank 0's package list, Python's and Ratchet's versions, and the commit of the code to the attempt's environment file,
-    for the API. Raises ``OSError``."""
+    """Write the packages, versions and code commit to the attempt's environment file, for the API. Raises ``OSError``."""
     found = EnvironmentView(
         ratchet=RATCHET_VERSION,
         python=platform.python_version(),
@@ -207,8 +188,7 @@ def write(launch: LaunchFile, packages: list[str]) -> None:
 
 
 def compare(recorded: Record | dict[str, Any], current: Record) -> list[EnvironmentDifference]:
-    """Return a difference for every fact that is not equal in both records, sorted by name. A fact that only one side has is None
-    on the other."""
+    """Return the facts that differ, sorted by name. A fact that one record lacks is None there."""
     return [
         EnvironmentDifference(key=key, recorded=recorded.get(key), current=current.get(key))
         for key in sorted(set(recorded) | set(current))
@@ -217,6 +197,5 @@ def compare(recorded: Record | dict[str, Any], current: Record) -> list[Environm
 
 
 def describe_differences(differences: Sequence[EnvironmentDifference], limit: int | None = None) -> str:
-    """Return the differences as text: ``threads (2 -> 1), torch (2.13.0 -> 2.13.1)``. Beyond the first ``limit`` (None: all), it
-    has only the number of the others."""
+    """Return the differences as text, such as ``threads (2 -> 1)``; of those beyond ``limit`` (None: all) only the number."""
     return join_first([difference.sentence() for difference in differences], limit or len(differences))

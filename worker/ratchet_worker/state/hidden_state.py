@@ -1,15 +1,6 @@
-"""State outside of ``state_dict``: attributes of modules, optimizers, data sets and tasks, and the objects that these hold.
-
-A script builds the same objects in every attempt. The rank walks them (``object_walk``) before the first step and again at each
-save. A checkpoint stores what has changed in between, under the path of the changed object (``model.layers.0.cache``). The next
-attempt puts the stored content into its own object at that path. Two attributes that held the same object do so again.
-
-A change is stored if the new content consists of numbers, strings, containers, tensors, numpy arrays, random generators,
-``nn.Module`` objects and objects of the user's classes. A function or class that was put into an attribute is stored if it can
-be found by its name. Of another change that may affect training the checkpoint has only the path. Examples are an iterator that
-moved on, a lambda that replaced a function, and a variable of a module, a class or a function (``train:COUNT``,
-``train:Net.calls``, ``model.layer._forward_hooks[0].calls``).
-"""
+"""State outside of ``state_dict``, such as attributes of modules, optimizers and data sets. A script builds the same objects in
+every attempt. A checkpoint stores what has changed in them since, under the object's path (``model.layers.0.cache``); the next
+attempt puts it into its own object there. Of changes that cannot be stored, the checkpoint may have the path."""
 
 from __future__ import annotations
 
@@ -115,14 +106,8 @@ _MAX_DEPTH: Final = 20
 
 
 class Changes(NamedTuple):
-    """The changes that ``HiddenState.changes`` has found.
-
-    ``stored``: the changes that a checkpoint stores, a tree for ``ratchet_hooks.state.encode``. Its tensors are the live ones,
-    not copies; empty if there is no storable change. ``unsaved``: sorted paths, at most 100, of changes since ``begin`` that
-    cannot be stored. An entry may have a note (``PATH (raises when it is inspected)``); one entry may be ``objects beyond the
-    first 200000``. ``made_before_begin``: sorted paths, any number, of changes that cannot be stored and were made between
-    ``note_built`` and ``begin``.
-    """
+    """Changes of hidden state. ``stored``: a tree for ``ratchet_hooks.state.encode``, with live tensors. ``unsaved``: paths of
+    changes that cannot be stored; ``made_before_begin``: of those before ``begin``."""
 
     stored: dict[str, Any]
     unsaved: list[str]
@@ -130,12 +115,8 @@ class Changes(NamedTuple):
 
 
 class HiddenState:
-    """Hidden state of one rank: finds its changes for a save, and restores them in the next attempt.
-
-    ``ignored``: filled by the caller. A key is the path of an object to ignore, its value the reason. Everything that is
-    reachable only through an ignored object is ignored, too. ``code``: the directory of the job's own modules; None: variables
-    of modules are not walked.
-    """
+    """Finds changes of one rank's hidden state, for a save, and restores them. ``ignored``: reasons by path, filled by the
+    caller. ``code``: the directory of the job's modules; None: they are not walked."""
 
     def __init__(self, code: Path | None = None) -> None:
         self.ignored: dict[str, str] = {}
@@ -148,13 +129,8 @@ class HiddenState:
         self._visited: set[str] = set()
 
     def note_built(self, roots: Roots, *, undo: bool) -> None:
-        """Note the current contents of everything that ``roots`` hold as what the script has built.
-
-        ``changes`` then returns storable changes since this call, so also those that hooks of the script make before ``begin``.
-        (Such changes depend on the step at which an attempt begins.) Further calls, with additional or replaced roots, note only
-        the objects that are not noted yet. ``undo``: also keep copies of contents (of which: ``_can_be_copied``), with which a
-        later ``restore`` undoes the changes made before ``begin``.
-        """
+        """Note what ``roots`` hold as built by the script: storable changes count from now. ``undo``: copy contents, for undoing
+        changes before ``begin``."""
         before = self._roots
         self._roots = replace(roots, separate_optimizers=before.separate_optimizers)
         if self._noted is None:
@@ -168,10 +144,7 @@ class HiddenState:
             self._copies |= {id(node.item): _copy(node) for node in own if _can_be_copied(node)}
 
     def _new_nodes(self, roots: Roots, before: Roots) -> dict[str, Node]:
-        """Return, by path, the nodes of all objects that can be reached from a new root: one in ``roots`` but not in ``before``.
-
-        An object that only an earlier root reaches is left out: a hook may have changed what the earlier roots hold.
-        """
+        """Return, by path, the nodes of objects that can be reached from roots that ``roots`` has and ``before`` has not."""
         noted = [*before.own.values(), *before.registered.values()]
         known = {*map(id, noted)}
         passed = dict(roots.registered) | {f"noted {number}": item for number, item in enumerate(noted)}
@@ -185,13 +158,8 @@ class HiddenState:
         }
 
     def begin(self, roots: Roots) -> None:
-        """Record the current contents of everything that ``roots`` hold, as the state at the beginning of training.
-
-        Unstorable changes count from this call. Storable changes do so, too, unless ``note_built`` was called: then they count
-        from that earlier call, for the objects that it has noted. An object that only a new root reaches, one that ``note_built``
-        did not get, is noted now. Any other later object is stored only as a part of a noted one that refers to it. All later
-        walks start from ``roots``.
-        """
+        """Record what ``roots`` hold at the beginning of training. Changes count from this call, except storable ones of objects
+        that ``note_built`` noted."""
         before, self._roots = self._roots, roots
         self._imported = frozenset(sys.modules)
         self._built = self._walk_roots()
@@ -208,12 +176,8 @@ class HiddenState:
                 walked.nodes[path], walked.paths[id(node.item)] = node, path
 
     def changes(self) -> Changes:
-        """Return the changes made up to now.
-
-        Without a call of ``note_built``, all changes count from ``begin``. With one, ``stored`` counts from ``note_built``,
-        ``unsaved`` from ``begin``. If training imports a module, changes of its variables count from the first save after the
-        import.
-        """
+        """Return the changes up to now. Storable ones count since ``note_built``, if that was called, and otherwise since
+        ``begin``."""
         now = self._walk_roots()
         self._add_new_modules(now)
         found = self._compare(self._built, now)
@@ -239,21 +203,14 @@ class HiddenState:
         return found
 
     def _add_new_modules(self, now: Walked) -> None:
-        """Add to the record of ``begin`` the modules that are in the walk ``now`` and were imported after ``begin``. Their
-        changes therefore count from the first save after the import."""
+        """Record the modules in the walk ``now`` that were imported after ``begin``, so that their changes count from now on."""
         new = {path for path, node in now.nodes.items() if node.kind == "module"} - self._built.nodes.keys()
         if new:
             self._add(self._built, {p: n for p, n in now.nodes.items() if f"{p.partition(':')[0]}:" in new})
 
     def restore(self, stored: Mapping[str, Any], changed_before_begin: Collection[str] = ()) -> dict[str, str]:
-        """Put the objects into the saved state: undo changes made since ``note_built``, then apply the changes ``stored``.
-
-        ``changed_before_begin``: ``Changes.made_before_begin`` of the attempt that saved. Return, by path, a reason for each
-        object that still differs from the saved state. Either it has changed and is too large to be restored, or only one of the
-        two attempts has made an unstorable change to it. If ``note_built`` was not called, nothing is undone or compared, and the
-        result is empty. Raises ``StateError`` if no object of the stored kind is at a stored path, or the stored content does not
-        fit the object.
-        """
+        """Put the objects into the saved state ``stored``. Return, by path, why an object still differs.
+        ``changed_before_begin``: the saving attempt's ``made_before_begin``. Raises ``StateError`` if ``stored`` does not fit."""
         if self._noted is None:
             _Restorer(self._built, stored).run()
             return {}
@@ -264,11 +221,8 @@ class HiddenState:
         return left | dict.fromkeys({*changed.unsaved} - {*changed_before_begin}, _CHANGED_ONLY_NOW)
 
     def _undo(self, early: Walked, changed: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
-        """Undo the changes ``changed`` (content by path) of the objects in ``early``, and drop the copies of their contents.
-
-        ``stored``: paths whose contents the checkpoint replaces anyway. Return the reason, by path, for each other object that
-        was too large to be copied and so keeps its change.
-        """
+        """Undo the changes ``changed`` (by path) of objects in ``early``. Return, by path, why an object outside of ``stored``
+        keeps its change."""
         left = {}
         for path, change in changed.items():
             node = early.nodes[path]
@@ -289,15 +243,13 @@ def _is_below_one(path: str, roots: Iterable[str]) -> bool:
 
 
 def _can_be_copied(node: Node) -> bool:
-    """True if ``note_built`` can copy the object, to undo changes: a list, dict, set, generator, ``bytearray`` or
-    ``array.array``, or a tensor or numpy array of up to ``SMALL`` bytes."""
+    """True if ``note_built`` can copy the object's contents, as of a list, a generator or a small tensor."""
     large = node.kind in ("tensor", "array") and node.item.nbytes > SMALL
     return node.kind in _CHANGEABLE or (node.kind in _LEAVES and not large)
 
 
 def _copy(node: Node) -> Any:
-    """Return a copy of the contents of an object that can be changed in place, for ``_restore_content``. Items of containers are
-    not copied."""
+    """Return a copy of an object's contents, for ``_restore_content``. Items of containers are not copied."""
     item: Any = node.item
     if node.kind == "tensor":
         return item.detach().clone(), item.requires_grad
@@ -335,8 +287,7 @@ def _restore_content(node: Node, copied: Any) -> None:
 
 
 def _restore_attribute(node: Node, name: str) -> None:
-    """Give the object of ``node`` its original attribute ``name`` again, or remove the attribute if the object had none of that
-    name."""
+    """Give the object its original attribute ``name`` again, or remove the attribute if there was none."""
     if name in node.children:
         _set(node.item, name, node.children[name])
     else:
@@ -348,8 +299,8 @@ class _Unstorable(Exception):
 
 
 class _Recorder:
-    """Compares the walk ``built`` with the later walk ``now``, and makes the changes storable. ``with_state``: paths of objects
-    that have a ``state_dict``. ``imported``: names of the modules that an attempt has imported when it restores. Use it once."""
+    """Compares two walks, once, and makes the changes storable. ``with_state``: paths of objects with a ``state_dict``.
+    ``imported``: modules imported before a restore."""
 
     def __init__(self, built: Walked, now: Walked, with_state: Collection[str], imported: Collection[str]) -> None:
         self._built, self._now, self._with_state, self._imported = built, now, with_state, imported
@@ -363,8 +314,7 @@ class _Recorder:
         self._arrays: Counter[int] | None = None  # number of arrays per memory address that they use
 
     def run(self) -> Changes:
-        """Return the changes of all objects that are in both walks. ``unsaved`` also has the paths of objects that raise when
-        they are visited. It has a special entry if the walk was not complete. ``made_before_begin`` stays empty."""
+        """Return the changes of the objects in both walks. ``unsaved`` also names objects that raise when they are inspected."""
         changed: dict[str, Any] = {}
         for node in self._now.nodes.values():
             path = self._built.path_of(node.item)
@@ -406,13 +356,7 @@ class _Recorder:
         return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved))
 
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
-        """Yield the paths of the changes in one object of the region ``shared`` or ``unordered``: none of these can be stored.
-
-        For a module, class, function or object with attributes, a path names the changed variable; only variables that count
-        (``_is_set_by_code``) are named. For any other kind, such as a container, a tensor or an iterator, it is ``path`` itself.
-        Of what belongs to installed packages in ``shared``, only tensors, arrays, generators and byte arrays count. A container
-        that the job's code only writes into (``job_modules.is_log``) does not count.
-        """
+        """Yield the paths of the changes that count in an object that cannot be stored: variables, or ``path`` itself."""
         if now.kind in _LEAVES:
             yield path
             return
@@ -429,16 +373,13 @@ class _Recorder:
                 yield f"{path}{path_step(now.kind, name)}"
 
     def _is_set_by_code(self, node: Node, name: str) -> bool:
-        """True if a change of the variable ``name`` of ``node`` counts. False for a variable of the main script if no function
-        declares it ``global``, and for a closure variable that neither the function nor one inside it assigns: such variables are
-        like a loop's local ones."""
+        """False for a variable that only an enclosing function, or top-level code of the main script, sets; else True."""
         if node.kind == "function":
             return job_modules.assigns(node.item.__code__, name) or name not in node.item.__code__.co_freevars
         return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
 
     def _is_equal(self, old: Any, new: Any, depth: int = 0) -> bool:
-        """True if both are the same object, or ``new`` equals ``old`` as it was in the walk ``built``. ``depth``: nesting level;
-        at ``_MAX_DEPTH`` different objects count as different without a further look."""
+        """True if both are the same object, or ``new`` equals ``old`` as the walk ``built`` has it."""
         if is_same(old, new):
             return True
         a, b = self._built.path_of(old), self._now.path_of(new)
@@ -453,9 +394,7 @@ class _Recorder:
         return [*old] == [*new] and all(self._is_equal(old[key], value, depth) for key, value in new.items())
 
     def _is_other_code(self, old: Any, new: Any) -> bool:
-        """True if ``old``, a function, class, bound method or ``partial``, was replaced by another one, or by one with another
-        object or argument. False if ``new`` was created again from the same code and equal arguments, or one of the two is not
-        code."""
+        """True if ``old``, a function, class, method or ``partial``, was replaced by one with other code, object or arguments."""
         if is_same(old, new) or not (_is_code(old) and _is_code(new)):
             return False
         if is_user_code(old) and is_user_code(new):
@@ -466,8 +405,8 @@ class _Recorder:
         return other or a.keys() != b.keys() or any(self._is_other_argument(a[key], b[key]) for key in a)
 
     def _is_other_argument(self, old: Any, new: Any) -> bool:
-        """True if ``new`` is another object of those that the script has built, or differs from ``old``. False for two iterators
-        of DataLoaders: a script makes one for each epoch."""
+        """True if ``new`` is another object of those that the script has built, or differs from ``old``."""
+        # A script makes an iterator of a DataLoader for each epoch.
         if is_same(old, new) or (_is_loader_iterator(old) and _is_loader_iterator(new)):
             return False
         if _is_code(old) and _is_code(new):
@@ -475,11 +414,8 @@ class _Recorder:
         return self._built.path_of(new) is not None or not self._is_equal(old, new)
 
     def _attributes(self, path: str, before: Node, now: Node) -> Any:
-        """Return the changed attributes of an object as a dict: ``set``, references to the new values by name, and ``gone``,
-        names of removed attributes. Return None if there is nothing to store. Adds the paths of changed attributes that cannot
-        be stored to ``_unsaved``. Exception: if the object has a ``state_dict``, such an attribute that is new (or was None),
-        as a lazily made iterator, is left out, together with changed constants (numbers, text, flags). Always left out are values
-        that are no state (``_has_state``), and flags that a library sets when it registers hooks."""
+        """Return an object's changed attributes: ``set`` (references by name) and ``gone`` (names); None without any. Adds to
+        ``_unsaved`` what cannot be stored."""
         names = [
             n for n, value in now.children.items() if n not in before.children or not is_same(before.children[n], value)
         ]
@@ -517,9 +453,7 @@ class _Recorder:
         return {"set": found, "gone": gone} if found or gone else None
 
     def _has_state(self, value: Any) -> bool:
-        """True if ``value`` is state: a constant other than None, or an object that can have state. False for code, and for
-        objects that the walk does not enter. Of the shared objects of installed packages, only tensors, arrays, generators and
-        byte arrays are state."""
+        """True if ``value`` is state; False, for example, for None, code, and objects that the walk does not enter."""
         if value is None or is_constant(value):
             return value is not None
         path = self._now.path_of(value) or self._built.path_of(value)
@@ -529,13 +463,8 @@ class _Recorder:
         return node.region != "shared" or node.from_user or node.kind in _LEAVES
 
     def _reference(self, path: str, item: Any) -> Reference:
-        """Return a reference to ``item``, which was found at ``path``: the value of a constant, else where the next attempt finds
-        the object.
-
-        If training made the object, its content is added to ``_new``, once for all references to it. There are two exceptions: a
-        tensor that is a view of a covered tensor becomes a ``view`` reference; and code and loggers are found by their names.
-        Raises ``_Unstorable`` with the path of what cannot be stored: ``path``, or a part below it.
-        """
+        """Return a reference to ``item``, found at ``path``. May add the content of a new object to ``_new``. Raises
+        ``_Unstorable``."""
         if is_constant(item):
             return _constant_reference(path, item, self._imported)
         at = self._now.path_of(item)
@@ -557,8 +486,7 @@ class _Recorder:
         return self._new_reference(path, node)
 
     def _code_in_new(self, path: str, node: Node) -> Reference:
-        """Return a reference to what a new object or container holds that is no state: a function, class or logger by its name, a
-        bound method by its object and name, a lock as a new object. Raises ``_Unstorable`` for anything else."""
+        """Return a reference to code, a logger or a lock in a new object. Raises ``_Unstorable`` if that is impossible."""
         item: Any = node.item
         if _lock_kind(item) is not None:
             return self._new_reference(path, node)
@@ -572,9 +500,7 @@ class _Recorder:
         return code
 
     def _new_reference(self, path: str, node: Node) -> Reference:
-        """Return a reference to an object that training made. The first call for an object adds its content to ``_new``. If that
-        raises, the content is removed again, and each further call for the object raises ``_Unstorable``. What was added
-        meanwhile stays, unless something in the object refers back to it: then all of that is removed, too."""
+        """Return a reference to an object that training made. Its content is added to ``_new`` once; raises if that fails."""
         key = id(node.item)
         if key in self._unstorable:
             raise _Unstorable(path + self._unstorable[key])
@@ -587,6 +513,7 @@ class _Recorder:
             try:
                 self._new[number] = {"kind": node.kind, "content": self._content(path, node, new=True)}
             except Exception as error:
+                # What was added meanwhile may refer to this object.
                 if self._unfinished[number]:
                     del self._new[number + 1 :]
                     self._numbers = {key: place for key, place in self._numbers.items() if place <= number}
@@ -598,8 +525,7 @@ class _Recorder:
         return "new", number
 
     def _unvisited_reference(self, path: str, item: Any) -> Reference:
-        """Return a reference to a dict or set of constants that the walk does not visit, such as an internal one of a new module.
-        Raises ``_Unstorable`` for any other object."""
+        """Return a reference to a dict or set of constants that the walk does not visit. Raises ``_Unstorable`` for others."""
         kind: Kind = "dict" if isinstance(item, dict) else "set"
         if _TYPES.get(type(item).__name__) is not type(item) or not isinstance(item, (dict, set)):
             raise _Unstorable(path)
@@ -608,16 +534,15 @@ class _Recorder:
         return self._new_reference(path, Node(item, kind, None, {}, from_user=True, region="own"))
 
     def _shares_memory_of_array(self, item: Any) -> bool:
-        """True if ``item``, a tensor or array that training made, uses the memory of another array that the walk has found."""
+        """True if ``item``, a tensor or array that training made, uses the memory of another array in the walk."""
         if self._arrays is None:
             arrays = [node.item for node in self._now.nodes.values() if node.kind == "array"]
             self._arrays = Counter(map(_memory_of, arrays))
         return self._arrays[_memory_of(item)] > (1 if isinstance(item, np.ndarray) else 0)
 
     def _view(self, path: str, node: Node) -> Reference | None:
-        """Return a reference to a tensor as a view of a covered tensor; None if no covered tensor has the same storage. Raises
-        ``_Unstorable`` for a view of another dtype or with conjugated or negated elements, and for one that is a parameter, is
-        trained or has attributes: the reference has none of these."""
+        """Return a reference to a view of a covered tensor; None for another tensor. Raises ``_Unstorable`` if such a reference
+        would not suffice."""
         tensor: torch.Tensor = node.item
         owner = self._now.storage_paths.get(storage_id(tensor)) if tensor.numel() else None
         if owner is None:
@@ -628,8 +553,8 @@ class _Recorder:
         return "view", owner, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())
 
     def _content(self, path: str, node: Node, *, new: bool = False) -> Any:
-        """Return the whole content of an object, with references to what it holds. ``new``: training made the object, so the
-        content must be enough to create it. Raises ``_Unstorable``."""
+        """Return an object's whole content, with references to what it holds. ``new``: enough to create the object. Raises
+        ``_Unstorable``."""
         item: Any = node.item
         kind = node.kind
         if kind == "tensor":
@@ -691,8 +616,8 @@ class _Recorder:
         return content
 
     def _key(self, path: str, key: Any) -> Reference:
-        """Return a reference to a key of a dictionary. A key that is the ``id`` of a visited object becomes an ``address``
-        reference, from which the next attempt takes the ``id`` of its own object. Raises ``_Unstorable``."""
+        """Return a reference to a dictionary's key; if it is a visited object's ``id``, to that object's ``id``. Raises
+        ``_Unstorable``."""
         found = self._now.paths.get(key) if type(key) is int else None
         return (
             self._reference(path, key)
@@ -701,13 +626,8 @@ class _Recorder:
         )
 
     def _object(self, path: str, node: Node) -> Any:
-        """Return the class and the attributes of an object, from which the next attempt creates it again.
-
-        Ignored attributes are left out, except constants. Raises ``_Unstorable`` if the class is neither the user's nor an
-        ``nn.Module``, if it has a built-in base class that may keep contents outside of attributes, as ``Exception`` and ``int``
-        do, if it cannot be created without arguments, or if an attribute cannot be stored: without it, the object would fail
-        after the resume, while a script that finds no object makes a whole one.
-        """
+        """Return an object's class and attributes, from which the next attempt creates it. Raises ``_Unstorable`` if that is
+        impossible."""
         item: Any = node.item
         users: type = type(item)
         if not (is_user_class(users) or isinstance(item, nn.Module)) or _built_in_base(users) not in _WITHOUT_CONTENTS:
@@ -719,6 +639,7 @@ class _Recorder:
         held = attributes(item)
         ignored = held.keys() - node.children.keys()
         held = getattr(item, "__dict__", {}) | held  # also torch's own attributes of a module or an optimizer
+        # All or none: without one of them the object may fail later, while a script that finds no object makes a whole one.
         found = {
             name: self._reference(f"{path}.{name}", value)
             for name, value in held.items()
@@ -728,8 +649,8 @@ class _Recorder:
 
 
 def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
-    """Yield ``path.__class__`` if an object has another class than before. Yield ``path.parts`` if a module has other parts.
-    Yield ``path.TABLE`` (``_forward_hooks``) for each table in which a module or an optimizer has other hooks of the user's."""
+    """Yield a path for another class (``path.__class__``), other parts of a module, and other hooks of the user's
+    (``path._forward_hooks``)."""
     (old_class, old), (new_class, new) = before.mark, now.mark
     if old_class is not new_class:
         yield f"{path}.__class__"
@@ -743,16 +664,14 @@ def _is_loader_iterator(item: Any) -> bool:
 
 
 def _bound_to(item: Any) -> dict[Any, Any]:
-    """Return the function and the arguments of a ``partial``, or the object of a bound method, by name or number. Empty for a
-    function or class."""
+    """Return a ``partial``'s function and arguments, or a bound method's object, by name or number. Empty for others."""
     if isinstance(item, partial):
         return {**dict(enumerate((item.func, *item.args))), **item.keywords}
     return {"__self__": item.__self__} if isinstance(item, (MethodType, BuiltinFunctionType)) else {}
 
 
 def _code_reference(item: Any) -> Reference | None:
-    """Return a reference by name to a function or a class. For None, a reference to None. The result is None if no name finds the
-    object, as for a lambda."""
+    """Return a reference by name to a function, a class or None. The result is None if no name finds it."""
     if item is None:
         return "value", None
     name = _name_of(item)
@@ -760,15 +679,14 @@ def _code_reference(item: Any) -> Reference | None:
 
 
 def _method_name(method: MethodType) -> str | None:
-    """Return the name under which the class of a bound method's object has the function. None if it has not: a class method, or
-    a function that was bound by hand."""
+    """Return the name by which the class of a bound method's object has the function; None if it has not."""
     owner: type = type(method.__self__)
     held = (name for base in owner.__mro__ for name, one in vars(base).items() if one is method.__func__)
     return next((name for name in held if getattr(owner, name, None) is method.__func__), None)
 
 
 def _lock_kind(item: Any) -> str | None:
-    """Return the name of the function in ``threading`` that makes such a lock. None if ``item`` is no lock of ``_LOCKS``."""
+    """Return the name of the function in ``threading`` that makes such a lock; None for anything else."""
     return next((name for name, make in _LOCKS.items() if type(item) is type(make())), None)
 
 
@@ -778,15 +696,12 @@ def _is_code(item: Any) -> bool:
 
 
 def _name_of(item: Any) -> tuple[str, str]:
-    """Return the module and the qualified name of a function, class, method or factory; empty strings where it has none, as a
-    ``partial``."""
+    """Return module and qualified name of a function, class or method, each empty if there is none."""
     return str(getattr(item, "__module__", "")), str(getattr(item, "__qualname__", ""))
 
 
 def _plain_references(path: str, items: list[Any]) -> References | None:
-    """Return the references of all ``items`` in one of the two compact forms of ``References``. Return None if there are no
-    items, or if an item is not a number, a text, bytes or None, or cannot be stored: the caller then makes one reference for
-    each. ``path``: that of their container; it does not affect the result."""
+    """Return the references of a container's ``items`` in a compact form; None if that is not possible, as for objects."""
     kinds = {*map(type, items)}
     if not kinds or not kinds <= _PLAIN:
         return None
@@ -802,8 +717,7 @@ def _plain_references(path: str, items: list[Any]) -> References | None:
 
 
 def _constant_reference(path: str, item: Any, imported: Collection[str]) -> Reference:
-    """Return a reference to ``item``, a constant. ``imported``: modules in which the next attempt finds a class. Raises
-    ``_Unstorable``, naming ``path``, if ``item`` cannot be written and read back unchanged."""
+    """Return a reference to the constant ``item``. Raises ``_Unstorable`` if it would not be read back unchanged."""
     if type(item).__name__ in _VALUES:
         kind, write, read = _VALUES[type(item).__name__]
         if type(item) is not kind or repr(read(write(item))) != repr(item):
@@ -839,8 +753,7 @@ def _storable(path: str, value: Any) -> Any:
 
 
 def _generator_source(path: str, generator: Any) -> Any:
-    """Return what the next attempt creates a new generator from. For a numpy generator: the generator itself. For a
-    ``random.Random``: ``"random"``. For a ``torch.Generator`` on the CPU: ``"torch"``. Raises ``_Unstorable`` for any other."""
+    """Return what creates a new generator: a numpy generator itself, or the name of a kind. Raises ``_Unstorable`` for others."""
     if type(generator) in (np.random.Generator, np.random.RandomState):
         return _storable(path, generator)
     if type(generator) is random.Random:
@@ -851,8 +764,7 @@ def _generator_source(path: str, generator: Any) -> Any:
 
 
 def _qualified_name(path: str, item: Any, imported: Collection[str]) -> tuple[str, str]:
-    """Return module and name by which a later process finds a class or factory; two empty strings for None. Raises
-    ``_Unstorable`` if that name does not find the object, or if the module is not in ``imported``."""
+    """Return module and name of a class or factory, empty for None. Raises ``_Unstorable`` if they would not find it."""
     if item is None:
         return "", ""
     name = _name_of(item)
@@ -871,8 +783,8 @@ def _find_by_name(module: str, name: str) -> Any:
 
 
 def _new_instance(kind: type) -> Any:
-    """Return an object of class ``kind`` without attributes, without calling the class's own ``__new__`` or ``__init__``:
-    ``__new__`` of its first built-in base makes it. Raises ``TypeError`` if that needs arguments."""
+    """Return an object of ``kind`` without attributes, without calling the class's ``__init__``. Raises ``TypeError`` if its
+    built-in base needs arguments."""
     return _built_in_base(kind).__new__(kind)
 
 
@@ -882,8 +794,7 @@ def _built_in_base(kind: type) -> Any:
 
 
 def _memory_of(item: Any) -> int:
-    """Return the address of the memory block that a tensor or an array uses. For a view, it is that of the whole block, not of
-    the part that the view shows."""
+    """Return the address of the whole memory block that a tensor or an array, perhaps a view, uses."""
     if isinstance(item, torch.Tensor):
         return item.untyped_storage().data_ptr()
     while isinstance(item.base, np.ndarray):
@@ -893,8 +804,7 @@ def _memory_of(item: Any) -> int:
 
 
 def _require_imported(module: str, name: str) -> Any:
-    """Return the function or class ``name`` of ``module``. Raises ``StateError`` if the module is not imported or has no such
-    name."""
+    """Return the function or class ``name`` of ``module``. Raises ``StateError`` if no imported module has it."""
     found = _find_by_name(module, name)
     if found is None:
         raise StateError(f"{module}.{name} is not imported this time")
@@ -920,8 +830,7 @@ class _Restorer:
         self._created: dict[int, Any] = {}
 
     def run(self) -> None:
-        """Apply all stored changes. Raises ``StateError``, before it changes anything, if an object of the stored kind is missing
-        at a path. A later ``StateError``, for content or a reference that does not fit, leaves the changes up to it applied."""
+        """Apply all stored changes. Raises ``StateError`` if something does not fit, perhaps after some of them."""
         for path, change in self._changed.items():
             node = self._built.nodes.get(path)
             if node is None or node.kind != change["kind"]:
@@ -934,9 +843,8 @@ class _Restorer:
                 self._fill(path, node.item, change["kind"], change["content"])
 
     def _fill(self, path: str, item: Any, kind: str, content: Any) -> None:
-        """Put the stored content into ``item``, an object of this kind that exists at ``path``. Of an object, only the stored
-        attributes change; a frozenset stays; the content of any other kind is replaced as a whole. Raises ``StateError`` for an
-        array of another shape or dtype, and for a reference to an object that does not exist in this attempt."""
+        """Put the stored content into ``item``; of an object, only the stored attributes change. Raises ``StateError`` if it does
+        not fit."""
         if kind == "tensor":
             _fill_tensor(item, content["value"])
             if item.is_leaf:
@@ -975,13 +883,12 @@ class _Restorer:
             _set(item, name, self._resolve(reference))
 
     def _pairs(self, content: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-        """Return, in the stored order, the keys and values that a dictionary's stored references stand for. Objects that
-        training made are created. Raises ``StateError`` if an object does not exist in this attempt."""
+        """Return the keys and values that a dictionary's stored references stand for. Raises ``StateError`` if this attempt lacks
+        one."""
         return [*zip(self._resolve_all(content["keys"]), self._resolve_all(content["items"]), strict=True)]
 
     def _resolve_all(self, references: References) -> list[Any]:
-        """Return a list of the objects that the references of a container's items stand for. Objects that training made are
-        created. Raises ``StateError`` if an object does not exist in this attempt."""
+        """Return the objects that a container's stored references stand for. Raises ``StateError`` if this attempt lacks one."""
         if isinstance(references, list):
             return [*map(self._resolve, references)]
         if "plain" in references:
@@ -991,8 +898,8 @@ class _Restorer:
         return found
 
     def _resolve(self, reference: Reference) -> Any:
-        """Return the object that a reference stands for (see ``Reference``); creates it if training made it. Raises
-        ``StateError`` if it does not exist in this attempt."""
+        """Return the object that a reference stands for, created if training made it. Raises ``StateError`` if this attempt lacks
+        it."""
         kind, *rest = reference
         if kind == "value":
             return rest[0]
@@ -1028,8 +935,7 @@ class _Restorer:
         return {"range": range, "slice": slice}[kind](*rest)
 
     def _method(self, reference: Reference, name: str) -> MethodType:
-        """Return the method ``name`` of the class of the object that ``reference`` stands for, bound to the object. Raises
-        ``StateError`` if there is none this time."""
+        """Return the method ``name`` of the object that ``reference`` stands for. Raises ``StateError`` if its class has none."""
         owner = self._resolve(reference)
         kind: type = type(owner)
         if not callable(function := getattr(kind, name, None)):
@@ -1037,8 +943,7 @@ class _Restorer:
         return MethodType(function, owner)
 
     def _covered_tensor(self, path: str) -> Any:
-        """Return the parameter or buffer that has this path now; it may be another tensor than the one that was built. Raises
-        ``StateError`` if the model has none of that name."""
+        """Return the parameter or buffer that has this path now. Raises ``StateError`` if there is none."""
         root, _, name = path.partition(".")
         owner, _, attribute = name.rpartition(".")
         try:
@@ -1053,8 +958,8 @@ class _Restorer:
         return self._built.nodes[path].item
 
     def _new_object(self, number: int) -> Any:
-        """Return the object with the number ``number`` among those that training made. The first call creates it. Return None if
-        an older checkpoint refers to an object whose content could not be stored."""
+        """Return object ``number`` of those that training made; the first call creates it. None if the checkpoint lacks its
+        content."""
         if self._new[number] is None:
             return None
         if number not in self._created:
@@ -1073,8 +978,7 @@ class _Restorer:
         return self._created[number]
 
     def _empty(self, kind: str, content: Any) -> Any:
-        """Return a new object of this kind without its content, so that two objects can hold each other. Tensors, arrays, bytes,
-        frozensets and locks are complete; a generator is not in its stored state yet."""
+        """Return a new object of this kind. Contents that ``_fill`` can put in later may be missing."""
         if kind == "tensor":
             value = content["value"]
             return (
@@ -1115,8 +1019,7 @@ def _set(item: Any, name: str, value: Any) -> None:
 
 
 def _remove(item: Any, name: str) -> None:
-    """Remove an attribute from the object's ``__dict__`` or slots, without calling ``__delattr__`` of the class; the gradient
-    of a tensor is set to None. No effect if there is no such attribute."""
+    """Remove an attribute, if there is one, without calling ``__delattr__`` of the class; a tensor's gradient is set to None."""
     kind: type = type(item)
     if isinstance(item, torch.Tensor) and name == "grad":
         item.grad = None
@@ -1141,9 +1044,8 @@ def _writable(item: np.ndarray[Any, Any]) -> Iterator[None]:
 
 
 def _fill_tensor(item: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy ``value`` into ``item``; of elements that ``item`` repeats (``expand``), the first. If shape or dtype differ, or if
-    ``value`` has different elements where ``item`` repeats one, ``item`` gets the memory of ``value`` instead, copied to its
-    device where needed."""
+    """Copy ``value`` into ``item``. If shape, dtype or repeated elements do not allow that, ``item`` gets other memory
+    instead."""
     with torch.no_grad():
         first = tuple(slice(None) if step else slice(1) for step in item.stride())
         fits = item.shape == value.shape and item.dtype is value.dtype

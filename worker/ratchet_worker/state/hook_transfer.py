@@ -21,13 +21,9 @@ HookState = tuple[Tensors, Any]
 
 @dataclass(frozen=True)
 class StateTransfer:
-    """How a checkpoint's state is transferred into this group.
-
-    ``recorded``: the hook that made the state; None: not known. ``change``: the change from it to this group's hook; None: the
-    same. ``reset``: why the hook starts again, whatever was recorded; None: it does not. ``layout``: why DDP has other buckets
-    than the recorded ones; None: it has the same. If several replicas became one, ``averaged`` has, by component, the report's
-    reason for state that was averaged. ``kept_per_rank`` has the reason for state that was kept per rank nevertheless.
-    """
+    """How a checkpoint's state is transferred into this group. ``recorded``: the hook that made it. ``change``, ``reset``,
+    ``layout``: the hook's change, why it starts again, why buckets differ; or None. ``averaged``, ``kept_per_rank``: reasons by
+    component."""
 
     recorded: HookSpec | None = None
     change: HookChange | None = None
@@ -45,12 +41,8 @@ class StateTransfer:
 def restore_hook(
     ddp: ManagedDDP, hook: ManagedHook, states: Sequence[HookState], transfer: StateTransfer, *, resized: bool
 ) -> tuple[ComponentStatus, str | None]:
-    """Restore the hook's state, and return status and reason for the report. The reason is None if the state is exact.
-
-    ``states``: this rank's state alone, or with ``resized`` those of all old ranks, of which a common one is made. Nothing is
-    restored if ``transfer`` resets the hook, or if this hook keeps a state and the recorded one kept none. Raises
-    ``HookStateError`` for a state that does not fit.
-    """
+    """Restore the hook's state; return status and reason for the report. ``states``: this rank's, or with ``resized`` all old
+    ranks'. Raises ``HookStateError`` if they do not fit."""
     change = transfer.change
     if transfer.reset is not None:
         return "reset", transfer.reset
@@ -89,16 +81,15 @@ def _merge_reason(spec: HookSpec) -> str:
 
 
 def reset_by_policy(policy: str, recorded: HookSpec | None, why: str) -> str | None:
-    """Return the reason to reset the hook because of ``why``, if ``policy`` (``on_hook_mismatch``) is ``reset``. None for another
-    policy, and if the recorded hook is known to keep no state."""
+    """Return the reason to reset the hook because of ``why`` if ``policy`` (``on_hook_mismatch``) demands that; None without a
+    reset."""
     if policy != "reset" or (recorded is not None and not is_stateful(recorded)):
         return None
     return f"{why}, and on_hook_mismatch is reset"
 
 
 def describe_batch_change(old: Any, new: Any) -> str | None:
-    """Return a clause for the report about a change of the global batch or of each rank's part of it, from two states of a
-    ``TrainLoader``. None if both are the same, or not known."""
+    """Return the report's clause on a changed batch size, from two ``TrainLoader`` states; None if no change is known."""
     sizes = []
     for state in (old, new):
         if not isinstance(state, dict) or state.get("kind") != "map":

@@ -1,10 +1,4 @@
-"""Undoes draws from ``random`` that packages make while they are imported.
-
-``rich`` does so: it numbers its styles from a random start. A resumed attempt imports such a package again. If the script imports
-it in the middle of training, ``random`` would be ahead of its state in the undisturbed job. The two states would also differ if
-only one of two attempts has imported the package already. So after ``undo_import_draws``, the import of an installed package in
-the main thread takes its draws back, if they are few and it does not seed ``random``.
-"""
+"""Undoes what packages such as ``rich`` draw from ``random`` during their import, which attempts may do at different moments."""
 
 from __future__ import annotations
 
@@ -32,15 +26,13 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def undo_import_draws() -> None:
-    """From now on, undo what imports of installed packages and of Python's own modules in the main thread draw from ``random``.
-    If an import seeds ``random`` or makes more than ``_MAX_DRAWS`` draws, nothing is undone. Further calls have no effect."""
+    """From now on, undo what imports of installed packages in the main thread draw from ``random``, unless they seed it."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
 
 class _Finder(MetaPathFinder):
-    """Finds what the finders after it find. If that is an installed package, its import sets ``random`` back after drawing from
-    it."""
+    """Finds modules by the finders after it, and makes imports of installed packages undo their draws."""
 
     def __init__(self) -> None:
         self._importing = False  # an installed package is being imported, with the modules that it imports
@@ -48,8 +40,7 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the finders after this one find, or None. In another thread than the main one, or while an
-        installed package is being imported, return None at once, so that the other finders continue and nothing is undone."""
+        """Return the spec that the finders after this one find; None to leave the import to them."""
         if self._importing or threading.current_thread() is not threading.main_thread():
             return None  # draws of training while another thread imports must not be undone
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]
@@ -61,8 +52,7 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _execute(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """Run the module's code by ``run``, and then set ``random`` back if the code has made at most ``_MAX_DRAWS`` draws. If
-        the code has seeded ``random``, the new state stays."""
+        """Run the module's code by ``run``, and undo its draws from ``random``, unless the code has seeded it."""
         self._importing, before = True, random.getstate()
         try:
             run(module)
@@ -78,8 +68,7 @@ def _is_installed(spec: ModuleSpec) -> bool:
 
 
 def is_only_drawn(before: Any, after: Any) -> bool:
-    """True if at most ``_MAX_DRAWS`` draws lead from the state ``before`` to the state ``after`` of ``random``; also if both are
-    equal."""
+    """True if at most ``_MAX_DRAWS`` draws, perhaps none, lead from the state ``before`` of ``random`` to ``after``."""
     if before == after:
         return True
     probe = random.Random()

@@ -1,4 +1,4 @@
-"""A digest of the code that a script has imported so far: all that a run without a service knows of its code."""
+"""A digest of the code that a script has imported so far."""
 
 from __future__ import annotations
 
@@ -14,11 +14,8 @@ _MAIN: Final = ("__main__", "__mp_main__")
 
 
 def digest(script: Path | None) -> str | None:
-    """Return a digest of the main file and of the user's modules that are imported so far; None if there are none.
-
-    ``script``: the main file; None: there is no such file. Other files next to them are not included: the run itself may write
-    these.
-    """
+    """Return a digest of the file ``script`` and of the user's modules imported so far; None without any."""
+    # Without other files next to them, which the run itself may write.
     found = {"__main__": script} if script is not None else {}
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None)

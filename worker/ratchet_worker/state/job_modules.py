@@ -1,10 +1,4 @@
-"""The modules of a job's own code, and facts about their variables that follow from the source.
-
-The walk (``object_walk``) detects that a variable of a module has changed, not which code changed it. In the main script, names
-that only its top-level code assigns are like local variables of a function: a loop's ``batch`` and ``loss``. Names that a
-function declares ``global`` are state. In other modules all names are state, since their top-level code has ended when training
-begins.
-"""
+"""The modules of a job's own code, and facts about their variables that follow from the source."""
 
 from __future__ import annotations
 
@@ -24,8 +18,8 @@ _INNER: Final = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.For, ast
 
 
 def modules_below(code: Path | None) -> dict[str, ModuleType]:
-    """Return, by name, the imported modules of the user's whose files are below ``code``, without packages that are installed
-    there. Empty if ``code`` is None."""
+    """Return, by name, the user's imported modules whose files are below ``code``, without installed packages. Empty if ``code``
+    is None."""
     if code is None:
         return {}
     starts = f"{code}/", f"{code.resolve()}/"
@@ -37,15 +31,13 @@ def modules_below(code: Path | None) -> dict[str, ModuleType]:
 
 
 def assigns(code: CodeType, name: str) -> bool:
-    """True if the function with this ``code``, or one inside it, assigns or deletes the variable ``name`` of an enclosing
-    function."""
+    """True if this function's code, or a function inside it, assigns or deletes the closure variable ``name``."""
     return name in _assigned(code)
 
 
 @lru_cache(maxsize=4096)
 def _assigned(code: CodeType) -> frozenset[str]:
-    """Return the names of the variables of enclosing functions that the function with this ``code``, or one inside it, assigns or
-    deletes."""
+    """Return the closure variables that this function's code, or a function inside it, assigns or deletes."""
     free = {*code.co_freevars}
     own = {i.argval for i in dis.get_instructions(code) if i.opname in ("STORE_DEREF", "DELETE_DEREF")}
     inner = (_assigned(one) for one in code.co_consts if isinstance(one, CodeType))
@@ -53,20 +45,16 @@ def _assigned(code: CodeType) -> frozenset[str]:
 
 
 def is_set_by_functions(module: ModuleType, name: str) -> bool:
-    """True if a change of the variable ``name`` of ``module`` counts as a change of state. In the main script, it counts if a
-    function declares the variable ``global``. In any other module, it always counts."""
+    """True if a change of the module's variable counts; in the main script, only if a function declares it ``global``."""
+    # Other names of the main script are like a loop's local variables. Top-level code of other modules has ended before training.
     if module.__name__ != "__main__":
         return True
     return any(isinstance(node, ast.Global) and name in node.names for node, _ in _nodes(module))
 
 
 def is_log(path: str) -> bool:
-    """True if the job's code only writes into the container at ``path`` (``train:LOSSES``), by statements like
-    ``LOSSES.append(x)`` or ``LOSSES[key] = x``. A container that is never read does not affect training.
-
-    Reads at the top level of the module, on lines after the last write, are allowed. False if that cannot be determined from the
-    source.
-    """
+    """True if, as far as the source shows, training only writes into the container at ``path`` (``train:LOSSES``), without
+    reading it."""
     name, _, variable = path.partition(":")
     variable = variable.replace("[", ".").partition(".")[0]
     module = sys.modules.get(name)
@@ -87,8 +75,7 @@ def is_log(path: str) -> bool:
 
 
 def _is_written(node: ast.AST, above: tuple[ast.AST, ...]) -> bool:
-    """True if the expression ``node`` is only written into by the code around it. ``above``: the nodes around ``node``, the
-    nearest first."""
+    """True if the code around the expression ``node`` only writes into it. ``above``: the nodes around it, the nearest first."""
     for number, one in enumerate(above):
         if isinstance(one, ast.Subscript) and one.value is node:
             if not isinstance(one.ctx, ast.Load):
@@ -120,8 +107,7 @@ def _nodes(module: ModuleType) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
 
 @lru_cache(maxsize=256)
 def parsed(file: str) -> list[tuple[ast.AST, tuple[ast.AST, ...]]]:
-    """Return each syntax node of a source file, with the nodes around it, the nearest first. Empty if the file cannot be read or
-    parsed. The result is cached."""
+    """Return a source file's syntax nodes, each with the nodes around it, the nearest first; empty if it cannot be parsed."""
     try:
         tree: Any = ast.parse(Path(file).read_bytes())
     except (OSError, SyntaxError, ValueError):

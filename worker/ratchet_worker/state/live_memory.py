@@ -1,14 +1,6 @@
-"""Reads of tensors' memory that user code may free during the read.
-
-Any code that holds a tensor can resize its storage (``tensor.untyped_storage().resize_(0)``). A thread that reads the old memory
-at that moment ends the process with SIGSEGV, and no public function of torch prevents it. A thread that runs concurrently with
-user code therefore lets the kernel read: ``pwrite`` from memory without pages fails with EFAULT. Where the loop's code cannot
-run, because its thread makes the read itself or waits for it, the memory is read directly; another thread of the script must not
-free a tensor then.
-
-No read here makes a storage permanently unresizable, as ``Tensor.numpy`` does: user code can resize its tensors as without
-Ratchet.
-"""
+"""Reads tensors' memory that user code may free during the read, as by ``untyped_storage().resize_(0)``. A plain read would then
+end the process with SIGSEGV. So a thread that reads while user code runs lets the kernel read: ``pwrite`` from freed memory
+fails."""
 
 from __future__ import annotations
 
@@ -43,30 +35,24 @@ class ChangedTooEarly(StateError):
 
 
 def resized_error(name: str) -> ChangedTooEarly:
-    """Return, not raise, the error for a tensor whose storage was resized between the step boundary and its copy. ``name``: the
-    tensor's."""
+    """Return the error for a tensor ``name`` whose storage was resized between the step boundary and its copy."""
     return ChangedTooEarly(f"the storage of {name} was resized before it was copied: {_ADVICE}")
 
 
 def changed_error(name: str) -> ChangedTooEarly:
-    """Return, not raise, the error for a tensor that was changed in place between the step boundary and its copy. ``name``: the
-    tensor's."""
+    """Return the error for a tensor ``name`` that was changed in place between the step boundary and its copy."""
     return ChangedTooEarly(
         f"{name} was changed before it was copied, other than by the backward pass or optimizer.step(): {_ADVICE}"
     )
 
 
 def is_row_major(tensor: torch.Tensor) -> bool:
-    """True if a tensor is on the CPU, and its bytes in memory, in order, are those that a checkpoint stores of it."""
+    """True if a tensor is on the CPU and its memory has exactly the bytes that a checkpoint stores."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def live_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a row-major tensor (``is_row_major``) as a 1-D array that shares its memory.
-
-    The result keeps the tensor's storage alive; no pages are touched. Raises ``BufferError`` if the tensor has no memory any
-    more.
-    """
+    """Return a row-major tensor's bytes as a 1-D array that shares its memory. Raises ``BufferError`` if that was freed."""
     if not tensor.numel():
         return np.empty(0, np.uint8)
     if not tensor.data_ptr():
@@ -76,13 +62,11 @@ def live_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class LiveTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name as they are at one step boundary, when this object is created. They are views, not copies.
-
-    User code can resize their storages. It cannot free them by giving a tensor other memory (``parameter.data = ...``).
-    ``addresses`` and ``versions`` (torch's count of in-place changes): those at the boundary, in the order of ``tensors``.
-    """
+    """Views of tensors, by name, at a step boundary. ``addresses``, ``versions``: theirs at that moment, in the order of
+    ``tensors``."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
+        # Views: giving a parameter other memory (``parameter.data = ...``) does not free this one.
         self.tensors = [*map(torch.Tensor.detach, tensors)]
         self.addresses, self.versions = [*map(address, self.tensors)], versions_of(self.tensors)
         self._numbers = {name: number for number, name in enumerate(names)}
@@ -97,12 +81,12 @@ class LiveTensors(Mapping[str, torch.Tensor]):
         return len(self._numbers)
 
     def version(self, name: str) -> int | None:
-        """Return how often the tensor ``name`` had been changed in place at the boundary; None if torch does not count that."""
+        """Return torch's count of in-place changes of the tensor ``name`` at the boundary; None if torch does not count."""
         return self.versions[self._numbers[name]]
 
     def require_intact(self, name: str) -> None:
-        """Raises ``ChangedTooEarly`` if torch has counted an in-place change of the tensor ``name`` since the boundary, or if its
-        memory has another address, since its storage was resized. Other changes, such as through numpy, are not noticed."""
+        """Raise ``ChangedTooEarly`` if torch has counted an in-place change of the tensor since the boundary, or its address
+        differs."""
         number = self._numbers[name]
         if address(self.tensors[number]) != self.addresses[number]:
             raise resized_error(name)
@@ -117,8 +101,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, only for comparison. 0 for layouts and types without memory of their own, and for
-    a storage that was emptied."""
+    """Return the address of a tensor's memory, for comparison only; 0 if it has none."""
     if type(tensor) in _PLAIN_TYPES:
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
     try:
@@ -136,8 +119,8 @@ def is_freed(tensor: torch.Tensor) -> bool:
 
 
 class SafeReader:
-    """Reads memory that user code may free during the read: a freed memory raises ``BufferError`` instead of ending the process.
-    For one thread at a time."""
+    """Reads memory that user code may free meanwhile, which raises ``BufferError`` instead of ending the process. For one
+    thread."""
 
     def __init__(self) -> None:
         self._file = _memory_file()
@@ -146,8 +129,8 @@ class SafeReader:
         self._window: Bytes = np.frombuffer(mmap.mmap(self._file, _WINDOW), np.uint8)
 
     def blocks(self, memory: Bytes) -> Iterator[Bytes]:
-        """Yield copies of consecutive blocks of ``memory``. Each is valid until the next is requested. Raises ``BufferError`` if
-        the memory was freed."""
+        """Yield copies of consecutive blocks of ``memory``, each valid until the next is requested. Raises ``BufferError`` if it
+        was freed."""
         for begin in range(0, memory.size, _WINDOW):
             block, done = memory[begin : begin + _WINDOW], 0
             while done < block.size:
@@ -160,16 +143,15 @@ class SafeReader:
             yield self._window[: block.size]
 
     def copy(self, memory: Bytes, target: Bytes) -> None:
-        """Copy ``memory`` to ``target``, which has the same size. Raises ``BufferError`` if ``memory`` was freed; only a part of
-        ``target`` may then be written."""
+        """Copy ``memory`` to ``target`` of the same size. Raises ``BufferError``, perhaps after a part, if ``memory`` was
+        freed."""
         done = 0
         for block in self.blocks(memory):
             np.copyto(target[done : done + block.size], block)
             done += block.size
 
     def private_copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a CPU tensor with the same shape and strides. Raises ``BufferError`` if the tensor's memory was
-        freed."""
+        """Return a copy of a CPU tensor with its strides. Raises ``BufferError`` if the tensor's memory was freed."""
         if tensor.is_neg():
             return negative_view(self.private_copy(negative_view(tensor)))
         if tensor.is_conj():
@@ -186,7 +168,7 @@ class SafeReader:
 
 
 def _memory_file() -> int:
-    """Return the descriptor of a new file without a name, in memory if the system supports it. The caller closes it."""
+    """Return the descriptor of a new nameless file, in memory where possible. The caller closes it."""
     if hasattr(os, "memfd_create"):  # not in every build of Python
         return os.memfd_create("ratchet-reads", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

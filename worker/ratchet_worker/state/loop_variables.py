@@ -1,4 +1,4 @@
-"""Finds the user's loop that takes a Session's steps, and the variables that it carries from one step to the next."""
+"""Finds the loop that takes a Session's steps, and the variables that it carries from step to step."""
 
 from __future__ import annotations
 
@@ -18,12 +18,8 @@ _AROUND: Final = (ast.For, ast.AsyncFor, ast.While, *_FUNCTIONS, ast.Module)
 
 
 def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
-    """Find the user's loop that has requested its next item, and the variables that it carries from one pass to the next.
-
-    Searches ``frame`` and then its callers for a ``for`` whose iterable is at the current line, or a ``while`` that is calling
-    ``next``. Returns its file and line as text, and the sorted names of the carried variables, without those that the script only
-    prints. Returns ``("", [])`` if there is no such loop; no names if the loop carries none.
-    """
+    """Find the user's loop, in ``frame`` or its callers, that has requested its next item. Return its place and the variables
+    that it carries, except merely printed ones; ``("", [])`` without a loop."""
     while frame is not None:
         if _is_users(frame):
             file, line = frame.f_code.co_filename, frame.f_lineno
@@ -40,16 +36,14 @@ def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
 
 
 def calls_next(frame: FrameType | None) -> bool:
-    """True if the user's code in ``frame`` is calling ``next`` outside of a ``while``. ``next(iter(loader))``, of an iterator
-    that is created for it, only inspects a batch and does not count."""
+    """True if the user's code in ``frame`` is calling ``next`` outside of a ``while``, except as ``next(iter(...))``."""
     return (
         frame is not None and _is_users(frame) and any(not isinstance(one, ast.While) for one in _enclosing_next(frame))
     )
 
 
 def _enclosing_next(frame: FrameType) -> list[ast.AST]:
-    """Return a list with one node: the innermost loop, function, class or module around the call of ``next`` that is running in
-    ``frame``. Empty if no such call is running, or if its argument is a call of ``iter``."""
+    """Return, in a list, the innermost loop, function, class or module around the running call of ``next``; empty without one."""
     place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     for node, above in parsed(frame.f_code.co_filename):
         if isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place:
@@ -65,8 +59,8 @@ def _is_users(frame: FrameType) -> bool:
 
 
 def carried_message(place: str, names: Sequence[str], *, within_epoch: bool) -> str:
-    """Return the message for the user about variables that a loop carries. ``place``, ``names``: from ``find_carried``.
-    ``within_epoch``: the loop iterates over an epoch's batches."""
+    """Return the message about variables that a loop carries. ``place``, ``names``: from ``find_carried``. ``within_epoch``: the
+    loop is over batches."""
     them, they = ("it", "it starts") if len(names) == 1 else ("them", "they start")
     text = (
         f"{place}: the loop carries {join_first(names)} from one pass to the next, and no checkpoint has {them}: after a resume "

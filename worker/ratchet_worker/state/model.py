@@ -1,9 +1,4 @@
-"""The wrapped model's tensors: records the keys of its ``state_dict``, and restores parameters and buffers.
-
-A checkpoint holds every parameter once, and every buffer. ``state_dict`` differs: it names a tied parameter twice, omits buffers
-that are not persistent, and may have further keys. ``capture`` records these keys, so that they can be rebuilt without the user's
-code.
-"""
+"""The wrapped model's tensors: records the keys of its ``state_dict``, and restores parameters and buffers."""
 
 from __future__ import annotations
 
@@ -25,13 +20,8 @@ _METHODS: Final = frozenset(("state_dict", "_save_to_state_dict", "get_extra_sta
 
 
 def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
-    """Return, as JSON, what is needed to build the model's ``state_dict`` from a checkpoint without the user's code.
-
-    ``keys``: pairs of a key and the stored name (``model/<parameter>``, ``buffers/<buffer>``; None: the value is neither), in
-    the order of ``state_dict``. ``strides``: of dense parameters that are not row-major. ``error``: why ``keys`` is None, if the
-    user's ``state_dict`` raises. ``layout_key``: the same object as long as the parameters have the same shapes and strides;
-    None: not known. The result may be that of an earlier call; do not change it.
-    """
+    """Return, as JSON, what is needed to build the model's ``state_dict`` without the user's code; do not change it.
+    ``layout_key``: another object whenever shapes or strides differ; None: not known."""
     walk = as_walk(module)
     if not _has_default_keys(walk):
         return _capture(walk)
@@ -44,8 +34,7 @@ def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
 
 
 def _has_default_keys(walk: Walk) -> bool:
-    """True if the keys of ``state_dict`` follow from the names of parts, parameters and buffers alone. This is so if neither the
-    module nor a part has hooks for ``state_dict`` or methods of the user's in its place."""
+    """True if no hooks and no methods of the user's can change the keys of ``state_dict``."""
     own = walk.cached("own state_dict", lambda: walk.overrides(_METHODS, parts=True))
     return not own and walk.cached("own state_dict hooks", lambda: _Hooks(walk)).is_empty()
 
@@ -79,6 +68,7 @@ def _capture(module: Walk) -> dict[str, Any]:
         keys = [[str(key), stored.get(id(value))] for key, value in state.items()]
     except Exception as error:  # in the user's state_dict: training does not depend on it
         return {"keys": None, "strides": strides, "error": f"{type(error).__name__}: {error}"[:500]}
+    # Keys: pairs of a key and the stored name (None: neither parameter nor buffer), in the order of ``state_dict``.
     return {"keys": keys, "strides": strides, "error": None}
 
 
@@ -87,8 +77,7 @@ MODEL: Final = "model"
 
 
 def replicated_names(walk: Walk) -> Collection[str]:
-    """Return the names of the parameters that DDP keeps equal: all but those that the module asks DDP to ignore. Returns the same
-    object for the same walk and ignored names."""
+    """Return the names of the parameters that DDP keeps equal: all that the module does not ask DDP to ignore."""
     ignored = frozenset(getattr(walk.module, "_ddp_params_and_buffers_to_ignore", ()))
     known = walk.cached("replicated", dict[frozenset[str], Collection[str]])
     if ignored not in known:
@@ -108,12 +97,8 @@ def restore_parameters(module: nn.Module, saved: Snapshot) -> None:
 
 
 def restore_buffers(module: nn.Module, saved: Snapshot, relayout: bool) -> None:
-    """Restore buffers, including added and resized ones, and the modules' other state (see ``module_extras``).
-
-    ``relayout``: DDP has other buckets than the recorded ones, as for other trained parameters, so ``requires_grad`` is left
-    unchanged. Raises ``StateError`` if names, shapes or dtypes differ, or if the module lacks a part, a parameter or extra state
-    that the saved state names.
-    """
+    """Restore buffers and the modules' other state. ``relayout`` leaves ``requires_grad`` unchanged. Raises ``StateError`` if the
+    saved state does not fit."""
     buffers, modules = saved.encoded("buffers")[0], saved.value("modules")
     module_baseline.make_buffers(module, modules, buffers)
     _copy_into("buffer", dict(module.named_buffers()), buffers)
@@ -121,8 +106,7 @@ def restore_buffers(module: nn.Module, saved: Snapshot, relayout: bool) -> None:
 
 
 def _copy_into(kind: str, live: Mapping[str, torch.Tensor], found: Tensors) -> None:
-    """Copy ``found``, bit for bit, into the ``live`` tensors of the same names. ``kind``: for messages. Raises ``StateError``
-    naming the first tensor that only one side has, or that has another shape or dtype."""
+    """Copy ``found`` into the ``live`` tensors of the same names. Raises ``StateError`` if names, shapes or dtypes differ."""
     if odd := sorted(set(live) ^ set(found)):
         side = "the model has no longer" if odd[0] in found else "the checkpoint does not have"
         raise StateError(f"{kind} {odd[0]!r}, which {side}")

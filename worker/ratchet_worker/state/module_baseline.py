@@ -1,9 +1,5 @@
-"""Records a module's parameters and buffers when DDP wraps it, and finds what differs later: another set of parameters is refused
-by name; changes of buffers are returned for a save, and made again in a freshly built module at a resume.
-
-DDP averages the parameters that it was built with. A parameter that is added, replaced or unfrozen later would be trained
-separately on every rank. Buffers may be added, removed and change their shape.
-"""
+"""Records a module's parameters and buffers when DDP wraps it. Later, other parameters are refused, and changes of buffers
+saved."""
 
 from __future__ import annotations
 
@@ -27,8 +23,7 @@ _TRAINED: Final = attrgetter("requires_grad")
 
 @dataclass(frozen=True)
 class Built:
-    """A buffer as it was when DDP wrapped the model: a weak reference to the tensor, its shape and dtype, and the identity of its
-    storage."""
+    """A buffer as it was when DDP wrapped the model. ``form``: shape and dtype; ``storage``: the identity of its storage."""
 
     tensor: weakref.ref[torch.Tensor]
     form: tuple[torch.Size, torch.dtype]
@@ -37,8 +32,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Origin:
-    """A model's parameters and buffers when DDP wrapped it, by path from the module's root. Of a parameter: its ``id``, and
-    whether it is trained."""
+    """A model's parameters (``id``, and whether it is trained) and buffers when DDP wrapped it, by path."""
 
     parameters: dict[str, tuple[int, bool]]
     buffers: dict[str, Built]
@@ -63,8 +57,8 @@ def origin(module: nn.Module) -> Origin:
 
 
 def check_parameters_unchanged(module: Walked, before: Origin) -> None:
-    """Raises ``UserError`` for a parameter that was added, removed, replaced or unfrozen since the origin ``before``, since DDP
-    does not know it. Freezing a parameter is allowed."""
+    """Raise ``UserError`` for a parameter that was added, removed, replaced or unfrozen since ``before``: DDP does not know
+    it."""
     walk = as_walk(module)
     built, same = walk.cached("built", lambda: (before, [(n, id(p)) for n, p in walk.named_parameters()] == before.ids))
     if same and built is before and trained_flags(walk) == before.trained:
@@ -95,18 +89,12 @@ def trained_flags(walk: Walk) -> list[bool]:
 
 
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
-    """Return the changes of buffers since the origin ``before``, by kind of change. The first four kinds are mappings by the
-    buffer's name.
-
-    ``made``: buffers that are not the built tensor of that name; the value is True if a ``state_dict`` holds the buffer.
-    ``moved``: made buffers that are the built buffer of another name; the value is that name. ``same``: made buffers that are the
-    same tensor as an earlier made one; the value is its name. ``resized``: built tensors that have another shape, dtype or
-    memory; the value is True if their memory is still the original one (other tensors may be views of it). ``gone``: sorted names
-    of buffers that do not exist any more. ``parted``: sorted names of buffers whose new memory is shared with another tensor of
-    the model, which a resume does not restore.
-    """
+    """Return the changes of buffers since ``before``, by kind. ``parted``: buffers whose new memory is shared, which a resume
+    does not restore."""
     now = dict(_buffers(module))
     built: dict[int, str] | None = None  # computed only if a buffer is another tensor
+    # made: another tensor than the built one (True: in state_dict); moved: a built buffer under another name; same: an earlier
+    # made one; resized: another shape, dtype or memory (True: the original memory, of which other tensors may be views).
     made: dict[str, bool] = {}
     moved, same, resized, first = {}, {}, {}, dict[int, str]()
     for name, buffer in now.items():
@@ -137,12 +125,8 @@ def _sharing(module: Walked, buffers: dict[str, torch.Tensor], names: list[str])
 
 
 def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, torch.Tensor]) -> None:
-    """Give a freshly built module the buffers that it had in training, in their shapes; their elements are not copied yet.
-    Buffers that training had removed become None.
-
-    ``changed``: from ``changed_buffers``. ``saved``: each saved buffer under the first of its names. Raises ``StateError`` if a
-    buffer belongs to a part that the module does not have.
-    """
+    """Give a freshly built module the buffers that it had in training, without their elements. ``changed``: from
+    ``changed_buffers``. Raises ``StateError`` if a part is missing."""
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     made, moved, same = (changed.get(key, {}) for key in ("made", "moved", "same"))
     built = dict(_buffers(module))
@@ -168,11 +152,7 @@ def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, to
 
 
 def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
-    """Give ``buffer`` the shape and dtype of ``form``. It stays the same tensor, so that other references to it stay valid; its
-    elements are lost.
-
-    ``own``: the buffer had its original memory when it was saved. It then keeps this memory now, too, if the dtype is the same.
-    """
+    """Give ``buffer`` the shape and dtype of ``form``, without its elements. ``own``: in its own memory, if the dtype allows."""
     if own and buffer.dtype is form.dtype:
         buffer.resize_(form.shape)
     else:
@@ -195,8 +175,7 @@ def built_names(before: Origin) -> dict[int, str]:
 
 
 def buffer_forms(walk: Walk) -> list[tuple[int, torch.Size, torch.dtype]]:
-    """Return the storage's identity, shape and dtype of each buffer, in order: all that ``changed_buffers`` compares besides the
-    identity of the tensor."""
+    """Return the storage's identity, shape and dtype of each buffer, in order."""
     return [(_storage(b), b.shape, b.dtype) for _, b in _buffers(walk)]
 
 

@@ -1,9 +1,4 @@
-"""Captures and restores a module's state besides the tensors that it was built with: modes, frozen parameters, extra state and
-gradients. Changes of buffers are captured here, and restored by ``module_baseline.make_buffers``.
-
-Between two steps gradients are mostly None or zeros. A script that accumulates over several of its steps leaves other gradients.
-The difference between zeros and None matters, too: an optimizer may move an unused parameter with a gradient of zeros.
-"""
+"""Captures and restores a module's state besides its tensors, such as modes, frozen parameters, extra state and gradients."""
 
 from __future__ import annotations
 
@@ -27,19 +22,14 @@ _MODE: Final = attrgetter("training")
 
 
 class Capture:
-    """Captures, for each save, the encoded state of one module besides its parameters and buffers (see ``capture``). It reuses
-    the previous result if nothing that ``capture`` reads can have changed."""
+    """Captures, for each save, the encoded state of one module, and may reuse the previous result while nothing has changed."""
 
     def __init__(self) -> None:
         self._known: _Known | None = None
 
     def capture_encoded(self, walk: Walk, before: Origin) -> tuple[Tensors, JsonValue]:
-        """Return the module's state (see ``capture``) as named tensors and JSON. The JSON is the same object as before while the
-        state is known to be unchanged.
-
-        ``before``: the ``Origin`` that was recorded when DDP wrapped the module. Raises ``HookStateError`` for state that cannot
-        be stored.
-        """
+        """Return the module's state (see ``capture``) as named tensors and JSON. Raises ``HookStateError`` for state that cannot
+        be stored."""
         known, seen = self._known, _observe(walk)
         if known is not None and known.walk is walk and known.before is before and known.seen == seen:
             return {}, known.data
@@ -51,8 +41,7 @@ class Capture:
 
 
 class _Known(NamedTuple):
-    """A captured state that can be reused. ``seen``: everything that may change while ``walk`` is the same. ``data``: the state's
-    JSON; it has no tensors."""
+    """A captured state that can be reused. ``seen``: what may change while ``walk`` is the same. ``data``: the state's JSON."""
 
     walk: Walk
     before: Origin
@@ -61,8 +50,7 @@ class _Known(NamedTuple):
 
 
 class _Seen(NamedTuple):
-    """What may change while a module's parts, parameters and buffers are the same: the training mode of each part,
-    ``requires_grad`` of each parameter, and form and storage of each buffer."""
+    """What may change while a module's parts, parameters and buffers are the same: modes, ``requires_grad``, forms of buffers."""
 
     modes: list[bool]
     trained: list[bool]
@@ -70,8 +58,7 @@ class _Seen(NamedTuple):
 
 
 def _observe(walk: Walk) -> _Seen | None:
-    """Return what may change while ``walk`` is the same. None if that cannot be observed cheaply: if there are gradients, whose
-    elements would have to be read, or if a part has extra state, which user code returns."""
+    """Return what may change while ``walk`` is the same; None if gradients or extra state make that costly."""
     if _modules_with_extra_state(walk) or not all(map(is_, map(_GRADIENT, walk.all_parameters), repeat(None))):
         return None
     parts = walk.cached("parts", lambda: [part for _, part in walk.named_modules()])
@@ -79,29 +66,22 @@ def _observe(walk: Walk) -> _Seen | None:
 
 
 def capture(module: Walked, before: Origin) -> dict[str, Any]:
-    """Return the module's state besides parameters and buffers, as a tree that ``ratchet_hooks.state.encode`` accepts.
-
-    The tree has the changes of buffers since ``before``, the ``Origin`` when DDP wrapped the module. ``eval``: names of parts in
-    eval mode. ``frozen``: names of frozen parameters. ``extra``: extra state by part. ``gradients``: the gradient by parameter,
-    or None for a gradient of zeros; a parameter without a gradient is missing.
-    """
+    """Return the module's state besides parameters and buffers, as a tree for ``ratchet_hooks.state.encode``, with the changes of
+    buffers since ``before``."""
     gradients = {name: p.grad.detach() for name, p in module.named_parameters() if p.grad is not None}
     return {
         **module_baseline.changed_buffers(module, before),
         "eval": [name for name, m in module.named_modules() if not m.training],
         "frozen": [name for name, p in module.named_parameters() if not p.requires_grad],
         "extra": {name: m.get_extra_state() for name, m in _modules_with_extra_state(module).items()},
+        # Zeros (None here) differ from no gradient: an optimizer may move an unused parameter with a gradient of zeros.
         "gradients": {name: None if _is_zero(g) else g for name, g in gradients.items()},
     }
 
 
 def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) -> None:
-    """Restore a state that ``capture`` returned, except the changes of buffers (see ``module_baseline.make_buffers``).
-
-    A parameter without a recorded gradient gets the gradient None. ``frozen`` False leaves ``requires_grad`` unchanged, since DDP
-    was built for other parameters. Raises ``StateError`` if the module lacks a part or parameter that the state names, or if a
-    part has extra state only in one of the two.
-    """
+    """Restore what ``capture`` returned, except buffers. ``frozen`` False leaves ``requires_grad`` unchanged. Raises
+    ``StateError`` if it does not fit."""
     modules, parameters = dict(module.named_modules()), dict(module.named_parameters())
     holders = _modules_with_extra_state(module)
     if odd := sorted(set(holders) ^ set(state["extra"])):

@@ -1,5 +1,4 @@
-"""Caches the lists of a module's parts, parameters and buffers. torch walks through the whole module for each list. A save needs
-some twenty lists while training waits, and from save to save they are mostly the same."""
+"""Caches the lists of a module's parts, parameters and buffers: for each list torch walks through the whole module."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ _Vars = dict[str, Any]
 
 
 class Walk:
-    """The parts, parameters and buffers of a module. The methods with names of ``nn.Module`` return what those return; the lists
-    of parts, parameters and buffers come from a cache. Call ``updated`` for a walk that is valid after changes of the module."""
+    """Cached lists of a module's parts, parameters and buffers. After changes of the module, ``updated`` returns a valid walk."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -30,13 +28,7 @@ class Walk:
         self._derived: dict[str, Any] = {}
 
     def updated(self) -> Walk:
-        """Return this walk if ``updated`` has made it and the module still has the very same parts, parameters and buffers under
-        the same names; else a new walk.
-
-        Memory, shape and dtype of a tensor may have changed nevertheless. A module always gets a new walk if it overrides
-        ``named_modules``, ``named_parameters`` or ``named_buffers``, or if one of its parts overrides ``named_modules`` or keeps
-        its parts, parameters or buffers in another object than a plain ``dict``.
-        """
+        """Return this walk if the module is known to have the very same parts, parameters and buffers; else a new walk."""
         own = self.overrides(_LISTS)
         if not own and self._structure is not None and self._structure.matches():
             return self
@@ -49,22 +41,18 @@ class Walk:
 
     @property
     def attributes(self) -> object:
-        """Return an object to compare by identity. While it is the same, no part has had other attributes, or other objects as
-        their values, at the last call of ``updated``. It is a new object each time if that cannot be observed. An attribute value
-        that is changed in place is not detected."""
+        """Return an object that is the same only while ``updated`` finds the same attribute names and values, by identity."""
         return object() if self._structure is None else self._structure.attributes
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """Return the result of ``make``, computed once per ``name``. The result must follow from names, types and places of
-        parts, parameters and buffers alone."""
+        """Return the result of ``make``, computed once per ``name``: it must follow from parts, names and types alone."""
         if name not in self._derived:
             self._derived[name] = make()
         found: T = self._derived[name]
         return found
 
     def overrides(self, methods: Iterable[str], *, parts: bool = False) -> bool:
-        """True if the module overrides one of these methods of ``nn.Module``, in its class or on the object. ``parts``: or if one
-        of its parts does."""
+        """True if the module, or with ``parts`` one of its parts, overrides one of these methods of ``nn.Module``."""
         asked = [part for _, part in self.named_modules()] if parts else [self.module]
         return any(
             name in vars(one) or getattr(type(one), name) is not getattr(nn.Module, name)
@@ -122,12 +110,8 @@ class Walk:
 
 
 class _Stand:
-    """The state of all parts at one time: their classes, their dictionaries, and the names and identities of the objects in
-    these.
-
-    It does not keep replaced buffers alive. It keeps parts and their parameters alive. ``attributes``: replaced by a new object
-    when ``matches`` finds that an attribute of a part has changed.
-    """
+    """The attributes of all parts at one time, for comparison. ``attributes``: replaced when ``matches`` finds a changed
+    attribute."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]
@@ -138,8 +122,8 @@ class _Stand:
         self.attributes = object()
 
     def matches(self) -> bool:
-        """True if the parts still have the same classes, parts, parameters and buffers under the same names, and the same buffers
-        are persistent; other attributes may have changed. If they have, ``attributes`` is replaced."""
+        """True if the parts have the same classes, parts, parameters and buffers. Replaces ``attributes`` if other attributes
+        differ."""
         if [*map(type, self._parts)] != self._types or not all(map(is_, map(vars, self._parts), self._vars)):
             return False
         if not self._own.matches(self._vars):

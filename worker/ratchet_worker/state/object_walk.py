@@ -1,19 +1,10 @@
-"""A walk through the attributes of objects and the objects that they hold. It visits an object once, by the path that reaches it
-first, and stops at ``_MAX_OBJECTS`` objects. It does not visit the items and keys of a large container (``_LARGE_ITEMS``); what
-only these reach is not found.
-
-It traverses four regions, one after the other, and an object belongs to the first in which it is found:
+"""A walk through the attributes of objects and the objects that they hold. It visits an object once, in the first of four regions
+that reaches it:
 
 - ``own``: attributes of modules, optimizers, data sets and tasks. Changes are stored, or named if they cannot be stored.
 - ``registered``: objects that are saved separately, through their ``state_dict``.
-- ``unordered``: objects that only a set of several objects in ``own`` reaches: their order differs between processes. Changes are
-  named.
+- ``unordered``: objects that only a set in ``own`` reaches, whose order differs between processes. Changes are named.
 - ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes are named.
-
-The walk enters containers, modules, optimizers, schedulers, data sets, bound methods, ``functools.partial``, functions and
-classes of the user's, and objects of any other class. Objects of classes of installed packages are not ``from_user``: a resume
-does not create them again, and in ``shared`` only their tensors, arrays, generators and byte arrays count. The walk does not
-enter objects of ``_EXCLUDED_PACKAGES``: the frameworks themselves, loggers, threads, files.
 """
 
 from __future__ import annotations
@@ -130,12 +121,8 @@ SMALL: Final = 16 << 20
 
 @dataclass(frozen=True)
 class Node:
-    """One object as a walk has found it.
-
-    ``mark``: the value by which two walks compare the object, besides its ``children``, the objects that it holds by key or name.
-    ``from_user``: it is the script's and no package's, so a resume may change or create it. ``covered``: it is a parameter or
-    buffer of a root module, and is saved separately.
-    """
+    """One object as a walk has found it. ``mark``: what two walks compare besides ``children``, the objects that it holds.
+    ``from_user``: it is not a package's. ``covered``: a parameter or buffer that is saved separately."""
 
     item: Any
     kind: Kind
@@ -148,14 +135,8 @@ class Node:
 
 @dataclass
 class Walked:
-    """The result of a walk.
-
-    ``nodes``: by path. ``paths``: by the ``id`` of the objects. ``storage_paths``: by storage (``storage_id``), the path of a
-    covered tensor in it. ``ignored_paths``: the ignored paths that were met and left out. ``failed``: paths of objects that
-    raise when they are visited. ``separate_optimizers``: ids of optimizers whose state is saved separately, among ids of other
-    roots. ``library_hooks``: number of hooks that libraries have registered. ``complete``: False if the walk has stopped at
-    ``_MAX_OBJECTS`` objects.
-    """
+    """The result of a walk. ``nodes``: by path; ``paths``: by ``id``; ``storage_paths``: of covered tensors, by storage.
+    ``failed``: paths of objects that raise when they are visited. ``complete``: False if the walk has stopped early."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
@@ -174,14 +155,8 @@ class Walked:
 
 @dataclass(frozen=True)
 class Roots:
-    """The objects from which a walk starts, by path, for each of its three regions. ``own``: modules, optimizers, data sets,
-    tasks and objects saved by their attributes. ``registered``: objects that are saved through their ``state_dict``.
-    ``shared``: the job's Python modules, and functions that schedulers call.
-
-    The parts, parameters and buffers of a module in ``own`` are saved separately. ``covered_attributes``: by path of an object,
-    the names of the attributes that its ``state_dict`` covers; the walk leaves these out. ``separate_optimizers``: see
-    ``Walked``.
-    """
+    """The objects from which a walk starts, by path, for three of its regions. ``covered_attributes``: by path of an object,
+    names of attributes that the walk leaves out, since its ``state_dict`` covers them."""
 
     own: Mapping[str, Any] = field(default_factory=dict)
     registered: Mapping[str, Any] = field(default_factory=dict)
@@ -211,8 +186,7 @@ def walk(roots: Roots, ignored: Collection[str] = ()) -> Walked:
 
 
 class _Found(NamedTuple):
-    """An object in the walk's queue, before it is visited. The flags are as in ``Node``; a module may be ``covered``, too: its
-    tensors and parts are then saved separately."""
+    """An object in the walk's queue, before it is visited. ``covered``: a module whose tensors and parts are saved separately."""
 
     path: str
     item: Any
@@ -221,8 +195,8 @@ class _Found(NamedTuple):
 
 
 class _Walker:
-    """Visits one region after the other, breadth first. ``excluded_ids``: ids of objects that are not visited.
-    ``unordered``, ``shared``: objects, by path, that were found so far and are visited in these regions."""
+    """Visits one region after the other. ``excluded_ids``: objects not to visit. ``unordered``, ``shared``: objects found for
+    these regions."""
 
     def __init__(
         self, ignored: Collection[str], excluded_ids: set[int], covered_attributes: Mapping[str, frozenset[str]]
@@ -234,8 +208,7 @@ class _Walker:
         self._queue = deque[_Found]()
 
     def run(self, region: Region, roots: Mapping[str, Any]) -> None:
-        """Visit everything that is reachable from ``roots`` in ``region`` and not visited yet. An object that raises is added to
-        ``failed``."""
+        """Visit what can be reached from ``roots`` in ``region``. An object that raises is added to ``failed``."""
         covered = region == "own"
         self._queue.extend(
             _Found(path, item, covered=covered and isinstance(item, nn.Module)) for path, item in roots.items()
@@ -253,12 +226,8 @@ class _Walker:
                     self.result.failed.add(one.path)
 
     def _visit(self, one: _Found, region: Region) -> None:
-        """Add the node of one object, and add what the object holds to the queue.
-
-        Functions and classes found in ``own`` or ``unordered`` are left for ``shared``; functions, classes and bound methods
-        found in ``registered`` are skipped. At ``_MAX_OBJECTS`` nodes it adds nothing and sets ``complete`` to False. Raises what
-        the object's own code raises.
-        """
+        """Add one object's node, unless the walk leaves it out here, and queue what it holds. Raises what the object's code
+        raises."""
         path, item = one.path, one.item
         kind = _kind(item, region)
         if kind in ("function", "class", "bound") and region == "registered":
@@ -304,8 +273,8 @@ class _Walker:
             self.shared |= {class_path(base): base for base in _user_bases(its_class)}
 
     def _visit_parts(self, path: str, module: nn.Module) -> None:
-        """Add nodes for the parameters and buffers of a covered module, and put its parts at the front of the queue. Buffers are
-        left out if the module's buffer table is itself a root."""
+        """Add nodes for a covered module's parameters and buffers, and put its parts at the front of the queue."""
+        # Not the buffers if their table is itself a root.
         buffers = () if id(own_buffers(module)) in self.root_ids else module.named_buffers(recurse=False)
         for name, tensor in (*module.named_parameters(recurse=False), *buffers):
             self._cover(f"{path}.{name}", tensor)
@@ -313,7 +282,7 @@ class _Walker:
         self._queue.extendleft(reversed([*parts]))
 
     def _cover(self, path: str, tensor: torch.Tensor) -> None:
-        """Add the node of a tensor that is saved separately, unless it has one; add its hooks and attributes to the queue."""
+        """Add the node of a tensor that is saved separately, unless it has one, and queue its hooks and attributes."""
         found = self.result
         if id(tensor) in found.paths:
             return
@@ -328,8 +297,7 @@ class _Walker:
         )
 
     def _inner_optimizer_state(self, optimizer: Optimizer) -> Children:
-        """Return the state and the groups of an optimizer that another optimizer holds. Empty if its state is saved separately:
-        it is a root itself, or uses the state dictionary of a root."""
+        """Return the state and the groups of an optimizer that another optimizer holds; empty if they are saved separately."""
         held = vars(optimizer)
         if id(held.get("state")) in self.excluded_ids:
             self.result.separate_optimizers.add(id(optimizer))
@@ -338,8 +306,7 @@ class _Walker:
         return {name: held[name] for name in ("state", "param_groups") if name in held}
 
     def _address_key(self, key: Any) -> Any:
-        """Return ``key``, or, if it is the ``id`` of a visited object, a key with that object's path, which is the same in every
-        process."""
+        """Return ``key``; if it is the ``id`` of a visited object, a key with that object's path instead."""
         path = self.result.paths.get(key) if type(key) is int else None
         return key if path is None else AddressKey(path)
 
@@ -352,8 +319,7 @@ class _Walker:
 
 
 def path_step(kind: Kind, key: Any) -> str:
-    """Return the part of a path that leads from an object of this kind to what it holds under ``key``: ``.name``, ``['key']``,
-    ``[0]``. For a Python module it is ``key`` alone."""
+    """Return the step of a path from an object to what it holds under ``key``, such as ``.name`` or ``[0]``."""
     if kind == "module":
         return str(key)
     return f".{key}" if kind in ("object", "bound", "function", "class", "tensor", "generator") else f"[{key!r}]"
@@ -386,8 +352,7 @@ class AddressKey:
 
 
 def is_constant(item: Any) -> bool:
-    """True for a value that cannot change (number, string, None, enum member, dtype ...), and for a tuple that holds only such
-    values."""
+    """True for a value that cannot change (number, string, None, enum member ...), and for a tuple of such values."""
     if type(item) in _PLAIN:
         return True
     if type(item) is tuple:
@@ -445,7 +410,7 @@ def _kind(item: Any, region: Region) -> Kind:
 
 
 def _is_input_file(file: io.IOBase) -> bool:
-    """True if a file is open for reading only, or is in memory. A file that is written does not affect training."""
+    """True if a file is open for reading only, or is in memory."""
     with suppress(ValueError):  # closed
         return file.readable() and (isinstance(file, (io.BytesIO, io.StringIO)) or not file.writable())
     return False
@@ -457,8 +422,8 @@ def _is_excluded(module: str) -> bool:
 
 
 def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
-    """Return the name of the module whose code a Python generator (a function with ``yield``) runs. If one of its variables is a
-    Session or registered data: the module of that variable's class. Empty for a generator that has ended."""
+    """Return the module whose code a Python generator runs, or that of a Session or data in its variables; empty if it has
+    ended."""
     frame = generator.gi_frame
     if frame is None:
         return ""
@@ -469,8 +434,8 @@ def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
 
 
 def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield pairs of a name (``_forward_hooks[0]``) and a function: the hooks that are registered on a module or an optimizer.
-    Yields nothing for other objects."""
+    """Yield (name, function) for each hook of a module or an optimizer, such as ``_forward_hooks[0]``; nothing for other
+    objects."""
     names = (
         _MODULE_HOOK_ATTRIBUTES
         if isinstance(item, nn.Module)
@@ -486,8 +451,7 @@ def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _registered_code(item: Any) -> dict[str, Any]:
-    """Return, by name of the table, the user's functions among the hooks of a module or an optimizer, and under ``parts`` a
-    module's parts. Empty for other objects."""
+    """Return the user's hooks of a module or optimizer by table, and a module's parts under ``parts``; empty for others."""
     if not isinstance(item, (nn.Module, Optimizer)):
         return {}
     found: dict[str, Any] = {"parts": dict(item.named_children())} if isinstance(item, nn.Module) else {}
@@ -498,7 +462,7 @@ def _registered_code(item: Any) -> dict[str, Any]:
 
 
 def is_user_code(item: Any) -> bool:
-    """True if ``item`` is a function, a method or a class of the user's, not of Python or an installed package."""
+    """True if ``item`` is a function, method or class of the user's."""
     return isinstance(item, (FunctionType, MethodType, type)) and is_user_module(str(item.__module__))
 
 
@@ -513,9 +477,7 @@ def _user_bases(kind: type) -> tuple[type, ...]:
 
 
 def attributes(item: Any) -> dict[str, Any]:
-    """Return the attributes of an object that carry state, by name, slots included. Left out are those that torch gives to every
-    module or optimizer, such as tables of hooks, except a module's ``training``, ``_parameters``, ``_buffers`` and
-    ``_modules``."""
+    """Return the attributes that carry state, by name, slots included; without, for example, torch's tables of hooks."""
     held = {name: getattr(item, name) for name in slots_of(cast(type, type(item))) if hasattr(item, name)}
     held |= getattr(item, "__dict__", {})
     if isinstance(item, nn.Module):
@@ -531,8 +493,7 @@ def attributes(item: Any) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _framework_names(kind: type) -> frozenset[str]:
-    """Return, for a subclass of Lightning's classes, the names with a leading underscore that the code of these classes uses (ids
-    of objects, the Trainer). Empty for any other class."""
+    """Return the names with a leading underscore that the code of Lightning's classes among the bases of ``kind`` uses."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
     methods = [getattr(method, "fget", method) for base in bases for method in vars(base).values()]
     names = (name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ()))
@@ -541,26 +502,19 @@ def _framework_names(kind: type) -> frozenset[str]:
 
 @lru_cache(maxsize=1)
 def _optimizer_attributes() -> frozenset[str]:
-    """Return the names of the attributes that every optimizer has, and of those that schedulers add to one.
-
-    Not computed at import, since the first optimizer of a process makes torch read the variables of its compiler.
-    """
+    """Return the names of the attributes that every optimizer has, and of those that schedulers add to one."""
+    # Not at import: the first optimizer of a process makes torch read the variables of its compiler.
     return frozenset({*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))])), "step", "_opt_called", "_step_count"})
 
 
 def _is_large(item: Any, kind: Kind) -> bool:
-    """True for a list, tuple or dictionary that is too large to be entered: it is compared by its length and a sample of its
-    items only."""
+    """True for a list, tuple or dictionary of which only the length and a sample are compared."""
     return kind in ("list", "tuple", "dict") and len(item) > _LARGE_ITEMS
 
 
 def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
-    """Return the objects that ``item`` holds, by index, key or name. Empty for a large container. For a set: the one object in it
-    that is not a constant; empty if there are several (``_unordered``).
-
-    ``covered``: ``item`` is a module whose parts, parameters and buffers are saved separately. Only attributes that torch and
-    Lightning do not give to each of their modules are returned then.
-    """
+    """Return what ``item`` holds for the walk, by index, key or name. ``covered``: a module whose parts and tensors are saved
+    separately."""
     if _is_large(item, kind):
         return {}
     if kind in ("list", "tuple"):
@@ -590,8 +544,7 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
 
 
 def _unordered(item: Any, kind: Kind) -> list[Any]:
-    """Return the objects of a set that are not constants. Empty if there are fewer than two, for a large set, and for any other
-    kind."""
+    """Return a set's objects that are not constants; empty if there is only one, or the set is large."""
     objects = [one for one in item if not is_constant(one)] if kind == "set" and len(item) <= _LARGE_ITEMS else []
     return objects if len(objects) > 1 else []
 
@@ -612,13 +565,12 @@ def _held_objects(item: Any) -> Children:
 
 
 def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
-    """Return the attributes that were set on a tensor, by name, without those of torch's compiler, which sets them again when it
-    compiles."""
+    """Return the attributes that were set on a tensor, by name, without those of torch's compiler."""
     return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo_")}
 
 
 def _tensor_state(tensor: torch.Tensor) -> Children:
-    """Return the attributes that were set on a tensor, by name, and as ``grad`` the gradient of a leaf that requires one."""
+    """Return the attributes that were set on a tensor, by name, with the gradient of a trained leaf as ``grad``."""
     kept = _attributes_of_tensor(tensor)
     if tensor.is_leaf and tensor.requires_grad and tensor.grad is not None:
         kept["grad"] = tensor.grad
@@ -638,8 +590,7 @@ def _function_state(function: FunctionType) -> Children:
 
 
 def _mark(item: Any, kind: Kind) -> Any:
-    """Return the value by which two walks compare an object of this kind, besides its children; None if only the children
-    count."""
+    """Return the value by which two walks compare an object besides its children; None if only these count."""
     if kind == "tensor":
         return _mark_of_tensor(item)
     if kind == "array":
@@ -659,16 +610,14 @@ def _mark(item: Any, kind: Kind) -> Any:
 
 
 def _mark_of_large(item: Any) -> Any:
-    """Return the number of items of a large container, and a sample of them (about ``_SAMPLE``, and the last): constants as text,
-    other items by identity."""
+    """Return the length of a large container and a sample of its items: constants as text, others by identity."""
     every = -(-len(item) // _SAMPLE)
     found = islice(item.items() if isinstance(item, dict) else item, 0, None, every)
     return len(item), [repr(one) if is_constant(one) else _shallow(one) for one in (*found, *_last(item))]
 
 
 def _last(item: Any) -> list[Any]:
-    """Return a list with only the last item of a container; for a dictionary, with its last (key, value) pair. Empty if the
-    container is empty."""
+    """Return a list with the last item of a container, or the last pair of a dictionary; empty without items."""
     return [*islice(reversed(item.items() if isinstance(item, dict) else item), 1)]
 
 
@@ -679,8 +628,7 @@ def _shallow(item: Any) -> Any:
 
 
 def _mark_of_sealed(item: Any) -> Any:
-    """Return the value by which two walks compare an object whose state cannot be stored, such as torch's count of changes, a
-    digest or a position."""
+    """Return the value by which two walks compare an object whose state cannot be stored, such as a digest."""
     if isinstance(item, torch.Tensor):
         return version_of(item)
     if isinstance(item, np.ndarray):
@@ -698,8 +646,7 @@ def _mark_of_sealed(item: Any) -> Any:
 
 
 def _mark_of_file(file: Any) -> Any:
-    """Return the value by which two walks compare a file: its read position, and its contents if it is in memory. If the position
-    is not available: the contents alone, or None for a file on disk."""
+    """Return the value by which two walks compare a file: its read position, if available, and contents held in memory."""
     held = file.getvalue() if isinstance(file, (io.BytesIO, io.StringIO)) else None
     places: tuple[Any, ...] = (file, getattr(file, "buffer", None))
     for one in places:  # tell() raises for a text file that is being iterated over
@@ -709,8 +656,7 @@ def _mark_of_file(file: Any) -> Any:
 
 
 def _position(iterator: Any) -> Any:
-    """Return the position of one of Python's iterators without moving it. If it is not available, return a new object, which
-    differs from every earlier position."""
+    """Return the position of one of Python's iterators without moving it; a new object if it is not available."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -721,8 +667,8 @@ def _position(iterator: Any) -> Any:
 
 
 def _position_of(part: Any) -> Any:
-    """Return a comparable form of one part of what an iterator's ``__reduce__`` returns: constants by value, iterators by
-    position, other objects by ``id``."""
+    """Return a comparable form of a part of an iterator's ``__reduce__``: constants by value, iterators by position, others by
+    ``id``."""
     if type(part) is tuple:
         return [*map(_position_of, part)]
     if is_constant(part):
@@ -731,9 +677,7 @@ def _position_of(part: Any) -> Any:
 
 
 def _mark_of_tensor(tensor: torch.Tensor) -> Any:
-    """Return shape, dtype, device and ``requires_grad`` of a tensor, with a digest of its elements. If the tensor is larger than
-    ``SMALL`` or not on the CPU: with its address and torch's count of in-place changes in place of the digest. For a subclass or
-    a quantized tensor: that count alone."""
+    """Return a comparable form of a tensor, with a digest of its elements or torch's count of in-place changes."""
     if type(tensor) not in PLAIN_TENSORS or tensor.is_quantized:
         return version_of(tensor)
     form = tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
@@ -744,8 +688,7 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _array_digest(array: np.ndarray[Any, Any]) -> str:
-    """Return a digest of an array's elements, and of the mask of a masked array; of an array above ``_FULLY_COMPARED_BYTES``, of
-    blocks that are spread over it. Empty string for an array without elements."""
+    """Return a digest of an array's elements, of a very large array's blocks spread over it; empty without elements."""
     if not array.size:
         return ""
     if isinstance(array, np.ma.MaskedArray):
@@ -763,7 +706,7 @@ def _digest(flat: np.ndarray[Any, Any]) -> str:
 
 @lru_cache(maxsize=4096)
 def slots_of(kind: type) -> tuple[str, ...]:
-    """Return the names of the slots of a class and its bases, private ones in the form in which ``getattr`` finds them."""
+    """Return the names of the slots of a class and its bases, as ``getattr`` finds them."""
     names: list[str] = []
     for one in kind.__mro__:
         slots = vars(one).get("__slots__", ())
@@ -774,15 +717,13 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def is_user_class(kind: type) -> bool:
-    """True if a class is the script's own: neither Python's nor an installed package's. ``Namespace`` and ``SimpleNamespace``
-    count as the script's."""
+    """True if a class is the script's own, or is treated like one (``_USER_LIKE_TYPES``)."""
     return kind in _USER_LIKE_TYPES or is_user_module(kind.__module__)
 
 
 @lru_cache(maxsize=4096)
 def is_user_module(name: str) -> bool:
-    """True if a module of this name is imported from a file, and its code is neither Python's nor an installed package's. Always
-    True for ``__main__``, and False for a name in ``_EXCLUDED_PACKAGES``. The result of the first call is cached."""
+    """True for ``__main__``, and for modules from files that are neither Python's nor an installed package's. Cached."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if name == "__main__" or file is None:
         return name == "__main__"
@@ -797,7 +738,7 @@ def _installed_folders() -> tuple[Path, ...]:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """True if both are the same object, bound methods of the same function and object, or equal constants of one type."""
+    """True if both are the same object, equal bound methods, or equal constants of one type."""
     if old is new:
         return True
     if isinstance(old, MethodType):

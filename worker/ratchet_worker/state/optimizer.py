@@ -1,9 +1,5 @@
-"""An optimizer's state by parameter name, with tensors that are equal on all ranks separate from the rest.
-
-``Optimizer.state_dict`` numbers parameters, and ``load_state_dict`` casts floating-point state to the parameter's dtype. This
-module stores the state by parameter name, so the parameters of a group may come in another order. It also restores the recorded
-dtypes: float32 momenta of bfloat16 parameters stay float32.
-"""
+"""An optimizer's state by parameter name. Restored tensors keep their recorded dtypes, such as float32 momenta of bfloat16
+parameters."""
 
 from __future__ import annotations
 
@@ -34,9 +30,8 @@ _SHARED: Final = "ratchet:shared"
 
 
 def check_not_sharded(name: str, optimizer: Optimizer) -> None:
-    """Raises ``UserError`` if ``optimizer``, or an optimizer in its attributes, is a ``ZeroRedundancyOptimizer``, which keeps
-    only a part of the state on each rank. Other sharded optimizers are not recognised. ``name``: its component, for the
-    message."""
+    """Raise ``UserError`` if ``optimizer``, or one in its attributes, is a ``ZeroRedundancyOptimizer``, whose state is spread
+    over the ranks."""
     # By name: importing torch.distributed.optim costs every rank a second at its start.
     kinds = {kind.__name__ for part in (optimizer, *vars(optimizer).values()) for kind in type(part).__mro__}
     if "ZeroRedundancyOptimizer" in kinds:
@@ -47,11 +42,8 @@ def check_not_sharded(name: str, optimizer: Optimizer) -> None:
 
 
 class AroundOptimizer:
-    """Adds state to an object that wraps an optimizer without being one, like schedulefree's wrappers.
-
-    The wrapper's own ``state_dict`` has only the optimizer's state. The ``state_dict`` of this class adds the wrapper's
-    attributes that are numbers, strings or booleans, such as whether it is in train mode.
-    """
+    """Adds to the ``state_dict`` of an optimizer's wrapper, such as schedulefree's, its attributes that are numbers, strings or
+    booleans."""
 
     def __init__(self, item: Any) -> None:
         self.item = item
@@ -68,15 +60,10 @@ class AroundOptimizer:
 
 
 class Captured(NamedTuple):
-    """An optimizer's state.
-
-    ``shared``: names of the tensors that ``capture`` returns as shared; ``tensors``: these tensors, in the same order. ``rest``:
-    everything else, as a tree to encode with ``ratchet_hooks.state.encode``. ``layout_key``: while it is the same object, the
-    optimizer has the same parameters, and the same tensors under the same names. ``is_change_detectable``: False if a change of
-    parameters or tensors would not be noticed; ``layout_key`` is then a new object each time. ``is_reused``: ``shared``,
-    ``layout_key`` and parts of ``rest`` are from an earlier capture. They are valid only if each tensor has the same shape, dtype
-    and strides as then: the caller must check it.
-    """
+    """An optimizer's state. ``shared``, ``tensors``: names and tensors that the ranks share; ``rest``: everything else.
+    ``layout_key``: the same object only while parameters, tensors and names are the same. ``is_change_detectable``: False if
+    changes may go unnoticed. ``is_reused``: names are from an earlier capture, valid only if the caller finds each tensor's
+    shape, dtype and strides unchanged."""
 
     shared: list[str]
     tensors: list[torch.Tensor]
@@ -87,20 +74,15 @@ class Captured(NamedTuple):
 
 
 class Capture:
-    """Captures the state of one optimizer for each save. It reuses the names from the previous save, to keep training waiting
-    less, while the optimizer holds the very same objects under the same names."""
+    """Captures the state of one optimizer for each save, and reuses names while the optimizer holds the very same objects."""
 
     def __init__(self, optimizer: Optimizer, component: str) -> None:
         self.optimizer, self._component = optimizer, component
         self._known: _Known | None = None
 
     def capture_state(self, names: Mapping[int, str], replicated: Collection[str], *, force: bool = False) -> Captured:
-        """Return the current state; the tensors are live.
-
-        ``names``: parameter name by ``id``. ``replicated``: names of parameters that DDP keeps equal. The previous capture is
-        reused only if each of the two is the same object as then. ``force``: reuse nothing from the previous capture. Raises
-        ``StateError`` if the state of a parameter is not a dict.
-        """
+        """Return the current state, with live tensors. ``names``: by parameter ``id``. ``force``: reuse nothing. Raises
+        ``StateError`` if a parameter's state is not a dict."""
         optimizer, known = self.optimizer, self._known
         plain = _is_plain(optimizer)
         if not force and known is not None and plain and known.names is names and known.replicated is replicated:
@@ -120,11 +102,8 @@ class Capture:
 
 
 class _Known:
-    """The parts of an earlier result of ``capture`` that can be reused.
-
-    Plain tensors are referenced weakly, so the old ones are freed when an optimizer replaces them. The constructor raises
-    ``HookStateError`` if something cannot be encoded.
-    """
+    """The parts of an earlier result of ``capture`` that can be reused. Raises ``HookStateError`` if something cannot be
+    encoded."""
 
     def __init__(
         self,
@@ -149,8 +128,7 @@ class _Known:
         self._rest: object = None
 
     def tensors(self, optimizer: Optimizer) -> list[torch.Tensor] | None:
-        """Return the current shared tensors, if the optimizer holds the same objects under the same names as at the earlier
-        capture; else None."""
+        """Return the current shared tensors; None if the optimizer holds other objects or names than at the earlier capture."""
         state, groups = optimizer.state, optimizer.param_groups
         if (
             not self._states.matches([state, *state.values()])
@@ -163,12 +141,8 @@ class _Known:
         return values if self._in_order else [values[place] for place in self._places]
 
     def rest(self, optimizer: Optimizer) -> object:
-        """Return what ``capture`` returns besides the shared tensors, with the current options of the groups. Its constant parts
-        are encoded already (``Encoded``). If all options are constants, the whole is an ``Encoded``, which is the same object
-        as before while these options are unchanged.
-
-        The keys of a group are in the order of ``Optimizer.state_dict``: ``params`` is last.
-        """
+        """Return what ``capture`` returns besides shared tensors, with current options of the groups, and partly encoded
+        already."""
         groups = optimizer.param_groups
         if self._groups is not None and self._groups.matches(groups):
             return self._rest
@@ -209,17 +183,10 @@ def _values(state: Mapping[Any, dict[Any, Any]]) -> Iterator[Any]:
 def capture(
     optimizer: Optimizer, component: str, names: Mapping[int, str], replicated: Collection[str]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return ``(shared, rest)``, the optimizer's current state. The tensors are live, not copies.
-
-    ``component``: begins the tensors' names (``optimizer/layer.weight/exp_avg``). ``names``: parameter name by ``id``.
-    ``replicated``: names of parameters that DDP keeps equal on all ranks.
-
-    ``shared``: by name, the state tensors of replicated parameters, except those that ``_is_plain_tensor`` excludes and those of
-    a state with keys that are no strings. ``rest``: everything else, as a tree to encode with ``ratchet_hooks.state.encode``.
-    ``rest["keys"]`` is JSON text, not a tree, since it has an entry for every tensor and training waits. It lists the replicated
-    parameters that have a state (with string keys), each with the keys of the state. Each key has the strides of the shared
-    tensor, or null if the value is in ``rest``. Raises ``StateError`` if the state of a parameter is not a dict.
-    """
+    """Return ``(shared, rest)``, the optimizer's current state, with live tensors. ``shared``: tensors of the ``replicated``
+    parameters, by name (``optimizer/layer.weight/exp_avg``). ``rest``: everything else, a tree for
+    ``ratchet_hooks.state.encode``. ``names``: parameter name by ``id``. Raises ``StateError`` if a parameter's state is not a
+    dict."""
     state = optimizer.state_dict()
     labels, replicated = list(_labels(optimizer, names)), frozenset(replicated)
     shared: Tensors = {}
@@ -260,23 +227,20 @@ def capture(
         shared = {name: shared[name] for name in named}
         if not isinstance(optimizer, torch.optim.LBFGS):  # its vectors are all parameters in a row
             groups = ordered
+    # Each key with the strides of its shared tensor; null: the value is in ``rest``. Text, not a tree: it has an entry for every
+    # tensor, and training waits.
     text = json.dumps(keys, separators=(",", ":"))
     return shared, {"keys": text, "state": entries, "others": others, "param_groups": groups, "extra": extra}
 
 
 def is_captured(rest: Any) -> bool:
-    """True if ``rest`` is a dict with exactly the keys that ``capture`` gives it, in this format or the previous one (without
-    ``keys``). Used to tell it from the ``state_dict`` of another object."""
+    """True if ``rest`` has exactly the keys that ``capture`` gives it, in this format or the previous one."""
     return isinstance(rest, dict) and set(rest) - {"keys"} == {"state", "others", "param_groups", "extra"}
 
 
 def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared: Tensors, rest: Any) -> None:
-    """Load a state that ``capture`` returned, bit for bit, into the optimizer.
-
-    ``names``: parameter name by ``id``. ``shared``: a snapshot's tensors, with at least those of this optimizer. Parameters of a
-    group may be in another order than the recorded one, except for LBFGS. Raises ``StateError`` if the optimizer has other
-    parameters or groups.
-    """
+    """Load a captured state into the optimizer, bit for bit. Raises ``StateError`` if the optimizer has other parameters or
+    groups."""
     labels = list(_labels(optimizer, names))
     recorded = [label for group in rest["param_groups"] for label in group["params"]]
     if sorted(recorded) != sorted(labels):
@@ -304,14 +268,12 @@ def restore(optimizer: Optimizer, component: str, names: dict[int, str], shared:
 
 
 def as_state_dict(component: str, shared: Tensors, rest: Any) -> dict[str, Any]:
-    """Return what ``Optimizer.state_dict`` returned when the state was captured, with parameters numbered in the recorded order.
-    ``shared``, ``rest``: the result of ``capture``."""
+    """Return a captured state in the form of ``Optimizer.state_dict``, with parameters numbered in the recorded order."""
     return _numbered(_entries(component, shared, rest), rest)
 
 
 def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
-    """Return a ``state_dict`` that is made of the state ``entries``, by parameter name, and of ``rest``, with numbers instead of
-    names."""
+    """Return a ``state_dict`` made of the state ``entries`` and of ``rest``, with numbers instead of parameter names."""
     index = {label: i for i, label in enumerate(label for group in rest["param_groups"] for label in group["params"])}
     groups = [{**group, "params": [index[label] for label in group["params"]]} for group in rest["param_groups"]]
     state = {index[label]: values for label, values in entries.items()} | rest["others"]
@@ -319,8 +281,7 @@ def _numbered(entries: dict[str, dict[str, Any]], rest: Any) -> dict[str, Any]:
 
 
 def _entries(component: str, shared: Tensors, rest: Any) -> dict[str, dict[str, Any]]:
-    """Return the state of each parameter, by its name: shared tensors, with their recorded strides, together with the values in
-    ``rest``."""
+    """Return the state of each parameter, by name: shared tensors with recorded strides, and values in ``rest``."""
     own = rest["state"]
     if "keys" not in rest:  # format 1
         return {
@@ -345,8 +306,7 @@ def _tensor(shared: Tensors, name: str, value: Any) -> Any:
 
 
 def _strided(stored: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """Return a shared tensor with its recorded strides, so that channels-last stays channels-last. Returns ``stored`` itself if
-    it has them, or if they are not dense."""
+    """Return a shared tensor with its recorded strides, if these are dense. The result may be ``stored`` itself."""
     if stored.stride() == tuple(stride) or not is_dense(torch.empty_strided(stored.shape, stride, device="meta")):
         return stored
     return torch.empty_strided(stored.shape, stride, dtype=stored.dtype).copy_(stored)
@@ -354,7 +314,7 @@ def _strided(stored: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict[str, Any]]) -> None:
     """Replace the tensors that ``load_state_dict`` has cast by ones of the recorded dtype and strides. ``labels``: parameter
-    names in order; ``entries``: the recorded state by name."""
+    names in order."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for label, parameter in zip(labels, parameters, strict=True):
         for key, value in entries.get(label, {}).items():
@@ -363,8 +323,7 @@ def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict
 
 
 def _as_recorded(value: Any, there: Any) -> Any:
-    """Return ``there``, which ``load_state_dict`` made of ``value``, with the recorded dtype and strides of each tensor, on the
-    device that ``load_state_dict`` chose."""
+    """Return ``there``, which ``load_state_dict`` made of ``value``, with the recorded dtype and strides, on the same device."""
     if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
         same = (there.dtype, there.stride()) == (value.dtype, value.stride())
         return there if same else value.to(there.device, copy=True)
@@ -376,8 +335,7 @@ def _as_recorded(value: Any, there: Any) -> Any:
 
 
 def _labels(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:
-    """Yield one label per parameter, in the order in which ``state_dict`` numbers them: its name, or ``#NUMBER`` for a parameter
-    outside of the model."""
+    """Yield each parameter's name, in the order of ``state_dict``; ``#NUMBER`` for a parameter outside of the model."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     for number, parameter in enumerate(parameters):
         yield names.get(id(parameter), f"#{number}")

@@ -1,12 +1,5 @@
-"""The packages that this interpreter has, as ``name==version``, and the changes since a checkpoint was made.
-
-Names and versions are those of the directories ``NAME-VERSION.dist-info`` on the import path; the first of each name counts.
-``.egg-info`` counts, too; only there the metadata are parsed. (``importlib.metadata`` parses those of each package, which takes
-half a second with 160 packages.) If the installer recorded that a package is from a repository or a file, the commit or the
-file's digest follows (``name==version@COMMIT``). For an editable package, ``@editable`` follows. The code of packages is not
-read. Ratchet itself is not in the list: its version is recorded separately, and a checkpoint means the same to every version that
-reads its format.
-"""
+"""The packages of this interpreter, without Ratchet's own. Most are read from names of directories: ``importlib.metadata``, which
+parses each, takes half a second with 160."""
 
 from __future__ import annotations
 
@@ -31,12 +24,8 @@ _SEPARATORS: Final = re.compile(r"[-_.]+")
 
 
 def installed(folders: Sequence[str] | None = None) -> list[str]:
-    """Return ``name==version`` of each installed package, sorted, with normalised names (``scikit-learn``), without Ratchet's
-    own. If the installer recorded that a package is from a repository, from a file or editable, the version has a suffix
-    (``@COMMIT``, ``@DIGEST``, ``@editable``).
-
-    ``folders``: an import path to search; None: this process's.
-    """
+    """Return ``name==version`` of each installed package, sorted, without Ratchet's own. A suffix such as ``@COMMIT`` may follow.
+    ``folders``: an import path; None: this process's."""
     found: dict[str, str] = {}
     for folder in map(Path, sys.path if folders is None else folders):
         try:
@@ -62,8 +51,8 @@ def _name_and_version(place: Path) -> tuple[str, str]:
 
 
 def _source_suffix(place: Path) -> str:
-    """Return ``@`` and what distinguishes this installation from others of the same version (commit, digest, ``editable``), if
-    the installer recorded it; else empty."""
+    """Return what distinguishes this installation from others of the same version, such as ``@COMMIT``; empty if nothing is
+    recorded."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         told = json.loads((place / "direct_url.json").read_bytes())
         if told.get("dir_info", {}).get("editable"):
@@ -76,8 +65,7 @@ def _source_suffix(place: Path) -> str:
 
 
 def editable(packages: Sequence[str]) -> list[str]:
-    """Return the names of those ``packages`` that are installed as editable: their code may change while the list stays the
-    same."""
+    """Return the names of those ``packages`` that are installed as editable."""
     return [package.partition("==")[0] for package in packages if package.endswith(f"@{EDITABLE}")]
 
 
@@ -87,11 +75,8 @@ def digest(packages: Sequence[str]) -> str:
 
 
 def changes(recorded: Sequence[str], current: Sequence[str], excluded: Collection[str]) -> list[EnvironmentDifference]:
-    """Return a difference, with the key ``package:NAME``, for each package that was added, removed or has another version.
-    Sorted by name; the side without the package has None.
-
-    ``excluded``: names of packages to leave out (torch, numpy), which have a separate fact.
-    """
+    """Return a difference, with the key ``package:NAME``, for each package whose version differs, except ``excluded``; sorted by
+    name."""
     then, now = dict(map(_split, recorded)), dict(map(_split, current))
     return [
         EnvironmentDifference(key=f"package:{name}", recorded=then.get(name), current=now.get(name))

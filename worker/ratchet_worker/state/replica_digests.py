@@ -1,10 +1,5 @@
-"""Checks that replicas are still equal: every save reports digests of the shared state in parts, which rank 0 compares. If the
-hook lets replicas differ, nothing is shared, and nothing is compared.
-
-Each rank writes only its own slice, so no process sees a whole replica in a save. Therefore every rank also computes digests of
-its live tensors for the parts that other ranks write, while these tensors stay unchanged. If there is not enough time for all
-parts, they take turns from save to save; a share of them is compared in every save.
-"""
+"""Checks that replicas are still equal. Each rank writes only its own slice in a save, so every rank also computes digests of
+parts that other ranks write, for a comparison on rank 0. If time is short, the parts take turns from save to save."""
 
 from __future__ import annotations
 
@@ -27,8 +22,7 @@ _MIN_COMPARED_BYTES: Final = 4 << 20
 
 
 def number_of_parts(sizes: Sizes, world_size: int) -> int:
-    """Return in how many parts shared tensors of these sizes are compared. It is a multiple of ``world_size``, so that the cuts
-    between ranks are also cuts between parts."""
+    """Return in how many parts shared tensors are compared: a multiple of ``world_size``, so that a rank writes whole parts."""
     total = total_bytes(sizes)
     parts = max(min(_PARTS, -(-total // _SMALL_PART)), -(-total // _PART_BYTES), 1)
     return world_size * -(-parts // world_size)
@@ -40,8 +34,7 @@ def total_bytes(sizes: Sizes) -> int:
 
 
 def plan_parts(sizes: Sizes, parts: int) -> list[list[Slice]]:
-    """Return, for each of ``parts`` parts of about the same size, the slices of tensors in it. The tensors are cut by the same
-    rule as into the slices that the ranks write."""
+    """Return, for each of ``parts`` parts of about the same size, the slices of tensors in it."""
     return plan_slices(sizes, parts)
 
 
@@ -64,12 +57,8 @@ class Cuts:
 def slice_digests(
     slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor], reader: SafeReader | None = None
 ) -> list[str]:
-    """Return, for each slice of a part, the hex XXH3-128 of its bytes, row-major.
-
-    ``tensors``: a snapshot's shared ones. ``reader``: reads the memory if user code, which may free it, runs meanwhile; None: no
-    user code runs. Raises ``StateError`` for a tensor of ``LiveTensors`` that was changed in place since the step boundary, and
-    for one whose storage was resized.
-    """
+    """Return the hex XXH3-128 of each slice of a part. ``reader``: for memory that user code may free meanwhile. Raises
+    ``StateError`` for a live tensor changed since the boundary."""
     out: list[str] = []
     for name, start, stop in slices:
         live = tensors if isinstance(tensors, LiveTensors) else None
@@ -85,8 +74,8 @@ def slice_digests(
 
 
 def _digest(tensor: torch.Tensor, start: int, stop: int, reader: SafeReader | None) -> str:
-    """Return the hex XXH3-128 of elements ``start`` to ``stop`` of a tensor, row-major. ``reader``: reads the memory if user
-    code, which may free it, runs meanwhile; None: no user code runs. Raises ``BufferError`` if the memory was freed."""
+    """Return the hex XXH3-128 of elements ``start`` to ``stop`` of a tensor, row-major. Raises ``BufferError`` if the memory was
+    freed."""
     hasher, size = xxhash.xxh3_128(), tensor.element_size()
     if not is_row_major(tensor):
         tensor = flat(tensor if reader is None or not tensor.is_cpu else reader.private_copy(tensor))[start:stop].cpu()
@@ -112,14 +101,8 @@ def compare_parts(
     is_enough: Callable[[], bool],
     reader: SafeReader | None = None,
 ) -> dict[int, list[str]]:
-    """Return, by part number, the digests of the slices of parts that other ranks write.
-
-    Parts are read one after the other. Once a minimum is done, ``is_enough`` is called before each further part, and the result
-    is returned as soon as it returns True: the other parts are then missing in it. ``plan``: the slices of each part. ``number``:
-    the save's number, which determines the first part. ``total``: bytes of all parts. ``reader``: reads the memory if user code,
-    which may free it, runs meanwhile; None: no user code runs. Raises ``StateError`` if a tensor was changed in place since the
-    step boundary, or its storage was resized.
-    """
+    """Return, by part number, digests of parts that other ranks write; beyond a minimum, only until ``is_enough`` returns True.
+    ``number``: the save's. ``total``: bytes of all parts. Raises ``StateError`` for a live tensor changed since the boundary."""
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
     others = [part for part in range(parts) if part not in own]
@@ -134,8 +117,7 @@ def compare_parts(
 
 
 class Difference(NamedTuple):
-    """The first slice that differs between some ranks and the rank that writes its part. ``part``, ``slice``: numbers. ``ranks``:
-    those that differ from the writer."""
+    """The first slice in which some ranks differ from the rank that writes its part. ``ranks``: those that differ."""
 
     part: int
     slice: int
@@ -145,12 +127,8 @@ class Difference(NamedTuple):
 def first_difference(
     writer_digests: Sequence[Sequence[str]], other_digests: Sequence[Mapping[str, Sequence[str]]]
 ) -> Difference | None:
-    """Return the difference with the lowest part and slice, with all ranks that differ there; None if there is none.
-
-    ``writer_digests``: by part, the digests of its slices from the rank that writes it. ``other_digests``: by rank, its digests
-    of parts that other ranks write, by the part's number as text (a JSON key). Raises ``ValueError`` if a rank has another number
-    of digests of a part than its writer.
-    """
+    """Return the difference with the lowest part and slice; None if there is none. ``other_digests``: by rank, then by part
+    number as text."""
     odd: dict[tuple[int, int], list[int]] = {}
     for rank, found in enumerate(other_digests):
         for part, digests in found.items():

@@ -1,8 +1,4 @@
-"""Why replicas have diverged: each rank's facts about the first tensor that differs, and the likely cause that follows from them.
-
-Used only after a save has found a difference, except ``record_start``, which runs before the first step. A cause is derived from
-observations only, and is called likely, since several may contribute.
-"""
+"""Why replicas have diverged: each rank's facts about the first tensor that differs, and a likely cause."""
 
 from __future__ import annotations
 
@@ -24,9 +20,8 @@ Facts = Mapping[str, Any]
 
 
 class Start(NamedTuple):
-    """What is recorded about a model before its first step. ``renormed``: parameters that a forward pass scales down
-    (``max_norm`` of an embedding); by parameter name, the module that does so, as text. ``versions``: torch's count of in-place
-    changes, by parameter name; None: not counted."""
+    """Facts about a model before its first step. ``renormed``: by parameter, the module whose ``max_norm`` scales it.
+    ``versions``: torch's counts of in-place changes."""
 
     renormed: Mapping[str, str]
     versions: Mapping[str, int | None]
@@ -45,9 +40,8 @@ def record_start(module: nn.Module) -> Start:
 
 
 def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | None) -> Facts:
-    """Return this rank's facts about the shared tensor ``name`` at a save, as JSON. ``found``: the record from before the first
-    step. ``name`` None: the ranks have different sets of tensors; return the name and number of elements of each of this rank's
-    tensors."""
+    """Return this rank's facts about the shared tensor ``name``; for None, about the rank's set of tensors. ``found``: from
+    before the first step."""
     if name is None:
         return {"tensors": [[one, numel] for one, numel, _ in snapshot.sizes()]}
     parameter = _parameter(name)
@@ -67,14 +61,13 @@ def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | No
 
 
 def cause(name: str | None, facts_by_rank: Sequence[Facts]) -> str:
-    """Return the likely cause of a difference between the ranks, and what to do, in a sentence or two. ``name``: the tensor that
-    differs; None: the sets of tensors differ. ``facts_by_rank``: the facts of all ranks, in rank order."""
+    """Return the likely cause of a difference between the ranks, with advice. ``name``: the tensor; None: the sets of tensors
+    differ."""
     return f"Likely cause: {_other_tensors(facts_by_rank) if name is None else _other_values(name, facts_by_rank)}"
 
 
 def _other_tensors(facts_by_rank: Sequence[Facts]) -> str:
-    """Return the likely cause of different sets of tensors. It names the first tensor that some ranks lack or have in another
-    size; without one, only the order differs."""
+    """Return the likely cause of different sets of tensors."""
     ranks = [dict(map(tuple, one["tensors"])) for one in facts_by_rank]
     for name in {name: None for rank in ranks for name in rank}:
         have = [number for number, rank in enumerate(ranks) if name in rank]
@@ -121,8 +114,7 @@ def _other_values(name: str, facts_by_rank: Sequence[Facts]) -> str:
 
 
 def _other_groups(facts_by_rank: Sequence[Facts]) -> str | None:
-    """Return a clause about the first option in the groups of rank 0's optimizers, such as the learning rate, that has another
-    value on another rank or is missing there. None if there is none."""
+    """Return a clause about the first option of rank 0's optimizers that differs between ranks; None if there is none."""
     for component, groups in facts_by_rank[0]["groups"].items():
         for number, group in enumerate(groups):
             for key in group:
@@ -134,15 +126,13 @@ def _other_groups(facts_by_rank: Sequence[Facts]) -> str | None:
 
 
 def _option(rank_facts: Facts, component: str, number: int, key: str) -> Any:
-    """Return the value of an option in one rank's group ``number`` of an optimizer; None if that rank has no such group or
-    option."""
+    """Return the value of an option in one rank's group ``number`` of an optimizer; None if it is missing."""
     groups = rank_facts["groups"].get(component, [])
     return groups[number].get(key) if number < len(groups) else None
 
 
 def _groups(snapshot: Snapshot, component: str) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer; empty for a component that is no optimizer. Values of options are texts; ``params`` has
-    the parameters' names."""
+    """Return the groups of an optimizer, with options as text; empty for a component that is no optimizer."""
     data = snapshot.state[component]
     pairs = data.get("dict", []) if isinstance(data, dict) else []
     if not any(pair[0] == "param_groups" for pair in pairs) or not is_captured(rest := snapshot.value(component)):

@@ -1,8 +1,4 @@
-"""Captures the state that the ranks have in common, the model's parameters and the optimizers' tensors, for a snapshot.
-
-The snapshot keeps the tensors' memory alive. Code that gives a parameter other memory (``parameter.data = ...``) while a copy is
-made therefore affects the next save, not this one.
-"""
+"""Captures, for a snapshot, the state that the ranks have in common: the model's parameters and the optimizers' tensors."""
 
 from __future__ import annotations
 
@@ -23,20 +19,15 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Tensors, Until
 
 
 class EqualState:
-    """Captures the model's parameters and the optimizers' tensors for each save. The names and sizes that follow from them
-    (``_Plan``) are reused as long as these are the very same tensors with the same forms."""
+    """Captures parameters and optimizers' tensors for each save, reusing names and sizes while the tensors are the same."""
 
     def __init__(self) -> None:
         self._captures: dict[str, Capture] = {}
         self._plan: _Plan | None = None
 
     def capture(self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool) -> object:
-        """Add the model's parameters and the optimizers' state to ``out``, as live tensors.
-
-        ``equal``: the hook keeps replicas equal; a tensor is then shared if DDP keeps its parameter equal, otherwise it is
-        private. Without ``equal`` all are private. Return an object to compare by identity: while it is the same, the
-        names, shapes and strides of the model's parameters are unchanged. Return None if changes may not be noticed.
-        """
+        """Add the model's parameters and the optimizers' state to ``out``, as live tensors; without ``equal`` all are private.
+        Return an object that is the same only while the parameters' forms are the same; None if changes may go unnoticed."""
         names = walk.cached("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model.replicated_names(walk)
         captures = {component: self._capture_of(component, optimizer) for component, optimizer in optimizers.items()}
@@ -60,8 +51,7 @@ class EqualState:
         return plan.forms
 
     def _capture_of(self, component: str, optimizer: Optimizer) -> Capture:
-        """Return the capture of this optimizer, kept from save to save; a new one if another optimizer has the component's name
-        now."""
+        """Return the capture of this optimizer, kept from save to save while the component has the same optimizer."""
         known = self._captures.get(component)
         if known is None or known.optimizer is not optimizer:
             known = self._captures[component] = Capture(optimizer, component)
@@ -78,8 +68,7 @@ def _key(walk: Walk, replicated: Collection[str], equal: bool, found: Mapping[st
 
 
 class _Key(NamedTuple):
-    """The inputs of ``_plan``, except the tensors' forms: a plan is valid as long as these are the same. ``optimizers``:
-    ``Captured.layout_key`` by component."""
+    """What a plan depends on, besides the tensors' forms. ``optimizers``: ``Captured.layout_key`` by component."""
 
     walk: Walk
     replicated: Collection[str]
@@ -88,12 +77,8 @@ class _Key(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What follows from names and forms of the tensors.
-
-    ``forms``: of all tensors, parameters first; None if something else may change undetected. ``names``: of the same tensors.
-    ``private``: names of tensors that the ranks do not share. ``own``: names of parameters that DDP does not keep equal.
-    ``until``: ``Until.STEP``, by name, for the tensors that only ``optimizer.step()`` changes. ``sizes``: of the shared tensors.
-    """
+    """What follows from names and forms of the tensors. ``forms``: None if changes may go unnoticed. ``private``: names of
+    tensors that are not shared. ``own``: names of parameters that DDP does not keep equal."""
 
     key: _Key
     forms: Forms | None

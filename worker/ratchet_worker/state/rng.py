@@ -1,5 +1,5 @@
-"""Seeds the process-wide generators of a rank (torch on CPU and CUDA, numpy, ``random``), and captures and restores them bit for
-bit. ``GeneratorState`` does the latter for a generator that the script has made."""
+"""Seeds the process-wide generators of a rank (torch, CUDA, numpy, ``random``), and captures and restores generators bit for
+bit."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ __all__ = [
 
 
 def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
-    """Return a seed that is a pure function of ``seed`` and ``parts``: the first ``bits`` bits (at most 64) of the SHA-256 of a
-    text made of them."""
+    """Return a seed of ``bits`` bits (at most 64) that is a pure function of ``seed`` and ``parts``."""
     text = ":".join(str(p) for p in ("ratchet", seed, *parts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> (64 - bits)
 
@@ -54,8 +53,7 @@ class Seeds(NamedTuple):
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed all generators of this process (torch, numpy, ``random``) as a function of (seed, rank). ``torch.manual_seed`` seeds
-    every CUDA device, too."""
+    """Seed all generators of this process (torch with CUDA, numpy, ``random``) as a function of (seed, rank)."""
     seeds = Seeds.for_rank(seed, rank)
     torch.manual_seed(seeds.torch)
     np.random.seed(seeds.numpy)
@@ -64,8 +62,7 @@ def seed_all(seed: int, rank: int) -> None:
 
 @contextmanager
 def fork_rng(device: torch.device) -> Iterator[None]:
-    """Restore the global generators (torch on the CPU, numpy, ``random``) on exit from this block, also after an exception, to
-    what they were before it. ``device``: if it is a CUDA device, its generator is restored, too."""
+    """On exit from this block, restore the global generators (torch on the CPU and on ``device``, numpy, ``random``)."""
     state = capture(device)
     try:
         yield
@@ -74,8 +71,7 @@ def fork_rng(device: torch.device) -> Iterator[None]:
 
 
 class Capture:
-    """Captures the generators in encoded form for each save. Everything except the tensors seldom changes, so its encoded form is
-    kept."""
+    """Captures the generators in encoded form for each save, reusing what seldom changes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -83,8 +79,7 @@ class Capture:
         self._data: JsonValue = None
 
     def encoded(self) -> tuple[Tensors, JsonValue]:
-        """Return the generators' current state as named tensors and JSON. The JSON is the same object as before while it is known
-        to be equal."""
+        """Return the generators' current state as named tensors and JSON, which may be the same object as before."""
         state = capture(self._device)
         numpy, (version, words, gauss) = state["numpy"], state["python"]
         key = numpy["state"].get("key")
@@ -118,8 +113,8 @@ def is_generator(item: object) -> TypeGuard[Generator]:
 
 
 def _spawn_count(generator: np.random.Generator) -> int:
-    """Return how many children ``spawn`` has made of the generator so far. The next children depend on this number, and the
-    generator's state does not contain it. 0 if the generator cannot spawn."""
+    """Return how many children ``spawn`` has made of the generator so far; 0 if it cannot spawn."""
+    # The next children depend on this number, and the generator's state does not contain it.
     return int(getattr(getattr(generator.bit_generator, "seed_seq", None), "n_children_spawned", 0))
 
 
@@ -141,8 +136,7 @@ class GeneratorState:
         return {"state": self.generator.bit_generator.state, "spawned": _spawn_count(self.generator)}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put the generator into the saved state. numpy's count of spawned children can only be increased: what was spawned since
-        stays counted."""
+        """Put the generator into the saved state. Children that a numpy generator has spawned since stay counted."""
         if isinstance(self.generator, (torch.Generator, np.random.RandomState)):
             self.generator.set_state(state["state"])
         elif isinstance(self.generator, random.Random):

@@ -1,9 +1,5 @@
-"""One rank's whole state at a step boundary, split into tensors that are equal on all ranks and this rank's own.
-
-Names: ``shared/model/<parameter>``, ``shared/optimizer/<parameter>/<key>``; private: ``rank/<r>/<component>/<path>``. If the
-hook lets replicas differ, the first group is private too, and so are parameters that DDP ignores. Everything that is not a tensor
-is in the rank file's JSON state, one entry per component, as ``ratchet_hooks.state.encode`` writes it.
-"""
+"""One rank's state at a step boundary: shared tensors (``shared/model/<parameter>``), private ones
+(``rank/<r>/<component>/<path>``), and JSON by component."""
 
 from __future__ import annotations
 
@@ -27,12 +23,8 @@ Sizes = Sequence[tuple[str, int, int]]
 
 
 class Until(IntEnum):
-    """How long after the step boundary a captured tensor stays unchanged.
-
-    ``BOUNDARY``: it may change at once (buffers, which the forward pass changes). ``BACKWARD``: until the next backward pass
-    calls the hook (the hook's state). ``STEP``: until the next ``optimizer.step()`` (parameters that an optimizer trains, and the
-    optimizers' tensors).
-    """
+    """How long a captured tensor stays unchanged: not at all, until the next backward pass, or until the next
+    ``optimizer.step()``."""
 
     BOUNDARY = 0
     BACKWARD = 1
@@ -41,12 +33,8 @@ class Until(IntEnum):
 
 @dataclass
 class Snapshot:
-    """One rank's captured state.
-
-    ``shared`` and ``private``: tensors by name without prefix (``model/weight``, ``rng/torch``). ``state``: everything else as
-    JSON, by component. ``until``: by the same names, for tensors that stay unchanged beyond the boundary; the others are
-    ``Until.BOUNDARY``. ``known_sizes``: the result of ``sizes``, if it is known already.
-    """
+    """One rank's captured state. ``shared``, ``private``: tensors by name. ``state``: the rest as JSON, by component. ``until``:
+    by tensor; missing: ``BOUNDARY``."""
 
     shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
     private: Tensors = field(default_factory=dict)
@@ -55,10 +43,8 @@ class Snapshot:
     known_sizes: Sizes | None = None
 
     def sizes(self) -> Sizes:
-        """Return name, number of elements and bytes per element of all shared tensors, in order.
-
-        If two snapshots return the same object, names, shapes and ``until`` of their shared tensors are the same, too.
-        """
+        """Return name, number of elements and bytes per element of all shared tensors. The same object means the same names and
+        shapes."""
         if self.known_sizes is None:
             self.known_sizes = [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
         return self.known_sizes
@@ -69,8 +55,8 @@ class Snapshot:
         self.add_with(component, lambda: encode(value, root=component))
 
     def add_with(self, component: str, make: Callable[[], tuple[Mapping[str, torch.Tensor], Any]]) -> None:
-        """Add the tensors and JSON that ``make`` returns as the state of ``component``. Raises ``UserError`` if ``make`` raises
-        ``HookStateError``: that would recur in every save."""
+        """Add the tensors and JSON that ``make`` returns as the state of ``component``. Raises ``UserError`` if they cannot be
+        stored."""
         try:
             self.add_encoded(component, *make())
         except HookStateError as error:
@@ -83,11 +69,8 @@ class Snapshot:
             self.private[f"{component}/{name}"] = tensor
 
     def value(self, component: str, *, exclude: Collection[str] = ()) -> Any:
-        """Return the decoded value of ``component``, the inverse of ``add``.
-
-        ``exclude``: names of parameters whose tensors of this component (``optimizer/<parameter>/<key>``) are not part of the
-        value. Raises ``StateError`` if the component is missing or malformed.
-        """
+        """Return the decoded value of ``component``, without tensors of parameters in ``exclude``. Raises ``StateError`` if it is
+        missing or malformed."""
         tensors, data = self.encoded(component)
         tensors = {name: t for name, t in tensors.items() if name.rpartition("/")[0] not in exclude}
         try:
@@ -96,8 +79,8 @@ class Snapshot:
             raise StateError(f"{component}: {error.key}: {error.detail}") from error
 
     def encoded(self, component: str) -> tuple[Tensors, Any]:
-        """Return the private tensors, by name within the component, and the JSON of ``component``, the inverse of
-        ``add_encoded``. Raises ``StateError`` if the component is missing."""
+        """Return the private tensors, by name within the component, and the JSON of ``component``. Raises ``StateError`` if it is
+        missing."""
         if component not in self.state:
             raise StateError(f"{component}: the checkpoint has no state of that name")
         prefix = f"{component}/"
@@ -107,15 +90,13 @@ class Snapshot:
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a contiguous CPU tensor as a view that shares its memory. Only for tensors that Ratchet owns: their
-    storage cannot be resized afterwards."""
+    """Return a contiguous CPU tensor's bytes as a view of its memory. The storage cannot be resized afterwards."""
     flat = tensor.detach().reshape(-1)
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the elements of ``tensor`` as a 1-D tensor, row-major: the form in which a checkpoint stores them. A view where
-    possible, else a copy."""
+    """Return the elements of ``tensor`` in row-major order as a 1-D tensor, a view where possible."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
 
 
@@ -129,8 +110,7 @@ def tensor_addresses(state: Any) -> Iterator[int]:
 
 
 def digest(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the hex XXH3-128 over the bytes of all tensors, row-major, one after the other. No user code, which could free their
-    memory, may run meanwhile."""
+    """Return the hex XXH3-128 over the bytes of all tensors, row-major. No user code may free their memory meanwhile."""
     hasher = xxhash.xxh3_128()
     for tensor in tensors:
         hasher.update(live_bytes(flat(tensor).cpu()).data)
@@ -138,8 +118,7 @@ def digest(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def empty(dtype: str, shape: Iterable[int]) -> torch.Tensor:
-    """Return an uninitialised CPU tensor. ``dtype``: its name as it is stored. Raises ``StateError`` for a name that
-    ``DTYPES`` does not have."""
+    """Return an uninitialised CPU tensor. ``dtype``: its stored name. Raises ``StateError`` for an unknown one."""
     if dtype not in DTYPES:
         raise StateError(f"dtype {dtype} is not known here")
     return torch.empty(tuple(shape), dtype=DTYPES[dtype])

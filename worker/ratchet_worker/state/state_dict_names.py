@@ -21,8 +21,8 @@ _ATTRIBUTE: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE
 
 
 def stateful_parts(stateful: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by path, the registered objects that may hold more state than their ``state_dict`` covers: modules, objects of the
-    user's classes, schedulers, and the schedulers inside a scheduler."""
+    """Return, by path, the registered objects that may hold more state than their ``state_dict`` covers, such as modules and
+    schedulers."""
     found = {}
     for path, item in stateful.items():
         if isinstance(item, (nn.Module, LRScheduler)) or is_user_class(type(item)):
@@ -44,9 +44,7 @@ def buffer_tables(stateful: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def covered_attributes(item: Any) -> frozenset[str]:
-    """Return the names of the attributes that the ``state_dict`` of ``item`` covers. These are the names that its class's code
-    uses (``_attributes_in_code``), and the keys of its current ``state_dict`` whose value is not a function. Calls
-    ``item.state_dict()``, except for a module, where only the code counts."""
+    """Return the names of attributes that the ``state_dict`` of ``item`` covers, judged by its keys and the class's code."""
     kind: type = type(item)
     state = {} if isinstance(item, nn.Module) else item.state_dict()
     keys = state.items() if isinstance(state, dict) else ()
@@ -57,13 +55,9 @@ def covered_attributes(item: Any) -> frozenset[str]:
 
 @lru_cache(maxsize=4096)
 def _attributes_in_code(kind: type) -> frozenset[str]:
-    """Return the names of attributes that the state methods of a class, and the methods that they call on ``self``, read or set.
-    If such a method uses ``getattr``, ``setattr`` or ``hasattr``, the constant strings in its code count as well.
-
-    All names and constant strings in the code of bases from installed packages count, since such a class takes care of its own
-    attributes. Of a module only the user's classes are searched.
-    """
+    """Return the names of attributes that a class's state methods, and methods that they call, use; perhaps some more."""
     users = [base for base in kind.__mro__ if is_user_class(base)]
+    # A package's class takes care of its own attributes.
     others = [base for base in kind.__mro__ if base not in users and not issubclass(kind, nn.Module)]
     codes = (code for base in others for method in vars(base).values() for code in _codes(method))
     found = {name for code in codes for name in (*_names(code), *_strings(code))}
@@ -89,8 +83,8 @@ def _codes(method: Any) -> list[CodeType]:
 
 
 def _attributes_of(code: CodeType, variable: str) -> Iterator[str]:
-    """Yield the names of the attributes of the variable ``variable`` (``self``), and of ``super()``, that ``code``, or a function
-    inside it, uses."""
+    """Yield the names of the attributes of ``variable`` (``self``) and of ``super()`` that ``code``, or a function inside it,
+    uses."""
     is_me = False
     for one in dis.get_instructions(code):
         if (one.opname in _ATTRIBUTE and is_me) or one.opname == "LOAD_SUPER_ATTR":

@@ -1,15 +1,5 @@
-"""A rank's fingerprint after a step: a sample of its parameters, its generators, its position in the data.
-
-The parameters that have memory of their own form one line of bytes, cut into chunks once (``SamplePlan``); step s reads chunk s
-modulo their number K, so that each of their elements is read within K steps. The plan follows from the forms of the
-parameters; attempts are compared only if their plans have the same digest. Memory on the CPU is hashed in place (XXH3). On CUDA
-the chunk is reduced on the device to two sums of its words with random odd weights, which are copied to the host concurrently
-with the next step. The loop waits for them only if the sums of many steps are in transit, and in ``drain``.
-
-The loop's thread calls everything here between two steps, so no user code frees memory meanwhile. After a step the processor's
-caches hold the step's own data. A fingerprint's cost is therefore the number of functions and objects that it touches, not the
-hashing, and the reads of each step are laid out in advance.
-"""
+"""A rank's fingerprint after a step: digests of a sample of its parameters, of its generators and of its position in the data.
+Step s reads chunk s of the parameters' bytes, modulo the number of chunks."""
 
 from __future__ import annotations
 
@@ -58,12 +48,8 @@ class Piece(NamedTuple):
 
 
 class SamplePlan:
-    """Which bytes of the parameters are read after each step.
-
-    ``chunks``: for each chunk, the pieces to read; step ``s`` reads chunk ``s`` modulo their number. ``unreadable``: numbers of
-    parameters without memory of their own (sparse ones, subclasses that wrap other tensors). ``sizes``: bytes by parameter; 0 for
-    an unreadable one. ``max_words``: most 32-bit words in a chunk. ``digest``: of everything that the plan follows from.
-    """
+    """Which bytes of the parameters are read: step ``s`` reads chunk ``s`` modulo their number. ``unreadable``: numbers of
+    parameters without memory of their own. ``sizes``: bytes by parameter."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         readable = [n for n, p in enumerate(parameters) if p.numel() and address(p) and p.layout is torch.strided]
@@ -91,8 +77,7 @@ class SamplePlan:
 
 
 class _Place(NamedTuple):
-    """The last known place in memory of a piece. ``begin``: the address of its tensor, or ``_UNKNOWN``; ``storage_bytes``: the
-    size of the tensor's storage then. ``memory``: the piece's bytes; None if the place is unknown."""
+    """The last known place of a piece. ``begin``: its tensor's address. ``memory``: its bytes, None if the place is unknown."""
 
     tensor: torch.Tensor
     begin: int
@@ -101,11 +86,11 @@ class _Place(NamedTuple):
 
 
 class StepFingerprints:
-    """Makes one rank's fingerprints, one after each step: digests of a sample of its parameters, of its generators and of its
-    position in the data. ``parameters``: the model's, each once, in an order that is the same in every attempt."""
+    """Makes one rank's fingerprints, one after each step. ``parameters``: the model's, each once, in the same order in every
+    attempt."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], device: torch.device, *, on_device: bool = False) -> None:
-        """``on_device``: sum up the sampled parameters on the device also if that is not CUDA; on CUDA this is always done."""
+        """``on_device``: sum up the sampled parameters on the device also if it is not CUDA."""
         self.plan = SamplePlan(parameters)
         self._parameters, self._device = parameters, device
         self._dense = [_is_dense(p) for p in parameters]
@@ -126,11 +111,8 @@ class StepFingerprints:
         return self._generators_digest is not None and self._generators.digest() != self._generators_digest
 
     def record_step(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
-        """Begin the fingerprint after ``step``, and return the fingerprints that are complete now. If no sums come from a device,
-        that is this step's. Otherwise these may be fingerprints of earlier steps only, or none.
-
-        ``position``: in the data, as (epoch, place in it). Waits only if too many fingerprints are in transit.
-        """
+        """Begin the fingerprint after ``step``; return those that are complete now, perhaps of earlier steps. ``position``:
+        (epoch, place in it)."""
         epoch, place = position
         data, generators = (epoch * _EPOCH + place) & _WORD, self._generators.digest()
         on_host, self._generators_digest = self._host_digest(step % len(self._places)), generators
@@ -141,8 +123,7 @@ class StepFingerprints:
         return self._collect_arrived(wait=len(self._pending) >= _MAX_PENDING)
 
     def drain(self) -> list[StepFingerprint]:
-        """Wait for the fingerprints that are still in transit from the device, and return them, oldest first. Called when the
-        loop waits anyway."""
+        """Wait for the fingerprints that are still in transit from the device, and return them, oldest first."""
         found: list[StepFingerprint] = []
         while self._pending:
             found += self._collect_arrived(wait=True)
@@ -160,8 +141,7 @@ class StepFingerprints:
         return found
 
     def _host_digest(self, chunk: int) -> int:
-        """Return the digest of those pieces of a chunk that are read on the host. For a piece without memory, a fixed text is
-        hashed instead."""
+        """Return the digest of those pieces of a chunk that are read on the host."""
         hasher = xxh3_64()
         for number, (tensor, begin, storage_bytes, memory) in enumerate(self._places[chunk]):
             try:
@@ -175,9 +155,7 @@ class StepFingerprints:
         return hasher.intdigest()
 
     def _locate(self, chunk: int, number: int) -> Any:
-        """Return the bytes of a piece, and remember their place in memory for the next time. If the tensor is not dense or not on
-        the CPU, the bytes are a copy and no place is remembered. Raises one of ``_NO_MEMORY`` if the tensor has no memory, or
-        too little."""
+        """Return the bytes of a piece, and remember their place in memory if possible. Raises one of ``_NO_MEMORY``."""
         tensor, *_ = self._places[chunk][number]
         parameter, start, stop, buffer = self._on_host[chunk][number]
         begin, storage_bytes, memory = tensor.data_ptr(), tensor.untyped_storage().nbytes(), None
@@ -187,8 +165,7 @@ class StepFingerprints:
         return live_bytes(_flat(tensor).cpu())[start:stop].data if memory is None else memory
 
     def _device_bytes(self, pieces: list[Piece]) -> list[torch.Tensor]:
-        """Return the bytes of ``pieces`` on the device, each followed by zeros up to a multiple of the alignment. Parameters
-        without memory, or with too little, are left out."""
+        """Return the bytes of ``pieces`` on the device, padded with zeros, without parameters that have no memory."""
         found: list[torch.Tensor] = []
         for number, start, stop, _ in pieces:
             tensor = self._parameters[number].detach()
@@ -223,10 +200,7 @@ class _Sums(NamedTuple):
 
 
 class DeviceSums:
-    """Computes two sums of 32-bit words with odd 64-bit weights, modulo 2^64. Different words have equal sums only by chance.
-
-    Integer sums do not depend on the order of summation. ``max_words``: the largest number of words.
-    """
+    """Computes two sums of 32-bit words with odd 64-bit weights, modulo 2^64, which are the same in any order."""
 
     def __init__(self, device: torch.device, max_words: int) -> None:
         numbers = random.Random(0).randbytes(
@@ -239,8 +213,7 @@ class DeviceSums:
         self._device = device
 
     def begin(self, pieces: list[torch.Tensor]) -> _Sums:
-        """Compute the sums of the bytes in ``pieces``, and begin to copy them to the host. Does not wait for a CUDA device.
-        ``pieces``: uint8 tensors on the device, together a multiple of 4 bytes; without pieces the sums are 0."""
+        """Compute the sums of the bytes in ``pieces`` (uint8, in all a multiple of 4), and begin to copy them to the host."""
         pinned = self._device.type == "cuda"
         host = torch.zeros(2, dtype=torch.int64, pin_memory=pinned)
         if not pieces:
@@ -256,8 +229,7 @@ class DeviceSums:
 
 
 class Generators:
-    """Digests the process-wide generators: torch on the CPU and on ``device``, numpy, ``random``. numpy and ``random`` are read
-    from memory: their getstate functions create hundreds of numbers, 25 us for each of the two after every step."""
+    """Digests the process-wide generators: torch on the CPU and on ``device``, numpy, ``random``."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None
@@ -266,11 +238,11 @@ class Generators:
         self._numpy_own: Any = np.random.mtrand._rand
         self._numpy: tuple[Any, Any] = (None, None)  # its bit generator, and that one's words
         self._python_own: Any = random._inst
+        # Read from memory, like numpy's: the getstate functions make hundreds of numbers, 25 us for each after every step.
         self._python = _python_words()
 
     def digest(self) -> int:
-        """Return a 64-bit digest of the generators' current states, except numpy's cached half of a pair of normal numbers. Moves
-        none of them."""
+        """Return a 64-bit digest of the generators' current states."""
         torch_state = self._torch_state()
         hasher = xxh3_64(self._torch_words.from_address(torch_state.data_ptr()))
         if self._cuda is not None:
@@ -290,8 +262,7 @@ class Generators:
         return hasher.intdigest()
 
     def _numpy_words(self) -> Any:
-        """Return the bytes of the state of numpy's generator, a view that stays valid; for another kind of bit generator, its
-        state as text."""
+        """Return numpy's generator state as bytes: a view that stays valid, or text for another bit generator."""
         generator = self._numpy_own._bit_generator
         if type(generator) is not np.random.MT19937:  # user code gave numpy another one
             return repr(generator.state).encode()
@@ -300,7 +271,7 @@ class Generators:
 
 
 def _python_words() -> Any:
-    """Return a view of the memory of Python's own generator, which changes with it; None if this Python has another layout."""
+    """Return a view of the memory of Python's own generator; None if this Python has another layout."""
     inst, head = random._inst, object.__basicsize__
     if type(inst).__basicsize__ < head + ctypes.sizeof(_MT19937):
         return None
@@ -310,8 +281,7 @@ def _python_words() -> Any:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """True if the tensor's elements fill the memory from its address on without a gap, in any order: they are then read in memory
-    order."""
+    """True if the tensor's elements fill the memory from its address on without a gap, in any order."""
     if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
         return False
     expected = 1
@@ -323,8 +293,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what ``flat`` returns. Raises ``BufferError`` if the storage is too small for the tensor: torch would read beyond
-    its memory."""
+    """Return what ``flat`` returns. Raises ``BufferError`` if the storage is too small: torch would read beyond it."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     if tensor.numel() and not _has_memory_to(tensor, extent * tensor.element_size()):
         raise BufferError("the storage is too small for the tensor")
@@ -332,6 +301,6 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_memory_to(tensor: torch.Tensor, stop: int) -> bool:
-    """True if the tensor has memory up to its byte ``stop``. User code may have resized its storage, or given it another one."""
+    """True if the tensor has memory up to its byte ``stop``: user code may have resized its storage."""
     storage = tensor.untyped_storage()
     return storage.nbytes() >= tensor.storage_offset() * tensor.element_size() + stop

@@ -14,8 +14,7 @@ _RECHECK_SECONDS: Final = 0.05
 
 
 def is_working(thread: threading.Thread) -> bool:
-    """True if ``thread`` is alive and is not an idle thread of a pool. Blocks for 50 ms if the thread seems idle: it may just
-    have taken work."""
+    """True if ``thread`` is alive and is not an idle thread of a pool. May block for 50 ms."""
     if not _waits_for_work(thread):
         return thread.is_alive()
     time.sleep(_RECHECK_SECONDS)  # a thread that has just taken work is at the same place, but not for long

@@ -1,5 +1,4 @@
-"""Finds optimizers, schedulers and the like that affect the training but were not passed to the Session, so that no checkpoint
-has their state."""
+"""Finds optimizers, schedulers and the like that affect the training but were not passed to the Session."""
 
 from __future__ import annotations
 
@@ -20,15 +19,10 @@ _MOST_PARTS: Final = 1000
 
 
 def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], registered: Iterable[object]) -> list[str]:
-    """Return the sorted type names of objects that affect the training and are neither in ``registered`` nor parts of such
-    objects. Averages that ``module`` holds in attributes are left out, too.
-
-    Optimizers affect it if they have a parameter of ``module``, but those that wrap a registered one are left out. Schedulers
-    affect it if their optimizer has such a parameter or is in ``optimizers``. Enabled gradient scalers do, and averages
-    (``AveragedModel``) with the shapes of the module or of a part of it. Searches all objects of the process; if it finds any, it
-    runs a garbage collection and searches again.
-    """
+    """Return the sorted type names of optimizers and the like that affect the training but are not registered. Searches all
+    objects of the process."""
     kept = {id(part) for item in registered for part in _parts(item, _DEPTH)}
+    # These are saved with the attributes (``hidden_state``).
     kept |= {id(average) for average in _averages_in_attributes(module)}
     if not _unregistered(module, optimizers, kept):
         return []
@@ -37,16 +31,14 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
 
 
 def _averages_in_attributes(module: nn.Module) -> Iterator[AveragedModel]:
-    """Yield the averages (``AveragedModel``) that the module and its submodules hold in attributes, also in lists and dicts: they
-    are saved with these attributes (``hidden_state``)."""
+    """Yield the averages (``AveragedModel``) that the module and its submodules hold in attributes, also in lists and dicts."""
     values = (value for one in module.modules() for value in vars(one).values())
     parts = (part for value in values for part in _parts(value, _DEPTH))
     return (part for part in parts if isinstance(part, AveragedModel))
 
 
 def unattributable(registered: Iterable[object]) -> Iterator[object]:
-    """Yield the gradient scalers and averaged models among ``registered`` and their parts. They cannot be attributed to one
-    model, so ``find_unregistered`` would also find them in a later run in this process; the caller excludes them there."""
+    """Yield the gradient scalers and averages among ``registered`` and their parts, which a later run would take for its own."""
     parts = (part for item in registered for part in _parts(item, _DEPTH))
     return (part for part in parts if isinstance(part, (AveragedModel, torch.amp.GradScaler)))
 
@@ -60,8 +52,7 @@ def unregistered_message(names: Collection[str]) -> str:
 
 
 def _unregistered(module: nn.Module, optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
-    """Return the objects of the process that affect the training of ``module``. ``kept``: ids of registered objects and their
-    parts, which are left out."""
+    """Return the objects of the process that affect the training of ``module``. ``kept``: ids of objects to leave out."""
     trained = {id(parameter) for parameter in module.parameters()}
     forms = [_form(one) for one in module.modules()]
     objects = gc.get_objects()
@@ -93,8 +84,7 @@ def _wraps(optimizer: Optimizer, kept: Collection[int]) -> bool:
 
 
 def _affects_training(item: object, optimizers: Collection[int], forms: Collection[list[torch.Size]]) -> bool:
-    """True for a scheduler of one of ``optimizers`` (ids), an average of a module with one of these ``forms``, and an enabled
-    gradient scaler."""
+    """True for a scheduler of one of ``optimizers``, an average with one of ``forms``, and an enabled gradient scaler."""
     if isinstance(item, LRScheduler):
         return id(getattr(item, "optimizer", None)) in optimizers
     if isinstance(item, AveragedModel):
@@ -103,11 +93,8 @@ def _affects_training(item: object, optimizers: Collection[int], forms: Collecti
 
 
 def _parts(item: object, depth: int) -> Iterator[object]:
-    """Yield the object and the objects that it holds in attributes, lists, tuples and dicts, up to ``depth`` levels below it.
-
-    Not yielded are objects in modules and tensors, a scheduler's optimizer, which its state omits, and items of a long list or
-    dict, which are data.
-    """
+    """Yield the object and those that it holds, down to ``depth`` levels. Long containers and contents of modules are left
+    out."""
     yield item
     if depth == 0 or isinstance(item, (nn.Module, torch.Tensor, type)):
         return
@@ -116,6 +103,7 @@ def _parts(item: object, depth: int) -> Iterator[object]:
         if len(item) <= _MOST_PARTS:
             inner = item.values() if isinstance(item, dict) else item
     elif hasattr(item, "__dict__"):
+        # A scheduler's state omits its optimizer.
         left_out = "optimizer" if isinstance(item, LRScheduler) else None
         inner = [part for name, part in vars(item).items() if name != left_out]
     for part in inner:

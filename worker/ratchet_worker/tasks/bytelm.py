@@ -1,9 +1,4 @@
-"""``bytelm``: a byte-level transformer language model over the source files of the Python standard library.
-
-The data are described in ``stdlib_bytes``, the model to beat in ``tests/support/byte_baseline.py``. With the default
-arguments it beats that model in bits per byte on held-back files, with all-reduce and with PowerSGD of rank 2
-(CPython 3.11, two ranks: 1.97 and 2.13 against 2.60).
-"""
+"""``bytelm``: a byte-level transformer language model over the source files of the Python standard library (``stdlib_bytes``)."""
 
 from __future__ import annotations
 
@@ -30,8 +25,7 @@ _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 
 
 class Windows:
-    """A data set of overlapping windows. Sample i: bytes ``i * context`` to ``(i + 2) * context`` of the training bytes ``data``,
-    uint8 of shape (2 * context,)."""
+    """A data set of overlapping windows: sample i is bytes ``i * context`` to ``(i + 2) * context`` of ``data``."""
 
     def __init__(self, data: torch.Tensor, context: int, digest: str) -> None:
         self.data, self.context, self._digest = data, context, digest
@@ -47,8 +41,7 @@ class Windows:
 
 
 def crop(sample: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return a window of ``sample`` of half its length + 1 at a random start, drawn from ``generator``: the inputs and, shifted
-    by one, the targets."""
+    """Return half of ``sample`` and one byte more, from a random start: the inputs and, shifted by one, the targets."""
     context = len(sample) // 2
     start = int(torch.randint(0, context, (), generator=generator))
     return sample[start : start + context + 1]
@@ -76,13 +69,8 @@ class Block(nn.Module):
 
 
 class ByteTransformer(nn.Module):
-    """The model: bytes (batch, length), of any integer dtype, to logits (batch, length, 256) of each next byte. The length is at
-    most ``context``.
-
-    A position's input is the sum of the embeddings of its byte, of its place, and of the last 2, 3 and 4 bytes, which are hashed
-    into ``grams`` rows for each length (hash n-gram embeddings as in Pagnoni et al. 2024, arXiv 2412.09871, section 3.2.1). Short
-    histories need not be learnt, so a small model trains in seconds.
-    """
+    """The model: bytes (batch, length), of any integer dtype, to logits (batch, length, 256) of each next byte. It embeds each
+    byte, its place and hashes of the last 2, 3 and 4 bytes (Pagnoni et al. 2024, arXiv 2412.09871, section 3.2.1)."""
 
     def __init__(self, width: int, layers: int, heads: int, context: int, dropout: float, grams: int) -> None:
         super().__init__()
@@ -109,8 +97,7 @@ class ByteTransformer(nn.Module):
         return logits
 
     def _hashes(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``grams`` for the last 2, 3 and 4 bytes at each position of ``x``, int64 of shape (lengths, batch,
-        length): Knuth's multiplicative hash of the bytes as a number."""
+        """Return the rows of ``grams`` for the last 2, 3 and 4 bytes at each position of ``x``: (lengths, batch, length)."""
         before = functional.pad(x, (_LONGEST_GRAM - 1, 0))  # NUL, the separator between files
         code, rows = x, []
         for k in range(1, _LONGEST_GRAM):
@@ -122,12 +109,11 @@ class ByteTransformer(nn.Module):
 class ByteLMTask:
     """The task ``bytelm``. Arguments: ``steps``; ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``);
     ``context`` in bytes; ``width``, ``layers``, ``heads``, ``grams``, ``dropout`` of the model; peak ``lr``, ``warmup`` steps,
-    ``weight_decay``, ``clip`` (largest norm of the gradient); ``train_bytes`` and ``held_back_bytes`` (caps); ``num_workers`` (0:
-    load in the rank); ``evaluate_every`` in steps (None: at the end). Raises ``UserError`` if ``steps``, ``context`` or a size of
-    the model is below 1, or ``heads`` does not divide ``width``.
+    ``weight_decay``, ``clip`` (largest norm of the gradient); ``train_bytes`` and ``held_back_bytes`` (caps); ``num_workers``;
+    ``evaluate_every`` in steps (None: at the end). Raises ``UserError`` for ``steps`` or a model that is impossible.
 
-    Metrics: ``loss`` (nats per byte) and ``bits_per_byte`` of the training batches; ``test_bits_per_byte`` over the held-back
-    bytes, in windows of ``context`` that do not overlap (so a byte is predicted from 1 to ``context`` bytes before it).
+    Metrics: ``loss`` (nats per byte) and ``bits_per_byte`` of the training batches; ``test_bits_per_byte`` of the held-back
+    bytes.
     """
 
     def __init__(
@@ -201,16 +187,14 @@ class ByteLMTask:
             return [tuple(p.shape) for p in self._model().parameters()]
 
     def _rate(self, step: int) -> float:
-        """The learning rate after ``step`` steps as a factor of the peak: it rises linearly for ``warmup`` steps, then falls as a
-        cosine to 5 % at the last step."""
+        """The learning rate after ``step`` steps, relative to the peak: a linear warm-up, then a cosine to 5 %."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
     def _share(self, data: torch.Tensor, rank: int, world_size: int) -> list[torch.Tensor]:
-        """This rank's windows of ``data``, of ``context + 1`` bytes each (the last may be shorter). Over all ranks, each byte but
-        the first is a target once."""
+        """This rank's windows of ``data``, of ``context + 1`` bytes each (the last may be shorter)."""
         starts = range(0, len(data) - 1, self.context)
         return [data[starts[i] : starts[i] + self.context + 1] for i in shard(len(starts), rank, world_size)]
 
@@ -237,7 +221,6 @@ class ByteLMTask:
 
 
 def _nats(model: nn.Module, windows: torch.Tensor, reduction: str) -> torch.Tensor:
-    """The cross-entropy in nats of each byte of ``windows`` (batch, length) except the first, given those before it, reduced by
-    ``reduction`` (``mean`` or ``sum``)."""
+    """The cross-entropy in nats of each byte of ``windows`` (batch, length) except the first, reduced by ``reduction``."""
     logits = model(windows[:, :-1])
     return functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten().long(), reduction=reduction)

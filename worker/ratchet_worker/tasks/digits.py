@@ -1,9 +1,4 @@
-"""``digits``: scikit-learn's handwritten digits (1797 grey images of 8 x 8 pixels, part of the package, no download).
-
-Every fifth image (index 0, 5, 10 ...) is held back for the test: 360; the other 1437 train, each shifted by up to one pixel
-at random. A small convolutional net with batch norm and dropout, SGD with momentum, a one-cycle learning rate.
-With PowerSGD of rank 2 on two ranks it reaches 97 % and more of the held-back images with the arguments' defaults.
-"""
+"""``digits``: a small convolutional net for scikit-learn's handwritten digits. Every fifth image is held back for the test."""
 
 from __future__ import annotations
 
@@ -28,8 +23,7 @@ _FILE: Final = "datasets/data/digits.csv.gz"
 
 
 class Digits:
-    """A data set: images, float32 of shape (n, 1, 8, 8) in 0 .. 1, and labels, int64 of shape (n,); one of the two parts of the
-    fixed split."""
+    """A data set: images, float32 of shape (n, 1, 8, 8) in 0 .. 1, and labels, int64."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor) -> None:
         self.images, self.labels = images, labels
@@ -45,10 +39,8 @@ class Digits:
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Return (training data, held-back data). Raises ``UserError`` if scikit-learn, or its file of the digits, is missing.
-
-    Reads the package's file without importing the package, which would cost every rank a second at start-up.
-    """
+    """Return (training data, held-back data). Raises ``UserError`` if scikit-learn, or its file of the digits, is missing."""
+    # Importing the package would cost every rank a second at start-up.
     spec = importlib.util.find_spec("sklearn")
     places = [Path(p) / _FILE for p in (spec.submodule_search_locations or [])] if spec else []
     path = next((p for p in places if p.is_file()), None)
@@ -62,23 +54,20 @@ def load_digits() -> tuple[Digits, Digits]:
 
 
 def shift(sample: tuple[torch.Tensor, torch.Tensor], generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sample with its image shifted vertically and horizontally, by -1, 0 or 1 pixel each, drawn from ``generator``;
-    new pixels are background."""
+    """Return the sample with its image shifted vertically and horizontally, by -1, 0 or 1 pixel each, drawn from
+    ``generator``."""
     image, label = sample
     down, right = torch.randint(0, 3, (2,), generator=generator).tolist()
     return functional.pad(image, (1, 1, 1, 1))[:, down : down + 8, right : right + 8], label
 
 
 def make_net(width: int, dropout: float) -> nn.Sequential:
-    """Return the model for images (batch, 1, 8, 8); ``width``: channels of the first layer. It has 188 394 parameters at width
-    32. PowerSGD compresses the matrices (2w, 9w), (2w, 18w), (4w, 32w) and, at rank 2, (10, 4w).
-
-    A convolution of stride 2 replaces pooling, whose backward pass on CUDA has no fixed order of additions.
-    """
+    """Return the model for images (batch, 1, 8, 8). ``width``: channels of the first layer."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, padding=1, bias=False),
         nn.BatchNorm2d(width),
         nn.ReLU(),
+        # A stride instead of pooling, whose backward pass on CUDA has no fixed order of additions.
         nn.Conv2d(width, 2 * width, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(2 * width),
         nn.ReLU(),
@@ -95,12 +84,11 @@ def make_net(width: int, dropout: float) -> nn.Sequential:
 
 class DigitsTask:
     """The task ``digits``. Arguments: ``epochs``, ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``),
-    peak ``lr``, ``momentum``, ``weight_decay``, ``dropout``, ``width`` (channels of the first layer), ``num_workers`` (0: load in
-    the rank), ``steps`` (number of steps to train, instead of ``epochs``), ``evaluate`` (False: no evaluation). Raises
-    ``UserError`` if ``epochs``, ``width`` or ``steps`` is below 1.
+    peak ``lr``, ``momentum``, ``weight_decay``, ``dropout``, ``width`` (channels of the first layer), ``num_workers``, ``steps``
+    (instead of ``epochs``), ``evaluate`` (False: no evaluation). Raises ``UserError`` if ``epochs``, ``width`` or ``steps`` is
+    below 1.
 
-    Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch and after
-    the last step.
+    Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch.
     """
 
     def __init__(
@@ -173,7 +161,7 @@ class DigitsTask:
             yield self._held_back
 
     def evaluate(self, model: nn.Module, batch: Any) -> Sums:
-        """Return the number of right answers and the sum of the losses in the batch, each with the number of images as weight."""
+        """Return the number of right answers and the sum of the losses, each with the number of images as weight."""
         images, labels = batch
         logits = model(images)
         right = float((logits.argmax(1) == labels).sum())

@@ -1,10 +1,5 @@
-"""The bytes of the Python standard library's source files, as training and held-back data; nothing is downloaded or written.
-
-Files: ``*.py`` below ``sysconfig``'s ``stdlib``, without tests, installed packages and files made by the build. A file is held
-back when the first byte of the SHA-256 of its path (relative, with ``/``) is below 26: about one in ten. Files are taken in
-the order of that SHA-256, so that a cap on the bytes gives a mixed sample. Only the first 32 KiB of each file are used, so that
-no single file (the help texts have 700 KB) makes up most of the sample. A NUL byte ends each file.
-"""
+"""The bytes of the Python standard library's sources, as training and held-back data. A hash of a file's path determines its part
+and its place, so that a cap gives a mixed sample."""
 
 from __future__ import annotations
 
@@ -24,13 +19,14 @@ from ratchet_contract.errors import UserError
 _NOT_IN: Final = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _BUILD_PREFIX: Final = "_sysconfigdata"
 _HELD_BACK_BELOW: Final = 26
+# So that no single file makes up most of the sample (the help texts have 700 KB).
 _PER_FILE: Final = 32 * 1024
 
 
 @dataclass(frozen=True)
 class ByteCorpus:
-    """Training and held-back bytes, uint8 arrays of shape (n,), and the names of the files that they are from. ``digest``: hex
-    SHA-256 over the caps and over path, size and content digest of every file used, in order."""
+    """Training and held-back bytes, uint8 of shape (n,), and their files. ``digest``: hex SHA-256 over the caps and files
+    used."""
 
     train: npt.NDArray[np.uint8]
     held_back: npt.NDArray[np.uint8]
@@ -40,8 +36,8 @@ class ByteCorpus:
 
 
 def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None) -> ByteCorpus:
-    """Return the corpus, with at most ``train_bytes`` and ``held_back_bytes`` bytes (the last file is cut). ``root``: the
-    directory with the source files, None for the interpreter's standard library. Raises ``UserError`` if either part is empty."""
+    """Return the corpus, with at most ``train_bytes`` and ``held_back_bytes``. ``root``: the sources; None: the standard library.
+    Raises ``UserError`` if either part is empty."""
     base = root or Path(sysconfig.get_path("stdlib"))
     ranked = sorted((hashlib.sha256(name.encode()).digest(), name) for name in _source_files(base))
     record: list[tuple[str, int, str]] = []
@@ -58,8 +54,7 @@ def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None
 
 
 def _source_files(base: Path) -> list[str]:
-    """The paths of the source files below ``base``, relative and with ``/``, without tests, installed packages and files made by
-    the build."""
+    """The paths of the source files below ``base``, relative and with ``/``, without tests and installed packages."""
     names: list[str] = []
     for folder, below, files in os.walk(base):
         below[:] = [name for name in below if name not in _NOT_IN]  # skip these directories entirely
@@ -72,8 +67,7 @@ def _source_files(base: Path) -> list[str]:
 
 
 def _join(base: Path, names: list[str], limit: int, record: list[tuple[str, int, str]]) -> npt.NDArray[np.uint8]:
-    """Return the first 32 KiB of each file, each followed by a NUL byte, joined and cut to ``limit`` bytes. Append to ``record``
-    the name, the whole size and the digest of each file that is read."""
+    """Return the first 32 KiB of each file and a NUL byte, joined and cut to ``limit`` bytes. Appends to ``record``."""
     parts: list[bytes] = []
     size = 0
     for name in names:

@@ -18,21 +18,14 @@ _DTYPES: Final = tuple(
 
 
 class Gatherer:
-    """One rank's side of gathers, in which every rank gets the tensors of all ranks. Calls without a group use a process group
-    of their own for each type of device, not DDP's: a backward pass gathers while DDP reduces, and the order of the two may
-    differ between ranks."""
+    """One rank's side of gathers, in which every rank gets the tensors of all ranks."""
 
     def __init__(self) -> None:
         self._groups: dict[str, dist.ProcessGroup] = {}
 
     def gather(self, tensor: torch.Tensor, group: dist.ProcessGroup | None, sync_grads: bool) -> torch.Tensor:
-        """Return the ``tensor`` of every rank of ``group`` (None: of all ranks), stacked in rank order: (ranks of the group,
-        *shape). A collective, and so is its backward pass. Without ``sync_grads`` the result is detached.
-
-        Raises ``UserError`` on this rank alone for a sparse or quantized tensor, for more than 13 dimensions, and if the rank is
-        outside the group. Raises it on every rank of the group if the tensors differ in shape or dtype or, with ``sync_grads``,
-        in whether they need a gradient.
-        """
+        """Return the ``tensor`` of every rank of ``group`` (None: all), stacked: (ranks, *shape). Its backward pass is a
+        collective, too. Without ``sync_grads`` the result is detached. Raises ``UserError`` if the tensors cannot be gathered."""
         if tensor.layout is not torch.strided or tensor.is_quantized:
             raise UserError(f"all_gather takes dense tensors, not one of layout {tensor.layout}; make it dense first")
         if tensor.dim() > _HEADER - 3:
@@ -47,8 +40,8 @@ class Gatherer:
         return _gather_stacked(tensor, ranks)
 
     def _group(self, device: torch.device) -> dist.ProcessGroup:
-        """Return the process group for tensors on ``device``. It is made at the first call for that type of device, which is a
-        collective."""
+        """Return the process group for tensors on ``device``. The first call for a type of device is a collective."""
+        # Not DDP's group: a backward pass gathers while DDP reduces, and the order of the two may differ between ranks.
         if device.type not in self._groups:
             main = dist.group.WORLD
             assert main is not None
@@ -57,8 +50,7 @@ class Gatherer:
 
 
 class _Gather(torch.autograd.Function):
-    """Gather with a gradient: the gradient of a rank's tensor is the sum, over the ranks, of the gradients of its slice of the
-    gathered tensor."""
+    """Gather with a gradient: a rank's tensor gets the sum, over the ranks, of the gradients of its slice."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -68,8 +60,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """Return the sum of all ranks' gradients for this rank's slice, added in rank order, so that every back end gives the
-        same bits. A collective."""
+        """Return the sum of all ranks' gradients for this rank's slice, added in rank order. A collective."""
         sent = gradient.resolve_conj().resolve_neg().contiguous()
         received = torch.empty_like(sent)
         if sent.numel():
@@ -90,14 +81,12 @@ def _gather_stacked(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a flat view of a contiguous tensor's bytes. Every back end moves bytes, but not every one bfloat16, bool or
-    complex numbers."""
+    """Return a flat view of a contiguous tensor's bytes, which every back end can move, unlike some dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _check_same_kind(tensor: torch.Tensor, differentiable: bool, group: dist.ProcessGroup) -> None:
-    """Raise ``UserError`` (``gather-mismatch``), on every rank, unless all ranks' tensors have the same dtype, shape and need
-    of a gradient. Without this check a back end would wait for bytes that never come, or mix up those that do. A collective."""
+    """Raise ``UserError`` on every rank unless all tensors have the same dtype, shape and need of a gradient. A collective."""
     numbers = [_DTYPES.index(tensor.dtype), int(differentiable), tensor.dim(), *tensor.shape]
     header = torch.tensor(numbers + [0] * (_HEADER - len(numbers)), dtype=torch.int64, device=tensor.device)
     found = [torch.empty_like(header) for _ in range(group.size())]

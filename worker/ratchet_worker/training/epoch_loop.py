@@ -1,11 +1,6 @@
-"""Ordinary loops under a Session: ``for epoch in session.epochs(n): for batch in loader: ...``, one step per batch.
-
-``session.prepare`` returns what a script has made, in the same order: the model in DDP under the job's hook, everything with
-state registered, and the training ``DataLoader`` as one whose iteration marks the steps. Requesting the second or a later batch
-of an epoch ends the open step and begins another. The step of an epoch's last batch stays open until the next epoch is requested:
-an evaluation, ``scheduler.step()`` and any other code after the loop over batches belongs to it. The step of the epoch's first
-batch begins then, so code before the loop over batches belongs to it.
-"""
+"""Ordinary loops under a Session: ``for epoch in session.epochs(n): for batch in loader: ...``, one step per batch. Requesting a
+further batch ends the open step. The step of an epoch's last batch stays open until the next epoch is requested, so that an
+evaluation after the loop over batches belongs to it."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ if TYPE_CHECKING:
 
 
 class EpochLoop:
-    """One rank's loop over epochs and batches, behind ``Session.prepare`` and ``Session.epochs``. ``epoch``: the epoch that
-    ``epochs`` has yielded last; None before the loop over epochs and after its regular end."""
+    """One rank's loop over epochs and batches. ``epoch``: the epoch that ``epochs`` has yielded last; None before the first."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -58,18 +52,15 @@ class EpochLoop:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def prepare(self, objects: tuple[Any, ...]) -> list[Any]:
-        """Wrap or register each of ``objects``, and return a list of the objects to use in their place, in the same order. The
-        model is wrapped in DDP, the training's DataLoader becomes a ``PreparedLoader``, everything else is registered and
-        returned as it is. A module that is no ``AveragedModel`` and has trainable parameters is the model; any other module is
-        registered, after it was moved to this rank's device. Raises ``UserError`` after the state was restored, and for an object
-        that cannot be prepared."""
+        """Wrap or register each of ``objects``; return the objects to use in their place. Raises ``UserError`` if that is not
+        possible."""
         if self.runtime.restored:
             raise UserError("call prepare before the first step: the state has already been restored")
         return [self._prepare_one(item) for item in objects]
 
     def keep(self, kept: SimpleNamespace) -> SimpleNamespace:
-        """Register ``kept``, whose attributes are variables that the loop carries from step to step, and return it. Raises
-        ``UserError`` after the state was restored."""
+        """Register ``kept``, whose attributes are variables that the loop carries, and return it. Raises ``UserError`` once the
+        state is restored."""
         if self.runtime.restored:
             raise UserError("call keep before the first step: the state has already been restored")
         self.runtime.state.register(self._name("user:kept"), kept)
@@ -109,8 +100,7 @@ class EpochLoop:
         return item
 
     def _name(self, kind: str) -> str:
-        """Return a free name under which an object of ``kind`` is registered: ``kind`` itself, or with a number if that is
-        taken. The second ``optimizer`` is ``user:optimizer_2``."""
+        """Return a free name under which an object of ``kind`` is registered, such as ``user:optimizer_2``."""
         state = self.runtime.state
         taken = {*state.optimizers, *state.stateful, *state.plain}
         if kind not in taken:
@@ -119,12 +109,8 @@ class EpochLoop:
         return next(f"user:{name}_{n}" for n in range(2, len(taken) + 3) if f"user:{name}_{n}" not in taken)
 
     def train_on(self, loader: Any, make_pass: Callable[[EpochLoop], Pass] | None = None) -> None:
-        """Make ``loader`` the training's DataLoader, whose batches are the steps, and register its position. Raises
-        ``UserError`` for a second loader.
-
-        ``make_pass``: makes the passes over the loader, in place of ``Pass``, for an integration package. Such a pass loads
-        each batch before it hands out the previous one.
-        """
+        """Make ``loader`` the training's DataLoader, whose batches are the steps. ``make_pass``: makes passes that load one batch
+        ahead. Raises ``UserError`` for a second loader."""
         if self._data is not None:
             raise UserError(
                 "prepare takes one training DataLoader, whose batches are the job's steps. Loaders of an evaluation stay as they "
@@ -140,14 +126,8 @@ class EpochLoop:
     # --- epochs --------------------------------------------------------------------------------------------------------
 
     def epochs(self, total: int, restore: Callable[[int | None], None]) -> Iterator[int]:
-        """Yield the numbers of the epochs to do, from the restored one to ``total`` - 1. Each epoch consists of one pass over
-        the prepared loader; code after that pass belongs to the step of its last batch. That step ends when the next epoch is
-        requested. After the last epoch the job is finished, with a final checkpoint.
-
-        ``restore``: called first if the state is not restored yet, with the number of steps, or None if the loader has no
-        length. Raises ``UserError`` without a prepared loader, for ``total`` below 1, at a second call, and for an epoch that
-        trained without a batch of the loader. Also raises the errors of the step boundary.
-        """
+        """Yield the numbers of the epochs to do, then finish the job. ``restore``: called with the number of steps, if known,
+        unless the state is restored. Raises ``UserError`` for wrong use, and the step boundary's errors."""
         runtime, data = self.runtime, self._data
         if data is None:
             raise UserError(
@@ -195,16 +175,14 @@ class EpochLoop:
             runtime.mark_nothing_left()
 
     def on_state_restored(self) -> None:
-        """Keep the states of generators, schedulers and gradient scalers, and the optimizers' hyperparameters, which were just
-        restored from the checkpoint. Up to the restored position in the epoch, the script's code repeats draws and scheduler
-        steps that the checkpoint contains already. At that position the kept states are put back. Does nothing without a
-        checkpoint or a prepared loader."""
+        """Keep the restored states of generators, schedulers, scalers and hyperparameters, to put them back at the restored
+        position."""
+        # Up to that position the script's code repeats draws and scheduler steps that the checkpoint contains already.
         if self._data is not None and self.runtime.chosen.manifest is not None:
             self._values_to_reapply = rng.capture(self.runtime.device), self.runtime.state.control_states()
 
     def iterate(self) -> Iterator[Any]:
-        """Return a new pass over the loader, an iterator over its batches. Raises ``UserError`` before the first epoch, where
-        batches would not be steps."""
+        """Return a new pass over the loader. Raises ``UserError`` before the first epoch, where batches would not be steps."""
         if self.epoch is None and not (self.all_done or self.runtime.finished or self.runtime.done):
             raise UserError(
                 "the prepared loader is iterated outside of an epoch: write `for epoch in session.epochs(n):` around it. To "
@@ -213,9 +191,8 @@ class EpochLoop:
         return self._make_pass(self)
 
     def is_training(self, current: Pass) -> bool:
-        """True if ``current`` is the first pass over the loader in this epoch, whose batches are the steps. The first pass that
-        calls this in an epoch becomes it. Further passes, such as an evaluation on the training data, belong to the open
-        step."""
+        """True if ``current`` is this epoch's first pass, whose batches are the steps. The epoch's first call makes ``current``
+        that pass."""
         if self._pass is None and self.epoch is not None:
             self._pass, self._iteration_at_pass_end = ref(current), None
         training = self._pass is not None and self._pass() is current
@@ -228,11 +205,11 @@ class EpochLoop:
         return self.runtime.state.require_wrapped()[1].iteration
 
     def _report_outside(self, epoch: int) -> None:
-        """If two or more backward passes followed the end of this epoch's first pass over the loader, report it, but only for the
-        first such epoch: all of them belong to one step."""
+        """Report, once, that two or more backward passes followed the end of this epoch's first pass over the loader."""
         count = 0 if self._iteration_at_pass_end is None else self._iteration - self._iteration_at_pass_end
         if count < 2 or self._reported_outside:
             return
+        # All of them belong to one step.
         self._reported_outside = True
         if self.runtime.rank == 0:
             self.runtime.reporter.note(
@@ -244,9 +221,8 @@ class EpochLoop:
             )
 
     def next_batch(self, current: Pass) -> Any:
-        """Return the next batch of the training's pass ``current``. First the open step ends and another begins; only the step
-        of an epoch's first batch is open already. At the end of the epoch it raises ``StopIteration``, and the step of the last
-        batch stays open. Raises ``UserError`` for an epoch without a batch, and the errors of the step boundary."""
+        """Return the next batch of ``current``, in a step of its own. Raises ``StopIteration`` at the epoch's end, ``UserError``
+        for an epoch without a batch, and the step boundary's errors."""
         runtime, data = self.runtime, self._data
         assert data is not None and self.epoch is not None
         if not current.begun:
@@ -273,8 +249,7 @@ class EpochLoop:
         return batch
 
     def _reapply_restored(self) -> None:
-        """Put back the states that ``on_state_restored`` has kept. Does nothing after the first call, and if none were
-        kept."""
+        """Put back the states that ``on_state_restored`` has kept, once."""
         if self._values_to_reapply is not None:
             generators, steering = self._values_to_reapply
             self.runtime.state.restore_control_states(steering)
@@ -282,14 +257,12 @@ class EpochLoop:
             self._values_to_reapply = None
 
     def on_checkpoint(self) -> None:
-        """Called before a save that the script requests. If the script has left the epoch's pass by ``break``, the epoch counts
-        as over: the position moves to the next epoch."""
+        """Before a save that the script requests: end the epoch if the script has left its pass by ``break``."""
         if self._pass is not None and self._pass() is None:
             self._end_pass()
 
     def _end_pass(self) -> None:
-        """End the training's pass: the position is then the beginning of the next epoch. It is not moved if it is there
-        already."""
+        """End the training's pass: the position in the data is then the beginning of the next epoch."""
         assert self._data is not None
         if self._pass is not None and (one := self._pass()) is not None:
             one.ended = True
@@ -299,21 +272,16 @@ class EpochLoop:
     # --- enumerate -----------------------------------------------------------------------------------------------------
 
     def enumerate_batches(self, batches: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
-        """Yield (number, batch) for ``batches``, the prepared loader or something that iterates over it. Numbers are those in
-        the epoch, counted from ``start``. After a resume within an epoch the training's pass continues its numbers; any other
-        pass begins at ``start``."""
+        """Yield (number, batch) for ``batches``. Numbers begin at ``start``; after a resume within an epoch, the training's pass
+        continues them."""
         before = self._pass
         for batch in batches:
             yield start + (self.start if self._pass is not before else 0), batch
             start += 1
 
     def _continue_numbers(self, current: Pass) -> None:
-        """After a resume within the epoch, make Python's ``enumerate`` around the loader continue with the number of the batch.
-
-        Then examine the place in the code that iterates, each place only once, since that takes a walk over all objects. Report
-        the variables that its loop carries. If its numbers would not continue after a resume, report that, or under
-        ``determinism: strict`` raise ``UserError``.
-        """
+        """Make ``enumerate`` around the loader continue its numbers after a resume, and report what its loop would lose. May
+        raise ``UserError``."""
         for reader in enumerate_position.enumerate_readers(current) if self.start else ():
             current.placeholders = True
             enumerate_position.advance(reader, self.start)
@@ -322,6 +290,7 @@ class EpochLoop:
         while frame is not None and frame.f_code.co_filename == __file__:
             frame = frame.f_back
         place = None if frame is None else (frame.f_code, frame.f_lasti)
+        # Each place only once: it takes a walk over all objects.
         if place in self._examined:
             return
         self._examined.add(place)
@@ -345,8 +314,7 @@ def _is_trained(item: Any) -> bool:
 
 
 class PreparedLoader:
-    """The training ``DataLoader`` as ``Session.prepare`` returns it: its iteration marks the job's steps. ``len``, and all
-    attributes except ``start``, are the DataLoader's."""
+    """The training ``DataLoader`` as ``Session.prepare`` returns it: its iteration marks the job's steps."""
 
     def __init__(self, loop: EpochLoop, loader: Any) -> None:
         self._loop, self._loader = loop, loader
@@ -369,8 +337,8 @@ class PreparedLoader:
 
 
 class Pass:
-    """One pass over the training's loader, as an iterator. If it is the epoch's first, its batches are the steps; otherwise it
-    iterates over the plain loader. Integration packages override the methods for its beginning, each batch and its end."""
+    """One pass over the training's loader, which integration packages extend. The batches of an epoch's first pass are the
+    steps."""
 
     def __init__(self, loop: EpochLoop) -> None:
         self.loop = loop

@@ -1,5 +1,4 @@
-"""Evaluation, between two steps or within a step's body. ``preserving_state`` puts modes, buffers and generators back after it.
-Ranks exchange values through the store, not by collectives, which a stop could leave hanging."""
+"""Evaluation. Ranks exchange values through the store, not by collectives, which a stop could leave hanging."""
 
 from __future__ import annotations
 
@@ -24,9 +23,8 @@ Item = TypeVar("Item")
 
 
 class Evaluation:
-    """The object that the block of ``Session.evaluation`` uses. If the evaluation is between two steps and the ranks have agreed
-    to stop, ``batches`` raises ``Abandoned`` before its next item, and the other methods raise it while they wait for other
-    ranks. The block is then left, and the evaluation runs again after the resume."""
+    """What the block of ``Session.evaluation`` gets. Between two steps, its methods may raise ``Abandoned`` once the ranks have
+    agreed to stop."""
 
     def __init__(
         self, exchange: Exchange, name: str, tick: Callable[[], None], stop_pending: Callable[[], bool]
@@ -35,8 +33,7 @@ class Evaluation:
         self._gathers = 0
 
     def batches(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``. Before each one it checks for an agreed stop, and ticks the step counter so that a long evaluation
-        does not look like a hang. Raises ``Abandoned`` if a stop is pending."""
+        """Yield ``items``, and show with each that this rank is alive. Raises ``Abandoned`` if a stop is pending."""
         for item in items:
             if self._stop_pending():
                 raise Abandoned(self._name)
@@ -44,15 +41,14 @@ class Evaluation:
             yield item
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's JSON ``value``, in rank order. Every rank must call it; it blocks until all have. Raises
-        ``PeerTimeout`` if a rank does not, and ``Abandoned`` if a stop is pending while it waits."""
+        """Return every rank's JSON ``value``, in rank order; blocks until all ranks have called it. Raises ``PeerTimeout`` and
+        ``Abandoned``."""
         self._gathers += 1
         return self._exchange.gather(f"{self._name}/{self._gathers}", value, should_abandon=self._stop_pending)
 
     def averages(self, sums: dict[str, tuple[float, float]]) -> dict[str, float]:
-        """Return, for each name, the sum of all ranks' sums divided by the sum of all ranks' weights (NaN for a weight of 0).
-        ``sums``: this rank's pairs (sum, weight) by name; a rank may lack names. Every rank must call it; it blocks until all
-        have, and raises as ``gather`` does."""
+        """Return, by name, the total of all ranks' sums divided by the total of their weights (NaN for 0). ``sums``: this rank's
+        pairs (sum, weight). Blocks and raises as ``gather`` does."""
         parts = self.gather({k: [float(v[0]).hex(), float(v[1]).hex()] for k, v in sums.items()})
         names = sorted({name for part in parts for name in part})
         out: dict[str, float] = {}
@@ -73,15 +69,8 @@ def preserving_state(
     *,
     broadcast: bool,
 ) -> Iterator[None]:
-    """Context manager: the block runs in eval mode without gradients. Afterwards modes, buffers and generators are restored,
-    including generators inside the training ``data``, and weights that ``optimizers`` with modes of their own have switched.
-    Where replicas are equal, another change of the parameters in the block stays.
-
-    One model is evaluated, not one per rank: where replicas differ, their mean replaces the parameters in the block, and this
-    rank's own values are put back afterwards. With ``broadcast`` every rank has rank 0's values of the buffers in the
-    block, except of those that DDP is configured to ignore. Entering is a collective where replicas differ, and with
-    ``broadcast``.
-    """
+    """Run the block in eval mode without gradients, and restore modes, buffers and generators afterwards. Differing parameters
+    are replaced by their mean, with ``broadcast`` buffers by rank 0's. Entering may be a collective."""
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync
     named = sorted(ddp.module.named_buffers())
@@ -122,12 +111,12 @@ def _own_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _preserving_weights(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Context manager: restore, after the block, the weights and modes of optimizers that switch between training and
-    evaluating (schedulefree's ``train`` and ``eval``). Switching there and back rounds the weights, and an evaluation that runs
-    again after a resume would round them twice."""
+    """Restore, after the block, weights and modes of optimizers that switch between training and evaluating, such as
+    schedulefree's."""
     modal = {id(o): [place for place in (vars(o), *o.param_groups) if "train_mode" in place] for o in optimizers}
     weights = [p for o in optimizers if modal[id(o)] for group in o.param_groups for p in group["params"]]
     modes = [(place, place["train_mode"]) for places in modal.values() for place in places]
+    # Switching there and back rounds the weights; an evaluation that runs again after a resume would round them twice.
     kept, versions = [p.detach().clone() for p in weights], versions_of(weights)
     try:
         yield

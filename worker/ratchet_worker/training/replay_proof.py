@@ -1,12 +1,6 @@
-"""Proof that steps lost in a kill are redone as the same steps. Fingerprints of both executions are compared while the attempt
-trains.
-
-Every rank writes one fingerprint per step into its attempt's ring (``step_ring``) and reads the rings of earlier attempts, for
-steps after its base. Steps are compared only where they must be equal: this attempt resumes exactly or starts from scratch, and
-the earlier attempt trained along the same line (``RingHeader.line``: no inexact resume in between) under the same facts. If no
-earlier attempt meets these conditions, nothing is compared, and the reason is reported. All ranks compare the same steps: those
-whose fingerprints every rank has.
-"""
+"""Proof that steps lost in a kill are redone as the same steps. Every rank writes a fingerprint per step into its attempt's ring,
+and compares it with that of an earlier attempt. Steps are compared only where they must be equal: on the same line
+(``RingHeader.line``), without an inexact resume in between, and under the same facts."""
 
 from __future__ import annotations
 
@@ -60,9 +54,8 @@ Ranges = list[list[int]]
 
 
 class Redone(NamedTuple):
-    """What the ranks have agreed to compare; the same on all ranks. ``steps``: number of steps after the base that an earlier
-    attempt had done on every rank; ``compared``: those among them whose fingerprints every rank has. ``reason``: why some or
-    all of them are not compared, None if all are."""
+    """What all ranks have agreed to compare. ``steps``: number of steps that all had done before. ``compared``: those with all
+    ranks' fingerprints. ``reason``: why others are not compared."""
 
     steps: int
     compared: frozenset[int]
@@ -70,9 +63,8 @@ class Redone(NamedTuple):
 
 
 class ReplayProof:
-    """Records one rank's fingerprints in this attempt and compares them with those of earlier attempts. ``ring``: the file to
-    write them to, None if it cannot be written. ``redone``: what is compared. ``earlier``: earlier attempts' fingerprints, by
-    step. ``on_difference``: called at the first step whose fingerprint differs from the earlier one."""
+    """Records one rank's fingerprints and compares them with earlier ones. ``ring``: their file, if it can be written.
+    ``earlier``: by step. ``on_difference``: called at the first difference."""
 
     def __init__(
         self,
@@ -95,18 +87,15 @@ class ReplayProof:
         self._position: tuple[int, int] | None = None
 
     def record_step(self, step: int, data: TrainData | None, batches_taken: int) -> None:
-        """Record the fingerprint of a finished ``step``; called after each step. Fingerprints that are complete by now, which
-        may be of earlier steps, are written and compared. ``batches_taken``: number of batches that the step took. Raises
-        ``UserError`` (``replay-difference``) under ``determinism: strict`` for a step that differs from its earlier
-        execution."""
+        """Record the fingerprint of a finished step, which may be compared later. Raises ``UserError`` for a difference under
+        ``determinism: strict``."""
         self._position = _position(data, batches_taken)
         for fingerprint in self._fingerprints.record_step(step, self._position):
             self._record(fingerprint)
 
     def changed_since_step(self, data: TrainData | None, batches_taken: int) -> list[str]:
-        """Return what has moved since ``record_step``: a list with ``data`` if a batch was taken or the position in the data has
-        changed, and ``generators`` if a process-wide generator was drawn from. Empty if neither is so. Positions are compared
-        only for Ratchet's own data classes (``_POSITIONED``). ``batches_taken``: number of batches taken since then."""
+        """Return what has moved since ``record_step``: ``data``, ``generators``, both or neither. ``batches_taken``: batches
+        taken since then."""
         placed = isinstance(data, _POSITIONED) and self._position not in (None, _position(data, batches_taken))
         return [
             *(["data"] if batches_taken or placed else []),
@@ -114,15 +103,14 @@ class ReplayProof:
         ]
 
     def finish(self) -> None:
-        """Write and compare the fingerprints that were not complete yet, and report the result. Called at the end of the loop
-        and at a stop. Raises as ``record_step`` does."""
+        """Write and compare the fingerprints that were not complete yet, and report the result. Raises as ``record_step``
+        does."""
         for fingerprint in self._fingerprints.drain():
             self._record(fingerprint)
         self.report()
 
     def report(self) -> None:
-        """Report the comparison so far to the service. Does nothing if no step is done again, or nothing has changed since the
-        last report."""
+        """Report the comparison so far to the service, unless there is nothing new."""
         if self._redone.steps and self._reported != (self._compared, self._equal):
             self._reported, self._reported_at = (self._compared, self._equal), time.monotonic()
             self._reporter.report_redone_steps(
@@ -130,21 +118,15 @@ class ReplayProof:
             )
 
     def _record(self, fingerprint: StepFingerprint) -> None:
-        """Write a complete fingerprint to the ring, if there is one, and compare it if steps are left to compare. Raises as
-        ``record_step`` does."""
+        """Write a complete fingerprint to the ring, if there is one, and compare it. Raises as ``record_step`` does."""
         if self._ring is not None:
             self._ring.write(fingerprint)
         if self._earlier:
             self._compare(fingerprint)
 
     def _compare(self, fingerprint: StepFingerprint) -> None:
-        """Compare a fingerprint with the earlier one of the same step, if there is one. After the first difference no step
-        counts as equal.
-
-        At the first difference it reports it and gives this attempt's ring a line of its own (``RingHeader.line``), so that
-        later attempts of the former line are not compared with this one. Under ``determinism: strict`` it then raises
-        ``UserError`` (``replay-difference``).
-        """
+        """Compare a fingerprint with the earlier one of its step, if any. After the first difference, no step counts as equal.
+        Raises as ``record_step`` does."""
         before = self._earlier.pop(fingerprint.step, None)
         if before is None:
             return
@@ -153,6 +135,7 @@ class ReplayProof:
         if part is not None and self._difference is None:
             self._difference = StepDifference(step=fingerprint.step, rank=self._reporter.rank, part=part)
             self._on_difference()
+            # So later attempts of the former line are not compared with this one.
             if self._ring is not None:  # from here on the steps differ from those of earlier attempts
                 self._ring.set_line(self._own_line)
             self.report()
@@ -169,8 +152,7 @@ class ReplayProof:
 
 
 def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
-    """Begin the proof, and return it. Called after everything is restored: it reads the earlier fingerprints, agrees with the
-    other ranks on what is compared, and creates this attempt's ring. ``report``: the resume report. A collective."""
+    """Agree with the other ranks on what is compared, and create this attempt's ring. A collective, after the restore."""
     launch, rank = runtime.launch, runtime.rank
     ddp, _ = runtime.state.require_wrapped()
     fingerprints = StepFingerprints([*ddp.module.parameters()], runtime.device)
@@ -200,9 +182,7 @@ def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
 
 
 class _Attempt(NamedTuple):
-    """An earlier attempt of the job, or of the run that the job adopted. ``facts``: the facts that it must have had to be
-    compared. They are those of this process, with code, hook and spec of the job; for an attempt of the adopted run, with those
-    of that run."""
+    """An earlier attempt of the job or of the run that it adopted. ``facts``: those required for a comparison."""
 
     name: str
     paths: AttemptPaths
@@ -217,13 +197,8 @@ def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
 
 
 class _Earlier(NamedTuple):
-    """What this rank knows of the steps after the base. ``last``: the last step that this rank (rank 0 in an attempt without
-    this rank) had done in an earlier attempt that may be compared; 0 if no attempt had done steps after the base.
-    ``fingerprints``: those of these steps that exist, by step.
-
-    If only attempts that may not be compared had done steps after the base, ``last`` is the last step of the newest of them,
-    ``fingerprints`` is empty, and ``reason`` says why that attempt is not compared. Otherwise ``reason`` is None.
-    """
+    """What this rank knows of steps after the base. ``last``: the last step done before, or 0. ``fingerprints``: by step.
+    ``reason``: why they cannot be compared."""
 
     last: int
     fingerprints: dict[int, StepFingerprint]
@@ -235,8 +210,7 @@ class _Earlier(NamedTuple):
 
 
 def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line: str) -> _Earlier:
-    """Return what this rank knows of the steps after the base. ``attempts``: newest first; if several have done a step, the
-    newest one's fingerprint counts. ``report``: this attempt's resume report; ``line``: this attempt's line."""
+    """Return what this rank knows of steps after the base. ``attempts``: newest first; each step's newest fingerprint counts."""
     base = report.base.step
     refused: list[tuple[int, str]] = []
     last, fingerprints = 0, dict[int, StepFingerprint]()
@@ -257,8 +231,8 @@ def _earlier(attempts: Sequence[_Attempt], rank: int, report: ResumeReport, line
 
 
 def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None, own: RingHeader) -> str | None:
-    """Return a sentence on why the earlier attempt ``name`` is not compared; None if it is. ``found``: its ring's header, None
-    if it has no readable one; ``own``: the header of this attempt, with the facts that the earlier one must have had."""
+    """Return why the earlier attempt ``name`` is not compared; None if it is. ``found``: its ring's header; ``own``: the required
+    one."""
     if report.verdict not in ("fresh", "exact"):
         return f"{INEXACT}: {describe_inexact(report)}"
     if found is None:
@@ -272,15 +246,11 @@ def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None,
 
 
 def describe_inexact(report: ResumeReport) -> str:
-    """Return a sentence on what is not exact in a resume. It names the first three differences, and the first component that lost
-    something for another reason.
-
-    A redistributed or reset component follows from the differences, so it is named only if there are none. Data that start over
-    are an exception: they count as a component that lost something for another reason.
-    """
+    """Return a sentence on what is not exact in a resume: the first differences, and a component that lost something."""
     found = []
     if report.differences:
         found.append(describe_differences(report.differences, _MAX_NAMED))
+    # A redistributed or reset component follows from the differences: it is named only without any. Data that start over do not.
     parts = [part for part in report.components if part.status != "exact"]
     lost = [
         part for part in parts
@@ -294,8 +264,7 @@ def describe_inexact(report: ResumeReport) -> str:
 
 
 def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
-    """Return what is compared, from all ranks' messages (``_Earlier.message``): the steps after ``base`` that every rank had
-    done, and those of them of which every rank has fingerprints."""
+    """Return what is compared, as it follows from all ranks' messages (``_Earlier.message``). ``base``: the base's step."""
     steps = max(0, min(rank["last"] for rank in messages) - base)
     reason = next((rank["reason"] for rank in messages if rank["reason"] is not None), None)
     common = frozenset(range(base + 1, base + steps + 1))
@@ -307,13 +276,12 @@ def _agree(messages: list[dict[str, Any]], base: int) -> Redone:
 
 
 def _line(runtime: Runtime, report: ResumeReport) -> str:
-    """Return the name of this attempt's line, see ``RingHeader``: attempts with the same line must do the same steps. All starts
-    from scratch share one line. An exact resume continues the line of the attempt that wrote the checkpoint. If that attempt
-    belongs neither to this job nor to the run that it adopted, or has no readable ring, the line is named after the checkpoint.
-    A resume that is not exact begins a line of its own."""
+    """Return the name of this attempt's line (``RingHeader``): attempts with the same line must do the same steps."""
     base, launch, manifest = report.base, runtime.launch, runtime.chosen.manifest
     if report.verdict == "fresh":
         return "start"
+    # A resume that is not exact begins a line; an exact one continues that of the attempt that wrote the checkpoint, if it is
+    # known.
     if report.verdict != "exact":
         return _own_line(launch)
     job = JobPaths(Path(launch.job_root)) if runtime.adopted is None else runtime.adopted.paths
@@ -341,8 +309,7 @@ def _own_line(launch: LaunchFile) -> str:
 
 
 def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
-    """Return the facts that two attempts must share to be compared: environment, code, data, hook, spec and ``sample``.
-    ``sample``: the digest of the plan by which parameters are sampled. Digests are shortened to ``_DIGITS``."""
+    """Return the facts that compared attempts must share, such as code and spec. ``sample``: the sample plan's digest."""
     hook = launch.spec.hook
     facts = {
         **runtime.environment,
@@ -368,8 +335,7 @@ def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None
 
 
 def _position(data: TrainData | None, batches_taken: int) -> tuple[int, int]:
-    """Return the epoch of the data and the position in it. For data of the user's own, whose attributes may mean anything, the
-    position is ``batches_taken``, the number of batches that the step took. Without data the epoch is 0."""
+    """Return the epoch of the data and the position in it; for the user's own data, ``batches_taken`` as the position."""
     if isinstance(data, _POSITIONED):
         return data.epoch, data.position
     return 0 if data is None else int(data.epoch), batches_taken

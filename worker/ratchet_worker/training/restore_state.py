@@ -1,4 +1,4 @@
-"""Restore recorded state into this group's objects: each rank's own, or that of a group of another size or under another hook."""
+"""Restores recorded state into this group's objects, also that of a group of another size or under another hook."""
 
 from __future__ import annotations
 
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list[ComponentReport]:
-    """Restore ``saved`` into the runtime's objects and return a report per component. ``saved``: this rank's own state, or, if
-    the number of ranks has changed, one old rank's together with what all of them shared. If states of other old ranks are
-    needed, they are read from the checkpoint. Raises ``UserError`` for state that does not fit or that
-    ``policy.on_hook_mismatch`` does not allow, ``StateError`` if the shared tensors are not those that were saved, and
-    ``CheckpointError`` if those other states cannot be read."""
+    """Restore ``saved``, and other ranks' states where needed; return a report per component. Raises ``UserError`` for state that
+    does not fit or is not allowed, ``StateError`` and ``CheckpointError`` for damage."""
     state, how = runtime.state, _state_transfer(runtime, manifest)
     if manifest.world_size == runtime.world_size:
         if _needs_mean(manifest, how, resized=False):
@@ -41,8 +38,8 @@ def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list
 
 
 def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
-    """Raise ``StateError`` unless the restored tensors in memory have the digests that were computed from the live tensors at
-    the save. (The digest of a file covers only the file.) Checks nothing if replicas differ now, or differed at the save."""
+    """Raise ``StateError`` unless the restored tensors have the digests of the live tensors at the save. Skipped where replicas
+    differ."""
     state = runtime.state
     if not manifest.replicas == state.require_wrapped()[1].replicas == "equal":
         return
@@ -55,8 +52,7 @@ def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
 
 
 def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
-    """Return what happens to the hook's state at this restore: it is kept, converted for another hook, or reset. This follows
-    from ``runtime.notes`` and, if the number of ranks has changed, from ``policy.on_hook_mismatch``."""
+    """Return what happens to the hook's state at this restore: it is kept, converted for another hook, or reset."""
     notes, recorded = runtime.notes, disk.recorded_hook(manifest)
     reset = notes.reset
     if manifest.world_size != runtime.world_size:
@@ -66,9 +62,8 @@ def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
 
 
 def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -> bool:
-    """True if replicas that differed at the save must be made equal, by their mean. That is so for another number of ranks
-    (``resized``), and for a hook that needs equal replicas. It is also so for a hook that starts without state, since its
-    warm-up would not bring them together."""
+    """True if replicas that differed at the save must be made equal, as for another number of ranks (``resized``)."""
+    # A hook that starts without state would not bring them together in its warm-up.
     other = transfer.change is not None and transfer.change.averages
     return manifest.replicas != "equal" and (resized or other or transfer.reset is not None)
 
@@ -76,13 +71,8 @@ def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -
 def _average_replicas(
     runtime: Runtime, manifest: Manifest, saved: Snapshot, transfer: StateTransfer
 ) -> tuple[Snapshot, StateTransfer]:
-    """Return ``saved`` with one merged replica in place of this rank's own, and ``transfer`` with a record of that. Raises
-    ``UserError`` if the replicas cannot be merged.
-
-    Tensors of models and optimizers become their mean over the old ranks. What has no mean is rank 0's, such as the numbers of
-    scalers and schedulers. (Ranks with scales of their own would unscale by other factors than their common gradient has.) The
-    user's own objects that follow the model become their mean; others stay each rank's own.
-    """
+    """Return ``saved`` with one merged replica in place of this rank's own, and ``transfer`` with its record. Raises
+    ``UserError`` if that is impossible."""
     components = {"model", *runtime.state.optimizers, *runtime.state.group_components()}
     try:
         mean = _mean(runtime, manifest, components)
@@ -105,8 +95,7 @@ def _average_replicas(
 
 
 def _user_means(runtime: Runtime, manifest: Manifest) -> tuple[dict[str, Mean], dict[str, str]]:
-    """Return, for the user's registered objects whose states differed between ranks, the means of those that follow the model,
-    and the reasons why the others are kept as they are; both by component."""
+    """Return, by component, means of the user's objects that follow the model, and reasons why others are kept."""
     module = runtime.state.require_wrapped()[0].module
     followers: dict[str, Mean] = {}
     kept = {}
@@ -128,7 +117,7 @@ def _user_means(runtime: Runtime, manifest: Manifest) -> tuple[dict[str, Mean], 
 
 def _mean(runtime: Runtime, manifest: Manifest, components: set[str]) -> Mean:
     """Read all old ranks' states of ``components`` from the checkpoint and return their mean. Raises ``StateError`` if they have
-    none, ``CheckpointError`` if they cannot be read."""
+    none."""
     ranks = range(manifest.world_size)
     return average(
         (disk.read(runtime.chosen, [r], components.__contains__, shared=False)[r] for r in ranks), components
@@ -160,8 +149,8 @@ def _check_resize(runtime: Runtime, manifest: Manifest) -> None:
 def _restore_resized(
     runtime: Runtime, manifest: Manifest, own: Snapshot, transfer: StateTransfer
 ) -> list[ComponentReport]:
-    """Restore state that another number of ranks saved: redistribute or reset the hook's state and the data position by the
-    states of all old ranks, and merge replicas that differ. Returns a report per component."""
+    """Restore state that another number of ranks saved, redistributing, resetting or merging it. Returns a report per
+    component."""
     everyone = disk.read(runtime.chosen, range(manifest.world_size), lambda c: c in ("hook", "data"), shared=False)
     if _needs_mean(manifest, transfer, resized=True):
         own, transfer = _average_replicas(runtime, manifest, own, transfer)

@@ -52,10 +52,8 @@ _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 
 @dataclass
 class Notes:
-    """What wrapping the model and the restore had to give up or change, for the report; None: nothing. ``layout``: why the
-    recorded bucket layout was not rebuilt; ``reset``: why the hook's state is reset; ``change``: the change of the hook;
-    ``total``: a sentence on another number of steps; ``unregistered``: a sentence on state that nothing has registered;
-    ``imported``: what was loaded from the file of ``start_from``."""
+    """What wrapping and restoring had to change, for the report; None: nothing. ``layout``: why DDP has other buckets; ``reset``:
+    why the hook's state is reset; ``total``, ``unregistered``: sentences."""
 
     layout: str | None = None
     reset: str | None = None
@@ -68,13 +66,8 @@ class Notes:
 def build(
     launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes, ddp: DdpSpec
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP under the job's hook, and return the DDP and its hook. A collective.
-
-    DDP gets the bucket layout that the checkpoint recorded, if there is one. If that is impossible and
-    ``policy.on_hook_mismatch`` allows it, DDP gets its own layout. ``notes`` is filled with what was changed. If there is no
-    checkpoint and the job starts from a file (``start_from``), the file is loaded into ``module``. Raises ``UserError`` if the
-    policy does not allow what is required, or the hook, the checkpoint or the file does not fit the model.
-    """
+    """Wrap ``module`` in DDP under the job's hook, with the recorded bucket layout if possible, and fill ``notes``. A collective.
+    Raises ``UserError`` if something does not fit."""
     spec, manifest = launch.spec, chosen.manifest
     if manifest is None and launch.start_file is not None:
         notes.imported = imported.load(launch, module)
@@ -107,8 +100,7 @@ def build(
 
 
 def _model_difference(manifest: Manifest, module: nn.Module) -> str | None:
-    """Return a text that names a parameter that only the checkpoint or only the model has; None if no such parameter is found. A
-    parameter that is frozen, now or when the checkpoint was written, is in both."""
+    """Return a text on a parameter that only the checkpoint or only the model has; None if none is found."""
     trained, present = {*chain.from_iterable(manifest.bucket_layout or ())}, {n for n, _ in module.named_parameters()}
     if lost := trained - present:
         return f"it has {min(lost)}, and the model does not"
@@ -127,8 +119,8 @@ def _new_run(launch: LaunchFile) -> str:
 def _wrap_managed(
     launch: LaunchFile, ddp: DdpSpec, module: nn.Module, device: torch.device, recorded: Layout | None
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP under the hook, and return the DDP and its hook. ``recorded``: the bucket layout to use; None:
-    DDP's own. Raises ``LayoutMismatch`` if that layout cannot be rebuilt, and ``UserError`` for other errors of the hook."""
+    """Wrap ``module`` in DDP under the hook. ``recorded``: the bucket layout, if any. Raises ``LayoutMismatch`` if it cannot be
+    rebuilt, and ``UserError``."""
     hook, options = launch.spec.hook, ddp.model_dump(exclude={"backend"})
     try:
         return managed_ddp(module, hook, ddp=options, device=device, recorded_layout=recorded)
@@ -143,15 +135,8 @@ def _wrap_managed(
 
 
 def restore(runtime: Runtime) -> ResumeReport:
-    """Restore the checkpoint's state, if there is a checkpoint, compare the environment with the recorded one, and return the
-    resume report. A collective. Rank 0 also writes ``base.json`` and the attempt's environment file, marks the checkpoint if it
-    lacks late changes (``_persist_mark``), sets ``runtime.provenance``, and reports the resume and that training begins. Every
-    rank returns the report; only rank 0's has its ``notes``.
-
-    Raises ``UserError`` for state that does not fit, for a difference under ``determinism: strict``, and if the ranks request
-    different numbers of steps. Raises ``StateError`` if the restored tensors are not those that were saved, and
-    ``CheckpointError`` if another rank's state, where it is needed, cannot be read.
-    """
+    """Restore the checkpoint's state, if there is one, and return the resume report. A collective. Rank 0 also writes files of
+    the attempt and reports. Raises ``UserError``, ``StateError`` and ``CheckpointError``."""
     launch, chosen = runtime.launch, runtime.chosen
     packages = package_list.installed()
     runtime.environment = environment.record(launch, runtime.device, packages)
@@ -218,26 +203,24 @@ def restore(runtime: Runtime) -> ResumeReport:
 
 
 def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
-    """Return the difference between the number of steps that the script requests and that of the attempt that saved the base: a
-    schedule made for the old number does not adapt to the new one. None if the numbers are equal, if one is unknown, or if the
-    number of ranks has changed."""
+    """Return the difference between the steps requested and those of the attempt that saved the base; None without one that
+    counts."""
     before, now = runtime.earlier_total, runtime.total
+    # A schedule made for the old number does not adapt to the new one.
     if before is None or now is None or before == now:
         return None
     return EnvironmentDifference(key=_TOTAL, recorded=before, current=now)
 
 
 def _not_exact_since(chosen: Chosen) -> str | None:
-    """Return a text with the step and attempt since which the checkpoint's bits may differ from those of an undisturbed run
-    (``Runtime.mark_not_exact``); None if no such mark led to the checkpoint."""
+    """Return the step and attempt, as text, since which the checkpoint's bits may differ; None without such a mark."""
     found = None if chosen.manifest is None else chosen.manifest.environment.get(environment.NOT_EXACT)
     return None if found is None else str(found)
 
 
 def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
-    """Return a list with one report if the checkpoint lacks state; else an empty list. It lacks state that changed after
-    ``checkpoint()`` in the same step (``late_changes``), or that the rest of the step's body would have changed had it not been
-    cut off."""
+    """Return a list with one report if the checkpoint lacks what its step changed, or was to change, after ``checkpoint()``; else
+    an empty list."""
     directory, manifest = runtime.chosen.directory, runtime.chosen.manifest
     assert directory is not None and manifest is not None
     what = read_changed_marker(directory)
@@ -253,9 +236,7 @@ def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
 
 
 def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
-    """If ``components`` report that the checkpoint lacks late changes, write the marker file ``CHANGED`` with the reason into
-    the checkpoint's directory, so that copies of it carry the marker too. Nothing is written into a checkpoint of another
-    job."""
+    """If ``components`` report late changes, mark this job's checkpoint with the file ``CHANGED``, which copies keep."""
     what = next((c.reason for c in components if c.component == "checkpoint"), None)
     directory, own = runtime.chosen.directory, JobPaths(Path(runtime.launch.job_root)).checkpoints
     if what is not None and directory is not None and directory.parent == own:
@@ -263,8 +244,7 @@ def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:
-    """Return the reports on what was loaded from the file of ``start_from``. Raises ``UserError`` (``import-mismatch``) if
-    nothing was loaded, because ``Session.wrap`` did not wrap the model."""
+    """Return the reports on what was loaded from the file of ``start_from``. Raises ``UserError`` if nothing was loaded."""
     found, state = runtime.notes.imported, runtime.state
     if found is None:
         raise UserError(
@@ -277,9 +257,7 @@ def _report_import(runtime: Runtime) -> list[ComponentReport]:
 
 
 def _restore_total(runtime: Runtime, manifest: Manifest) -> None:
-    """Keep the recorded number of steps if a task computes another one because the number of ranks changed: the restored learning
-    rate schedule has the old number, so the job must end there too. Changes nothing for a script, which counts for itself, or if
-    code, data or the spec (apart from hook and number of ranks) have changed."""
+    """Keep the recorded number of steps if a task computes another one only because the number of ranks changed."""
     launch, before, asked = runtime.launch, manifest.total_steps, runtime.total
     same = (
         disk.is_same_spec_ignoring_ranks(manifest, launch, any_hook=True)
@@ -289,14 +267,15 @@ def _restore_total(runtime: Runtime, manifest: Manifest) -> None:
         return
     if manifest.data_digest != runtime.data_digest:
         return
+    # The restored learning rate schedule has the old number.
     runtime.total = before
     here = pluralize(launch.world_size, "rank")
     runtime.notes.total = f"the job ends after step {before} as before; for {here} the task would request {asked} steps"
 
 
 def _check_same_total(totals: list[int | None]) -> None:
-    """Raise ``UserError`` if the ranks do not agree on the number of steps: a rank with more steps than the others would wait for
-    them until a deadline, and look like a hang."""
+    """Raise ``UserError`` if the ranks do not agree on the number of steps."""
+    # A rank with more steps than the others would wait for them, and look like a hang.
     if len(set(totals)) > 1:
         raise UserError(
             f"the ranks do not agree on the number of steps: {totals}, in rank order. It must not depend on a rank's own share "
@@ -363,9 +342,10 @@ def _nonstrict_advice(launch: LaunchFile) -> str:
 
 
 def _write_base(runtime: Runtime, report: ResumeReport) -> None:
-    """Write ``base.json`` durably, the file that names the checkpoint that this attempt starts from. Then report the resume and
-    that training begins. The file must be on disk before any training: the lineage depends on it."""
+    """Write ``base.json``, which names the checkpoint that this attempt starts from, and report the resume and that training
+    begins."""
     paths = AttemptPaths(Path(runtime.launch.attempt_dir))
+    # Durable before any training: the lineage depends on it.
     write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)
     runtime.reporter.report_resumed(report)
     runtime.reporter.report_training(report.base, runtime.total)

@@ -1,8 +1,5 @@
-"""One rank's run: the step boundary, where state is captured and all ranks act together. Task loop and Session are built on it.
-
-Order at the boundary after a step: the save that is due, then whatever the ranks agreed on, then an evaluation. A save comes
-before an evaluation, so an evaluation that a stop cut short runs again after the resume, from the same state.
-"""
+"""One rank's run: the step boundary, where state is captured and all ranks act together. At a boundary a save comes before an
+evaluation, so that an evaluation that a stop cuts short runs again from the same state."""
 
 from __future__ import annotations
 
@@ -62,9 +59,8 @@ Item = TypeVar("Item")
 
 
 class Runtime:
-    """One rank's run of the job: it wraps the model, restores state, counts steps, saves between steps, and acts on what the
-    ranks have agreed on. ``step``: number of completed steps of the job, those of earlier attempts included; ``total``: number of
-    all steps of the job (None: only the script knows); in a loop over epochs, the expected number, which does not end the job."""
+    """One rank's run of the job. ``step``: number of completed steps, with those of earlier attempts. ``total``: of all steps,
+    None if unknown; over epochs, only expected."""
 
     def __init__(
         self,
@@ -147,22 +143,19 @@ class Runtime:
 
     @property
     def done(self) -> bool:
-        """True if nothing is left to train: the last step is done, or this attempt starts from the job's final checkpoint and the
-        script is not known to request more steps than before."""
+        """True if nothing is left to train: the last step is done, in this attempt or an earlier one."""
         if self._ended or (self.is_base_last and self.step == self.chosen.base.step):
             return True
         return self.total is not None and self.step >= self.total and not self.by_epochs
 
     @property
     def is_base_last(self) -> bool:
-        """True if the base (the checkpoint that this attempt starts from) is this job's final one, and the script is not known to
-        request more steps than before. False in another job that starts from that checkpoint."""
+        """True if this attempt starts from this job's final checkpoint, and the script is not known to request more steps."""
         return self._is_base_finished and not self.is_extended
 
     @property
     def is_extended(self) -> bool:
-        """True if the base is this job's final checkpoint and the script requests more steps than before. False if one of the two
-        numbers is unknown."""
+        """True if the base is this job's final checkpoint and the script is known to request more steps than before."""
         before = self.earlier_total
         return self._is_base_finished and None not in (self.total, before) and self.total > before  # type: ignore[operator]
 
@@ -173,8 +166,7 @@ class Runtime:
 
     @property
     def earlier_total(self) -> int | None:
-        """The ``total`` of the attempt that saved the base. None without a checkpoint, where it was not known, or where the
-        number of ranks has changed, which may change the number of steps."""
+        """The ``total`` of the attempt that saved the base; None if unknown, or if the number of ranks has changed."""
         manifest = self.chosen.manifest
         return manifest.total_steps if manifest is not None and manifest.world_size == self.world_size else None
 
@@ -187,10 +179,8 @@ class Runtime:
     # --- before the first step -----------------------------------------------------------------------------------------
 
     def wrap(self, module: nn.Module, *, find_unused_parameters: bool = False) -> ManagedDDP:
-        """Wrap ``module`` in DDP under the job's hook, on this rank's device, with the bucket layout that ``resume.build``
-        chooses, and return the DDP. ``find_unused_parameters`` True enables that option even if the spec does not, unless the
-        spec sets ``static_graph``. A collective. Raises ``UserError`` for a second model, and if the hook or the checkpoint does
-        not fit the model."""
+        """Wrap ``module`` in DDP under the job's hook, on this rank's device. A collective. Raises ``UserError`` for a second
+        model, or if something does not fit."""
         if self.state.ddp is not None:
             raise UserError(
                 "one model per job can be wrapped; put several networks into one module. Pass a copy that is not trained (an "
@@ -204,8 +194,8 @@ class Runtime:
         return ddp
 
     def check_loop_variables(self, frame: FrameType | None, *, within_epoch: bool = False) -> None:
-        """Report the variables that the script's loop in ``frame`` or in its callers carries from one pass to the next, since no
-        checkpoint contains them. Each variable is reported once. ``within_epoch`` True: the loop is over an epoch's batches."""
+        """Report, once each, the variables that the script's loop in ``frame`` or its callers carries: no checkpoint contains
+        them."""
         place, names = loop_variables.find_carried(frame)
         new = [name for name in names if name not in self._reported_variables]
         if not new:
@@ -219,8 +209,8 @@ class Runtime:
             self.reporter.note("loop-variables", text, place=place, names=new)
 
     def _check_unregistered(self) -> None:
-        """Look, on all ranks, for objects that act on the training and are not registered, and report their names. A
-        collective. If there are any, raises ``UserError`` (``unregistered-state``) under ``determinism: strict``."""
+        """Report objects that act on the training and are not registered. A collective. Raises ``UserError`` for them under
+        ``determinism: strict``."""
         state, (ddp, _) = self.state, self.state.require_wrapped()
         given = (
             *state.optimizers.values(),
@@ -242,12 +232,8 @@ class Runtime:
             self.reporter.note("unregistered", text)
 
     def restore(self, total: int | None) -> None:
-        """Restore what was registered, report the result, and report that training begins. A collective, called once on every
-        rank. ``total``: the number of steps, None if it is not known.
-
-        Raises ``UserError`` (such as for a second call, state that does not fit or a difference under ``determinism: strict``),
-        ``StateError`` (the restored tensors are not those that were saved) and ``CheckpointError``.
-        """
+        """Restore what was registered, and report that training begins. A collective. ``total``: None if unknown. Raises
+        ``UserError``, ``StateError`` and ``CheckpointError``."""
         if self.restored:
             raise UserError("call restore once, after everything is registered and before the first step")
         self.total = total
@@ -265,14 +251,13 @@ class Runtime:
         self._report_hook()
 
     def mark_not_exact(self) -> None:
-        """Make every later checkpoint record that its bits may differ from those of an undisturbed run, since this attempt's
-        resume. If the record of an earlier resume exists already, it stays. A call on any one rank has this effect."""
+        """Make every later checkpoint record that its bits may differ from those of an undisturbed run. One rank's call
+        suffices."""
         base = self.chosen.base
         self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.attempt}")
 
     def _set_gates(self) -> None:
-        """Make the hook and the optimizers block, before they change state, until a save in progress has copied that state.
-        Does nothing if saves do not overlap with training."""
+        """Make the hook and the optimizers block, before they change state, until a save in progress has copied it."""
         if not self.checkpointer.is_overlapped:  # and a hook would be traced with a compiled optimizer.step()
             return
         gate = self.checkpointer.wait_until_copied
@@ -283,10 +268,8 @@ class Runtime:
     # --- steps ---------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Act on what the ranks have agreed on (a stop, a save), then start the next step. May block until the ranks have
-        agreed. In a trial it first ends the trial or injects a fault, if that is due. Raises ``Stopped`` for a stop and at the
-        end of a trial, ``UserError`` after the job's last step or if a step is open, and ``CheckpointError`` after too many
-        failed saves."""
+        """Act on what the ranks have agreed on, then start the next step. May block. Raises ``Stopped``, ``UserError`` and
+        ``CheckpointError``."""
         if self.stopped is not None:  # and the script caught it
             raise self.stopped
         self.check_not_ended()
@@ -310,9 +293,8 @@ class Runtime:
         self.counter.start_step(self.step + 1)
 
     def set_total(self, total: int | None) -> None:
-        """Set the number of steps of the script's loop to ``total``. If it was unknown before, it is compared with the number
-        in the attempt that saved the base. A difference is reported and makes the run not exact; under ``determinism: strict``
-        it raises ``UserError``."""
+        """Set the number of steps of the script's loop. A number unlike the base's makes the run inexact, or raises ``UserError``
+        under ``determinism: strict``."""
         unknown, self.total = self.total is None, total
         if unknown and (odd := resume.total_difference(self)) is not None:
             text = f"not exact: {odd.sentence()}"
@@ -323,16 +305,13 @@ class Runtime:
                 self.reporter.note("other-total", text)
 
     def mark_nothing_left(self) -> None:
-        """Record that the script's loop has no step to do, since the job's last step was done by an earlier attempt.
-        ``check_not_ended`` then refuses a further loop, as it does in the attempt that has done the last step. Calls
-        ``on_nothing_left`` if this attempt starts from the job's final checkpoint."""
+        """Record that the script's loop has no step to do, since an earlier attempt has done the last one."""
         self._ended = self.loop_ended = True
         if self._is_base_finished and self.on_nothing_left is not None:
             self.on_nothing_left()
 
     def check_not_ended(self) -> None:
-        """Raise ``UserError`` if the job has ended: its last step is done, or ``mark_nothing_left`` was called. The steps of a
-        further loop would be skipped silently after a resume."""
+        """Raise ``UserError`` if the job has ended: a resume would silently skip the steps of a further loop."""
         if self._ended:
             raise UserError(
                 f"another step was requested after step {self.step}, which was the last: a resume from the final checkpoint has "
@@ -342,14 +321,8 @@ class Runtime:
             )
 
     def end_step(self, *, last: bool = False) -> None:
-        """End the open step, if there is one: count it, and begin a save if one is due. After the job's last step the final
-        checkpoint is saved, which blocks. Call it after ``optimizer.step()`` and ``zero_grad()``. ``last``: the job ends here,
-        regardless of ``total``.
-
-        A hook that averages parameters does so here, as the last action of the step: on every rank, also where a scaler skipped
-        ``optimizer.step()`` on some, and before the step is counted, saved or stopped at. Raises ``CheckpointError`` after too
-        many failed saves, and ``UserError`` for a step that differs from its earlier execution under ``determinism: strict``.
-        """
+        """End the open step, if any: count it, and begin a due save; the final save blocks. ``last``: the job ends here. Raises
+        ``CheckpointError`` and ``UserError``."""
         if not self._step_open:
             self._end_body()
             return
@@ -360,11 +333,13 @@ class Runtime:
         self.checkpointer.wait_until_copied(
             Until.STEP
         )  # a scaler may have skipped the optimizer's step, which would have waited
+        # On every rank, also where a scaler skipped ``optimizer.step()`` on some.
         self.state.require_wrapped()[1].average_parameters()
         self.exchange.block_if_aborting()
         self._step_open = False
         self.step += 1
         self._ended = last or (self.step == self.total and not self.by_epochs)
+        # Before the step is counted or saved: a step that others see as done has its fingerprint.
         self._fingerprint()
         self.counter.finish_step(self.step)
         if self.trial.is_active:
@@ -386,9 +361,8 @@ class Runtime:
             self.reporter.note("ignored-not-found", f"nothing was found at the ignored path {', '.join(paths)}")
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
-        """Yield the batches of ``data``, epoch after epoch, without an end. Raises ``UserError`` for an epoch without batches,
-        and for a batch that is taken while no step is open: the position in the data would belong to another step than the rest
-        of the state."""
+        """Yield the batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and outside a
+        step."""
         return endless(data, self.count_batch, restored=self.chosen.manifest is not None)
 
     def count_batch(self) -> None:
@@ -408,8 +382,7 @@ class Runtime:
         return self._batches > 0
 
     def _fingerprint(self) -> None:
-        """Record the fingerprint of the step that ends. Called before the step counter counts the step and before the step is
-        saved, so that every step that others see as done has its fingerprint. (On CUDA it may be written some steps later.)"""
+        """Record the fingerprint of the step that ends."""
         assert self.proof is not None
         self.proof.record_step(self.step, self.state.data, self._batches)
         self._last_scheduler_counts = self._scheduler_counts()
@@ -417,8 +390,7 @@ class Runtime:
             self.proof.finish()
 
     def end_step_if_worked(self, *, last: bool = False) -> None:
-        """End the open step if it has done its work: its gradients were reduced or, in a loop over epochs, it has taken a batch.
-        Called for a request in the middle of a loop's body (a checkpoint, the job's end). ``last``: as for ``end_step``."""
+        """End the open step if its gradients were reduced or, in a loop over epochs, it has taken a batch."""
         if self._has_worked:
             self.end_step(last=last)
 
@@ -435,13 +407,8 @@ class Runtime:
 
     def checkpoint(self) -> bool:
         """Save now, and wait for the save, unless this step is saved already. Every rank calls it after the same step. An open
-        step that has done its work is ended first; if it has not done its work, the step before it is saved. Returns True if the
-        step is saved, False if the save failed, which is reported. Raises ``CheckpointError`` after the third failure in a row.
-
-        State that the body of the loop changes after this call is not in the checkpoint; the checkpoint is then marked as
-        changed. It is also marked if the step before is saved and the open step has already taken data, drawn random numbers or
-        stepped a scheduler.
-        """
+        step that has done its work is ended first. Returns False if the save failed. Raises ``CheckpointError`` after the third
+        failure in a row."""
         self._check_late_changes()
         self.checkpointer.drain()  # a save in progress is of the last boundary
         early = self._changed_before_work()
@@ -458,8 +425,8 @@ class Runtime:
         return error is None
 
     def _changed_before_work(self) -> list[str]:
-        """Return the names of what the open step has changed already (data, generators, schedulers), if ``checkpoint()`` would
-        now save the step before it. Empty otherwise."""
+        """Return what the open step has changed already, if ``checkpoint()`` would save the step before it; else an empty
+        list."""
         if not self._step_open or self._has_worked or self.step == self.checkpointer.last.step:
             return []
         assert self.proof is not None
@@ -485,8 +452,7 @@ class Runtime:
             self.counter.set_saved_within(0)
 
     def _check_late_changes(self) -> None:
-        """If state has changed since ``checkpoint()`` ended the step in the middle of its body, write the marker ``CHANGED``
-        into that checkpoint and report it: such a change belongs to no step."""
+        """If state has changed since ``checkpoint()`` ended the step within its body, mark that checkpoint as changed."""
         late, self._late_changes = self._late_changes, None
         if late is not None and (names := late.changed_components()):
             self._mark_changed(late.step, late_change_message(late.step, names))
@@ -496,31 +462,23 @@ class Runtime:
             self.reporter.note("changed-behind-checkpoint", text, step=step)
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Log metrics of the open step, or between two steps of the last one. Rank 0's are reported, and with
-        ``checkpoint.keep_best`` they decide which checkpoints are kept; on other ranks nothing happens."""
+        """Log metrics of the open step, or between two steps of the last one. Only rank 0's count."""
         if self.rank == 0:
             step, found = self.open_step, {k: metric_value(k, v) for k, v in values.items()}
             self.reporter.report_metrics(step, found)
             self.checkpointer.record_metrics(step, found)
 
     def finish(self) -> None:
-        """End the job: save the final checkpoint unless it exists, and wait until every rank has done its last step. An open
-        step that has done its work is ended first; one that has not is not counted. Does nothing after a call that has
-        ended the job.
-
-        In a thread other than the one that does the steps, first wait for the last step; raises ``RuntimeError`` if that thread
-        ends earlier. Raises ``Stopped`` if the ranks have agreed to stop, ``CheckpointError`` if the final save fails, and
-        ``UserError`` in a fork or an adopted run that has done no step of its own.
-        """
+        """End the job: save the final checkpoint unless it exists, and wait for all ranks. Raises ``Stopped``,
+        ``CheckpointError``, ``UserError`` if a fork has done no step, and ``RuntimeError`` if the training thread ends early."""
         self._wait_for_last_step()
         with self._boundary_lock:
             if not self.finished:
                 self._finish()
 
     def _wait_for_last_step(self) -> None:
-        """In a thread other than the one that does the steps, wait until the last step is done or a stop was raised. Raises
-        ``RuntimeError`` if that thread ends earlier: only that thread knows whether its loop was left by ``break`` or by an
-        error."""
+        """In another thread, wait until the thread that does the steps has done the last one or was stopped. Raises
+        ``RuntimeError`` if that thread ends earlier."""
         trainer = self.trainer
         if trainer is None or trainer is threading.current_thread():
             return
@@ -563,17 +521,17 @@ class Runtime:
         self.agreement.close()
 
     def _report_end(self) -> None:
-        """Report the hook and the trial, then wait, without a time limit, until every rank has called this. Called after the
-        last save. A rank that stopped listening earlier could leave another waiting forever for its answer in an agreement."""
+        """Report the hook and the trial, then wait, without a time limit, until every rank has called this."""
         self._report_hook()
         self._report_trial()
+        # A rank that stopped listening earlier could leave another waiting forever for its answer in an agreement.
         self.exchange.gather("finish", None, timeout=math.inf)
 
     # --- a trial -------------------------------------------------------------------------------------------------------
 
     def _continue_trial(self) -> None:
-        """Before the next step of a trial: end the trial if it is over, else inject the planned fault if it is due. Raises
-        ``Stopped`` at the end of the trial, and ``CheckpointError`` if its last save failed."""
+        """End the trial if it is over, else inject a due fault. Raises ``Stopped`` at the end, ``CheckpointError`` if the save
+        failed."""
         if not self.trial.is_over(self.step):
             self.trial.inject_fault(self.step, self.checkpointer.drain, self.counter.start_step, self.agreement)
             return
@@ -600,14 +558,8 @@ class Runtime:
 
     @contextmanager
     def evaluating(self) -> Iterator[Evaluation]:
-        """Context manager of an evaluation. Modes, buffers and generators are put back after the block; where replicas are
-        equal, a change of the parameters stays (``preserving_state``). Every rank enters it after the same step.
-
-        Between two steps, entering it first acts on what the ranks have agreed on, and may raise ``Stopped``. A stop in the block
-        cuts it short: the block is left without an exception, and the evaluation runs again after the resume. Within a loop's
-        body it belongs to the step, as does what the script does with its values (stepping a scheduler by them): a stop comes
-        after both.
-        """
+        """Run an evaluation, which every rank enters after the same step. Between two steps, entering may raise ``Stopped``, and
+        a later stop leaves the block without an exception; the evaluation then runs again after the resume."""
         ddp, hook = self.state.require_wrapped()
         cut_short = not self._in_body
         name = self._begin_evaluation()  # may begin a save
@@ -643,9 +595,8 @@ class Runtime:
         return self._step_open or self._saved_in_body
 
     def _begin_evaluation(self) -> str:
-        """Begin an evaluation and return its name, which is the same on all ranks. Between two steps the evaluation is a unit
-        of its own: before it starts, this rank acts on what the ranks have agreed on, and may raise ``Stopped``. Within a
-        loop's body it belongs to the step's unit. Raises ``UserError`` for too many evaluations after one step."""
+        """Begin an evaluation and return its name, the same on all ranks. May raise ``Stopped``, and ``UserError`` for too
+        many."""
         if self._in_body:
             self._evaluations += 1
             return f"evaluation/{self._unit}/{self._evaluations}"
@@ -690,8 +641,7 @@ class Runtime:
         raise self.stopped
 
     def _remaining_grace(self, cause: Cause) -> float:
-        """Return the seconds that are left, after a stop by ``cause``, until the processes are killed; negative if the time is
-        over."""
+        """Return the seconds left, after a stop by ``cause``, until the processes are killed; negative if they are over."""
         policy = self.launch.spec.policy
         grace = policy.stop_grace
         if cause in (Cause.SIGTERM, Cause.TIME_LIMIT) and policy.preemption_notice is not None:
@@ -699,9 +649,8 @@ class Runtime:
         return grace - self.agreement.seconds_since_stop()
 
     def _save_if_new(self, reason: Reason, remaining_seconds: float | None = None) -> str | None:
-        """Save this step unless it is saved already, after waiting for a save in progress. Return the error message if the save
-        failed, else None. The ``CheckpointError`` after the third failure in a row is raised, but for the reason ``stop`` its
-        message is returned."""
+        """Save this step unless it is saved. Return the error message if that failed, else None. Raises ``CheckpointError`` at
+        the third failure in a row, except at a stop."""
         self.checkpointer.drain()
         if self.step == self.checkpointer.last.step:
             self.checkpointer.wait_for_retention()
@@ -749,9 +698,8 @@ def start_runtime(
     counter: StepCounter,
     reporter: Reporter,
 ) -> Runtime:
-    """Start the process group, agree with the other ranks on the checkpoint to start from, and return this rank's runtime. A
-    collective. ``timeout``: seconds that a rank waits for others; ``block_if_aborting``: see ``GroupAbort.block_if_aborting``.
-    Raises ``UserError`` and ``CheckpointError``."""
+    """Start the process group, agree on the checkpoint to start from, and return this rank's runtime. Raises ``UserError`` and
+    ``CheckpointError``."""
     device = process_group.select_device(launch, identity)
     process_group.init_group(launch, identity, clients, device, timeout)
     counter.tick()
@@ -765,5 +713,5 @@ def start_runtime(
 
 
 def _may_save_early(launch: LaunchFile, chosen: Chosen) -> bool:
-    """True if this attempt does not start from a checkpoint of this job. It may then save one before the first scheduled one."""
+    """True if this attempt may save before the first scheduled checkpoint, since it starts from none of this job."""
     return chosen.manifest is None or chosen.manifest.job_id != launch.job_id

@@ -19,9 +19,8 @@ from ratchet_worker.training.runtime import Runtime
 
 
 def run_task(runtime: Runtime, task: Task) -> None:
-    """Build the task's parts, restore the state, train and evaluate to the end, and finish. An evaluation that is due after the
-    restored step runs first. Raises ``Stopped`` when the ranks agreed to stop, ``UserError`` for parts that cannot work,
-    ``CheckpointError`` after too many failed saves, and whatever the task raises."""
+    """Build the task's parts, restore the state, train and evaluate to the end. Raises ``Stopped``, ``UserError``,
+    ``CheckpointError``, and what the task raises."""
     parts = _build(runtime, task)
     total = _steps(parts)
     check_parts(parts, static_graph=runtime.launch.spec.ddp.static_graph)
@@ -70,8 +69,7 @@ def _steps(parts: Parts) -> int:
 
 
 def check_parts(parts: Parts, *, static_graph: bool) -> None:
-    """Raise ``UserError`` for two kinds of parts that would fail in the first step of every attempt: ``accumulate`` above 1 with
-    ``static_graph``, and an optimizer whose ``step`` needs a closure."""
+    """Raise ``UserError`` for parts that would fail in every attempt's first step, such as an optimizer that needs a closure."""
     if static_graph and parts.accumulate > 1:
         raise UserError(
             "Parts.accumulate uses no_sync, and ddp.static_graph learns the graph in the first backward, which must not be "
@@ -88,8 +86,7 @@ def check_parts(parts: Parts, *, static_graph: bool) -> None:
 
 
 def _components(parts: Parts) -> dict[str, Any]:
-    """Return the parts with state, except the model, by the names under which they are registered. Those in ``stateful`` are
-    named ``user:<name>``."""
+    """Return the parts with state, except the model, by the names under which they are registered, such as ``user:<name>``."""
     out: dict[str, Any] = {"optimizer": parts.optimizer, "data": parts.train}
     if parts.scheduler is not None:
         out["scheduler"] = parts.scheduler
@@ -109,8 +106,7 @@ class Trainer:
         self._losses: list[tuple[torch.Tensor, Metrics]] = []
 
     def train_step(self) -> None:
-        """Do one step: forward and backward of ``accumulate`` batches, then the optimizer, the scaler and the scheduler. Keeps
-        the losses for ``log``."""
+        """Do one step: forward and backward of ``accumulate`` batches, then the optimizer. Keeps the losses for ``log``."""
         parts, count = self._parts, self._parts.accumulate
         self._losses = []
         for number in range(count):
@@ -123,8 +119,7 @@ class Trainer:
         self._optimizer_step()
 
     def _optimizer_step(self) -> None:
-        """Call the task's ``before_step``, step the optimizer, the scaler and the scheduler, and clear the gradients. First waits
-        until a save in progress has copied the state that this changes."""
+        """Call the task's ``before_step``, step the optimizer, the scaler and the scheduler, and clear the gradients."""
         parts = self._parts
         self._runtime.checkpointer.wait_until_copied(Until.STEP)
         if self._before_step is not None:
@@ -142,8 +137,7 @@ class Trainer:
         parts.optimizer.zero_grad()
 
     def log(self) -> None:
-        """Log the last step's metrics, if they are due; only on rank 0. A metric is the mean over the batches that rank 0
-        accumulated in the step. The learning rates are added."""
+        """On rank 0, log the learning rates and the means of the last step's metrics, if they are due."""
         runtime = self._runtime
         due = runtime.reporter.metrics_due(runtime.step, runtime.total) or runtime.is_judged
         if runtime.rank != 0 or not due:
@@ -160,16 +154,14 @@ class Trainer:
         runtime.log({**{name: sum(v) / len(v) for name, v in values.items()}, **rates})
 
     def evaluation_due(self) -> bool:
-        """True if the task must be evaluated now: after every ``evaluate_every`` steps (None: not before the end), and after
-        the job's last step. Always False for a task without ``evaluation``."""
+        """True if the task must be evaluated now: after every ``evaluate_every`` steps, and after the job's last step."""
         if not hasattr(self._task, "evaluation"):
             return False
         every, step = self._parts.evaluate_every, self._runtime.step
         return self._runtime.done or (every is not None and step % every == 0)
 
     def evaluate(self) -> None:
-        """Evaluate this rank's share of the evaluation data, and log the averages over all ranks. Every rank must call it. If a
-        stop cuts the evaluation short, nothing is logged; it runs again after the resume."""
+        """Evaluate the task on all ranks, and log the averages. If a stop cuts that short, nothing is logged."""
         task: Any = self._task
         with self._runtime.evaluating() as evaluation:
             sums: dict[str, tuple[float, float]] = {}
@@ -182,8 +174,7 @@ class Trainer:
 
 
 def _split_loss(result: LossResult) -> tuple[torch.Tensor, Metrics]:
-    """Return the loss and the metrics that ``loss()`` has returned; empty metrics if it returned only a loss. Raises
-    ``UserError`` if the loss is not a tensor of one element."""
+    """Return loss and metrics from what ``loss()`` has returned. Raises ``UserError`` if the loss is no tensor of one element."""
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UserError("loss() must return a scalar tensor, or a scalar tensor and a dict of metrics")
@@ -191,8 +182,7 @@ def _split_loss(result: LossResult) -> tuple[torch.Tensor, Metrics]:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """Return ``batch`` with its tensors moved to ``device``: itself, or those inside lists, tuples and dicts. Every dict becomes
-    a plain ``dict``. Other objects are returned as they are."""
+    """Return ``batch`` with its tensors, also those inside lists, tuples and dicts, moved to ``device``."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, dict):

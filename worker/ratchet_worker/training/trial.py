@@ -1,8 +1,4 @@
-"""A trial run (``trial`` of the spec, as ``ratchet prove`` submits it): where it ends, what it has exercised, and its faults.
-
-Where a trial ends follows from step numbers and from values that are the same on all ranks, so that all ranks end after the same
-step. A fault is injected on the one rank for which the launch file plans it.
-"""
+"""A trial run (``trial`` of the spec, for ``ratchet prove``): where it ends, what it has exercised, its faults."""
 
 from __future__ import annotations
 
@@ -28,8 +24,8 @@ _MAX_STEPS: Final = 1000
 
 @dataclass
 class Exercised:
-    """What a trial has reached. ``epoch_ends`` and ``evaluations``: the number of steps done at each of them; ``phases``: by
-    phase of the hook, its first step; ``batches``: the largest number of batches that one step has taken."""
+    """What a trial has reached: steps done at ends of epochs and at evaluations, first steps of the hook's phases, most
+    ``batches`` in a step."""
 
     epoch_ends: list[int] = field(default_factory=list)
     evaluations: list[int] = field(default_factory=list)
@@ -38,8 +34,7 @@ class Exercised:
 
 
 class Trial:
-    """The trial in one rank's attempt. If the job is no trial, ``is_active`` and ``is_over`` are False. ``expects_evaluation``:
-    True if the loop itself will evaluate at some time, without a call in the user's code."""
+    """The trial in one rank's attempt, if the job is one. ``expects_evaluation``: the loop itself will evaluate at some time."""
 
     def __init__(self, launch: LaunchFile, rank: int) -> None:
         self._spec = launch.spec.trial
@@ -75,9 +70,7 @@ class Trial:
         self._epoch = epoch
 
     def record_evaluation(self, step: int, drain: Callable[[], object]) -> None:
-        """Record that an evaluation takes place after ``step`` steps; one before the first step is not recorded. It may be called
-        again for each batch of that evaluation, which is recorded once. Kills this process if the fault plan says so, after
-        ``drain`` has completed a save in progress."""
+        """Record an evaluation after ``step`` steps. May kill this process, as planned, after ``drain`` has completed a save."""
         if step and self.exercised.evaluations[-1:] != [
             step
         ]:  # some scripts try out their evaluation before the first step
@@ -87,8 +80,7 @@ class Trial:
             _kill_self()
 
     def facts(self, step: int, total: int | None, schedulers: dict[str, int]) -> dict[str, Any]:
-        """Return the fields of the job's event on what the trial has exercised, after ``step`` of ``total`` steps.
-        ``schedulers``: by name, the number of times that each one was stepped."""
+        """Return the fields of the event on what the trial has exercised. ``schedulers``: by name, how often each was stepped."""
         seen = self.exercised
         return {
             "step": step,
@@ -105,13 +97,13 @@ class Trial:
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def is_over(self, step: int) -> bool:
-        """True if the trial ends after ``step``: from the step of the spec's ``trial.end_at`` on. With ``auto``, when everything
-        that is expected was exercised and ``_EXTRA_STEPS`` steps have followed the first end of an epoch, the first evaluation
-        and the start of the hook; at the latest after ``_MAX_STEPS``. False if the job is no trial. The same on all ranks."""
+        """True if the trial ends after ``step``: at ``trial.end_at``, or with ``auto`` some steps after everything expected was
+        exercised."""
         if self._spec is None:
             return False
         if self._spec.end_at != "auto":
             return step >= self._spec.end_at
+        # From values that are the same on all ranks: they end after the same step.
         seen = self.exercised
         if step >= _MAX_STEPS:
             return True
@@ -127,13 +119,8 @@ class Trial:
     def inject_fault(
         self, step: int, drain: Callable[[], object], start_step: Callable[[int], None], agreement: Agreement
     ) -> None:
-        """Inject the fault that is planned for this rank after ``step`` steps; do nothing if there is none, or if it is due in an
-        evaluation (``record_evaluation``).
-
-        The kinds of fault here: kill this rank; make the agent kill itself, and wait for that; or request a stop and wait until
-        the ranks have decided on it. ``drain`` completes a save in progress before a kill. ``start_step`` writes the step
-        counter, from which the agent learns that it must kill itself.
-        """
+        """Inject the fault that is planned for this rank after ``step`` steps, if any: a kill of the rank or its agent, or a
+        stop."""
         if self._due(step, "kill-rank"):
             drain()
             _kill_self()
