@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Final
 
 from ratchet_client.init.command_line import Command, count_gpus
-from ratchet_client.init.script_facts import Facts, Framework
+from ratchet_client.init.script_facts import Facts, Framework, Option
 
 _ALL: Final = ("auto", "-1")
 
@@ -70,9 +70,17 @@ def _value(command: Command, facts: Facts, text: str | None) -> str | None:
     options = [option for option in facts.options if option.flags[0].startswith("-") and option.name == node.attr]
     if len(options) != 1:
         return None
-    words = command.arguments
+    found, words = options[0].default, command.arguments
     for word, following in zip(words, [*words[1:], None], strict=False):
         flag, equals, value = word.partition("=")
-        if flag in options[0].flags:
-            return value if equals else following
-    return options[0].default
+        if _named(flag, facts) == options:
+            found = value if equals else following  # argparse takes the last one
+    return found
+
+
+def _named(flag: str, facts: Facts) -> list[Option]:
+    """Return the options that ``flag`` names: itself, or as argparse does by the beginning of a long name."""
+    exact = [option for option in facts.options if flag in option.flags]
+    if exact or len(flag) < 3 or not flag.startswith("--"):
+        return exact
+    return [option for option in facts.options if any(name.startswith(flag) for name in option.flags)]

@@ -138,7 +138,7 @@ def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str
             place[part] = inner = {} if inner is None else inner
             place = inner
         place[last] = json_value(load_spec_text(text, dotted), f"--set {dotted}")
-    if labels:
+    if labels and isinstance(spec.get("labels"), dict | None):  # anything else is refused with the spec
         spec["labels"] = {**(spec.get("labels") or {}), **labels}
 
 

@@ -36,6 +36,11 @@ def test_submit_prints_only_the_job_id_and_get_shows_that_job(cli: Cli) -> None:
     assert re.search(r"^preemptions +0 \(no limit\)$", plain, re.MULTILINE)
 
 
+def test_submit_refuses_labels_that_are_no_mapping_together_with_a_label(cli: Cli) -> None:
+    refused = cli("submit", "-", "--set", "labels=[a]", "--label", "team=b", stdin=SPEC, expect=5)
+    assert "/labels: must be a mapping" in refused.errors
+
+
 def test_submit_from_stdin_with_the_same_idempotency_key_gives_the_same_job(cli: Cli) -> None:
     arguments = ("submit", "-", "--json", "--idempotency-key", "k-1")
     first, second = (cli(*arguments, stdin=SPEC).data["id"] for _ in range(2))

@@ -368,6 +368,7 @@ LIGHTNING = """
         ("python train.py", "devices=args.devices", 3),
         ("python train.py --devices 2", "devices=args.devices", 2),
         ("train.py --devices=2", "devices=args.devices", 2),
+        ("train.py --devices 4 --dev 2", "devices=args.devices", 2),
         ("torchrun --nproc-per-node 2 train.py", "devices=2", 2),
     ],
 )
