@@ -49,8 +49,8 @@ class _Group(TyperGroup):
             typer.echo(text)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command. A ``RatchetError`` is printed and becomes ``typer.Exit``, as do Ctrl-C and a closed standard
-        output."""
+        """Run the command. A ``RatchetError`` is printed and becomes ``typer.Exit``. Ctrl-C and a closed standard output (exit
+        code 0) become ``typer.Exit`` without a message."""
         try:
             result = super().invoke(ctx)
             sys.stdout.flush()
@@ -72,8 +72,8 @@ class _Group(TyperGroup):
 
 
 def _report(error: RatchetError, job: str | None) -> None:
-    """Print an error on standard error: its message, its field errors, and a hint if there is one. ``job``: the job as named on
-    the command line."""
+    """Print an error on standard error: its message, the field errors that the message does not contain, and a hint if there is
+    one. ``job``: the job as named on the command line, for the hint."""
     sys.stdout.flush()
     several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
     listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")

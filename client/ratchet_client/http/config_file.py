@@ -29,7 +29,7 @@ class ConfigFile:
 
 
 def config_path() -> Path:
-    """Return the absolute path of the configuration file, whether it exists or not."""
+    """Return the absolute path of the configuration file, by ``RATCHET_CONFIG`` or its default; the file need not exist."""
     given = os.environ.get(env_vars.CONFIG)
     if given:
         return Path(given).expanduser().absolute()

@@ -56,7 +56,7 @@ class Target:
 
     def url(self) -> str:
         """Return the base URL of the service; without a ``server`` it is read from ``service.json``. Raise ``ServiceUnreachable``
-        if that file is unusable, ``Refused`` for another protocol or several services."""
+        if that file is missing or unusable, ``Refused`` for another protocol or several services."""
         if self.server is not None:
             return self.server.value
         if self.several:

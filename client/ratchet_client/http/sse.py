@@ -61,8 +61,8 @@ def follow(
     stream has closed, True if no new events will come. ``on_gap``: called with the error text at an interruption. ``last_id``:
     start after this event.
 
-    Raise ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for`` seconds without an open stream, and other
-    errors at once.
+    Raise ``ServiceUnreachable`` or ``ServiceFault`` after ``transport.retry_for`` seconds without an open stream; other errors,
+    and a response from another program, at once.
     """
     delay, silent_since, done = 0.1, None, False
     while True:

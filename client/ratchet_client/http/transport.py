@@ -110,7 +110,8 @@ class Transport:
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
         """Send a request and return the 2xx response. Blocks and retries for up to ``retry_for`` seconds while the service does
-        not respond or is busy. ``idempotency_key``: of a POST; default: a random one. ``body``: sent instead of ``json``.
+        not respond or is busy; but does not repeat a DELETE that may have arrived, nor retry if no service was started.
+        ``idempotency_key``: of a POST; default: a random one. ``body``: sent instead of ``json``.
 
         Raise the service's problem as a ``RatchetError``, ``ServiceUnreachable`` without a response, ``ServiceFault`` if another
         program responds, and ``Refused`` for an unusable configuration.

@@ -87,8 +87,8 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _explicit(word: str) -> Path | None:
-    """Return the interpreter that ``word`` names by a path; None for a word without "/". Raise ``Refused`` if it does not
-    exist."""
+    """Return the interpreter that ``word`` names by a path, or that is next to the torchrun of this path; None for a word
+    without "/". Raise ``Refused`` if it does not exist."""
     if "/" not in word:
         return None
     path = Path(word).expanduser().absolute()

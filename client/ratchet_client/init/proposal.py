@@ -43,7 +43,8 @@ def propose(
     name: str | None,
 ) -> Proposal:
     """Return the proposal for the command ``words``. ``overrides``: the keys of ``--set``, of which ``code`` and ``python`` are
-    used. Runs the job's interpreter, which may block for a minute. Raise ``Refused`` or ``NotFound`` for an unusable command."""
+    used. Runs the job's interpreter, which may block for a minute. Raise ``Refused``, ``NotFound`` or ``SpecError`` for an
+    unusable command."""
     command = parse_command(words, environ)
     place = project.locate(command.script, _code(overrides, code))
     facts = read_script.read_script(place.script, place.code)

@@ -357,7 +357,7 @@ def _first(node: ast.Call) -> ast.expr | None:
 
 
 def _literals(keywords: list[ast.keyword]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keyword arguments that are literals, by value, and the source text of the others."""
+    """Return the keyword arguments that are literals, by value, and the source text of the others; without ``process_group``."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for keyword in keywords:

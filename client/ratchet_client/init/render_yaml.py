@@ -26,7 +26,7 @@ _EXAMPLE: Final = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_po
 
 def make_spec(command: Command, facts: Facts, place: Place, way: Way, *, name: str | None) -> dict[str, Any]:
     """Return the spec's keys to set, without ``code`` and ``python``. ``name``: the job's name; None: derived from the script's.
-    Raise ``Refused`` for arguments that a task does not have."""
+    Raise the errors of ``_task_arguments`` for a task's arguments."""
     spec: dict[str, Any] = {"name": name or _label(place.script.stem)}
     if way == "task":
         assert facts.task is not None
@@ -54,7 +54,7 @@ def _label(stem: str) -> str:
 
 def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> dict[str, Any]:
     """Return the arguments ``words`` as a dict: ``--lr 0.1`` as ``{"lr": 0.1}``, a bare option as True. Raise ``Refused`` for one
-    that is not in ``known``. ``task``: for the message."""
+    that is not in ``known``, ``SpecError`` for a value that is not YAML. ``task``: for the message."""
     found: dict[str, Any] = {}
     rest = list(words)
     while rest:
@@ -69,8 +69,8 @@ def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> di
 
 
 def is_generated(path: Path) -> bool:
-    """Return True if ``render`` has written the file ``path``, as its header comment shows. Raise ``OSError`` if it cannot be
-    read."""
+    """Return True if ``path`` ends in ``.yaml`` and its header comment shows that ``render`` made it. Raise ``OSError`` if the
+    file cannot be read."""
     if path.suffix != ".yaml":
         return False
     with path.open(encoding="utf-8", errors="replace") as file:

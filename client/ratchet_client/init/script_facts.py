@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a script. ``text``: source of an expression there. ``value``: its literal value, or only the beginning."""
+    """A place in a script. ``text``: source of an expression there. ``value``: its literal value, or only the beginning; None:
+    unknown."""
 
     file: str
     line: int
@@ -47,8 +48,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Framework:
-    """A use of a framework that trains. ``devices``, ``cpu``: arguments of Lightning's Trainer. ``saves``: its Trainer writes
-    checkpoints itself."""
+    """A use of a framework that trains. ``devices``: source of this argument of Lightning's Trainer; ``cpu``: its accelerator is
+    "cpu". ``saves``: its Trainer writes checkpoints itself."""
 
     name: Literal["Lightning's Trainer", "the Trainer of transformers", "Accelerate"]
     place: Place

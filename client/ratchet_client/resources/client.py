@@ -145,8 +145,8 @@ class RatchetClient(Following, Access):
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
-        """Resume a suspended, failed or cancelled job from its newest checkpoint. Return its new state without waiting for the
-        training.
+        """Resume a suspended, failed or cancelled job from its newest checkpoint; a queued or running job without a change stays
+        as it is. Return its new state without waiting for the training.
 
         ``from_step``: the step of an older checkpoint to start from. ``world``: the new number of ranks per node. ``nodes``: with
         ``world``, the new number of nodes. ``hook``: the name of a new hook, or a mapping that is merged over the job's hook.
@@ -154,7 +154,7 @@ class RatchetClient(Following, Access):
         ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as in ``submit``, for ``code``.
 
         Raises ``Conflict`` if the job's state, policy or quota forbids the request, ``NotFound`` for a step without a usable
-        checkpoint, and ``SpecError`` for an invalid change.
+        checkpoint, ``SpecError`` for an invalid change, and ``ValueError`` for arguments that are invalid in themselves.
         """
         if nodes is not None and world is None:
             raise ValueError("nodes requires world, the number of ranks per node")
@@ -189,8 +189,8 @@ class RatchetClient(Following, Access):
     def fork(self, job: str | Job, request: requests.ForkRequest, *, upload: bool | None = None,
              note: Note | None = None) -> Job:  # fmt: skip
         """Create and return a new job that starts from a checkpoint of this job, with a changed spec. ``request``: the id of the
-        checkpoint (default: the newest), the new job's name, and the keys of the spec that change. ``upload``, ``note``: as in
-        ``submit``, for a ``code.path`` in the request.
+        checkpoint (default: the newest), the new job's name, and the keys of the spec that change. The service pins the
+        checkpoint. ``upload``, ``note``: as in ``submit``, for a ``code.path`` in the request.
 
         >>> fork = client.fork(job_id, ratchet.ForkRequest(spec={"task": {"args": {"epochs": 3}}}))
         >>> fork.view.forked_from.startswith(job_id), fork.cancel().id == fork.id
@@ -315,9 +315,9 @@ class RatchetClient(Following, Access):
 
     def files(self, job: str | Job, path: str = "", *, recursive: bool = True, everything: bool = False,
               page_size: int = 1000) -> Iterator[views.FileView]:  # fmt: skip
-        """Yield the files, directories and links below ``path`` in the job's working directory, each directory before its
-        contents. The job's code is left out unless its files were changed; ``everything`` includes it. ``recursive=False``: only
-        the direct entries of ``path``.
+        """Yield the files, directories and links below ``path`` (or the file ``path``) in the job's working directory, each
+        directory before its contents. The job's code is left out unless its files were changed; ``everything`` includes it.
+        ``recursive=False``: only the direct entries of ``path``.
 
         >>> [file.path for file in client.files(job_id)]
         []

@@ -98,7 +98,7 @@ def temporary_sibling(target: Path) -> Iterator[Path]:
 
 def _locked(directory: Path) -> int:
     """Lock the directory and return the lock's file descriptor. Raises ``BlockingIOError`` if it is locked, ``FileNotFoundError``
-    if it was removed."""
+    if it was removed, another ``OSError`` if it cannot be locked."""
     if fcntl is None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

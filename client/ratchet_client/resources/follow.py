@@ -38,8 +38,8 @@ class Following(Calls):
         return self._get(self._path(job), views.JobView)
 
     def hook(self, job: str | Job) -> views.HookView:
-        """Return the state of the communication hook, such as its phase and the residual norm per rank. ``phase`` is None if the
-        hook has reported nothing.
+        """Return the state of the communication hook, such as its phase and the residual norm per rank. ``phase`` is None if
+        neither the running attempt nor the checkpoint that the next one starts from has figures of this hook.
 
         >>> hook = client.hook(job_id)
         >>> hook.name, hook.phase, hook.iteration == client.job(job_id).progress.step
@@ -49,7 +49,7 @@ class Following(Calls):
 
     def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
         """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Long histories are
-        thinned. Summaries of steps that a later attempt repeats are left out.
+        thinned. Summaries of an attempt after the base of a later attempt are left out.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
@@ -121,8 +121,8 @@ class Following(Calls):
     def download_logs(self, job: str | Job, file: str | os.PathLike[str], *, rank: int | None = None,
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
         """Write the current logs to ``file``, also over an existing one, and return its path. Without ``rank``, each line begins
-        with ``[attempt.rank]``. An interrupted download is started again, for at most ``retry_for`` seconds. Raises ``OSError``
-        if ``file`` cannot be written.
+        with ``[attempt.rank]``. An interrupted download is started again, for at most ``retry_for`` seconds; then raises
+        ``ServiceUnreachable`` or ``ServiceFault``. Raises ``OSError`` if ``file`` cannot be written.
 
         >>> client.download_logs(job_id, directory / "job.log", rank=0).name
         'job.log'

@@ -141,7 +141,8 @@ class Job:
 
     def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:
         """Download the file or directory ``path`` of the job's working directory (default: all of it) into the directory
-        ``target``. ``force``: replace existing files; without it, an existing file raises ``Refused``, and nothing is written."""
+        ``target``. ``force``: replace existing files; without it, an existing file raises ``Refused``, and nothing is written.
+        Raises ``NotFound`` if there is no ``path``."""
         return self._client.fetch_files(self.id, target, path, force=force)
 
     # --- actions -------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class Job:
 
     def pin(self, checkpoint_id: str | None = None, pinned: bool = True) -> views.CheckpointView:
         """Pin the checkpoint ``checkpoint_id`` (default: the newest), so that retention does not delete it; ``pinned=False``
-        removes the pin. Raises ``NotFound`` if the job has no checkpoint."""
+        removes the pin. Raises ``NotFound`` if the job has no checkpoint, and ``Conflict`` as the client's ``pin`` does."""
         return self._client.pin(self.id, self._checkpoint(checkpoint_id), pinned)
 
     def _checkpoint(self, checkpoint_id: str | None) -> str:

@@ -58,8 +58,8 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds between two polls, growing from ``first`` to ``longest``. Without a deadline, polls end after ``patience`` seconds
-    without a response."""
+    """Seconds between two polls, growing from ``first`` (again at each new phase) to ``longest``. Without a deadline, polls end
+    after ``patience`` seconds without a response."""
 
     first: float
     longest: float
@@ -70,7 +70,7 @@ def retry_poll(
     fetch: Callable[[], T], patience: float, at_first: float | None = None
 ) -> Iterator[T | ServiceUnreachable]:
     """Yield the result of ``fetch`` at each iteration, or the ``ServiceUnreachable`` that ``fetch`` raised. Raises this error
-    after ``patience`` seconds without a response; before the first response, after ``at_first`` seconds."""
+    after ``patience`` seconds without a response; before the first response, after ``at_first`` seconds (None: ``patience``)."""
     away, reached = None, False
     while True:
         started = time.monotonic()
@@ -92,7 +92,8 @@ def poll_until(
     deadline: float | None, pace: Pace,
 ) -> Iterator[T]:  # fmt: skip
     """Yield the results of ``fetch`` until the job's phase is one of ``until`` or the job has ended. Sleeps between two calls.
-    Raises ``DeadlineReached`` after ``deadline`` seconds; without a deadline, ``ServiceUnreachable``."""
+    Raises ``DeadlineReached`` after ``deadline`` seconds; without a deadline, ``ServiceUnreachable`` after ``pace.patience``
+    seconds without a response."""
     started = time.monotonic()
     end = math.inf if deadline is None else started + deadline
     delay, phase, last = pace.first, None, ""

@@ -31,8 +31,9 @@ class Calls:
     _transport: Transport
 
     def job_id(self, job: str | Job) -> str:
-        """Return the id of the job with this id or name. An id is returned unchanged, without a check that the job exists. Raises
-        ``NotFound`` if no job has the name, and ``AmbiguousName`` if the name may mean several jobs."""
+        """Return the id of the job with this id or name; if several have the name, of the only one that has not ended. An id is
+        returned unchanged, without a check that the job exists. Raises ``NotFound`` if no job has the name, and ``AmbiguousName``
+        if several have it and none, or more than one, has not ended."""
         if not isinstance(job, str):
             return job.id
         if is_job_id(job):

@@ -1,4 +1,4 @@
-"""Reads a job spec from a file, a mapping or a ``JobSpec``, and makes its paths on this machine absolute."""
+"""Reads a job spec from a file, a mapping or a ``JobSpec``, and makes the paths of code, model and interpreter absolute."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def spec_body(spec: Spec) -> dict[str, Any]:
-    """Return the spec as JSON data for a request, with absolute paths. Raises ``SpecError`` if the spec is not a mapping of JSON
-    values, and ``NotFound`` if the file cannot be read."""
+    """Return the spec as JSON data for a request. Its paths become absolute: relative to the spec's file, or without one to the
+    current directory. Raises ``SpecError`` if the spec is not a mapping of JSON values, and ``NotFound`` if the file cannot be
+    read."""
     if isinstance(spec, str | os.PathLike):
         return read_spec(os.fspath(spec))
     given = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else dict(spec)
@@ -30,8 +31,8 @@ def spec_body(spec: Spec) -> dict[str, Any]:
 
 
 def read_spec(file: str) -> dict[str, Any]:
-    """Return the spec in ``file`` ("-": standard input) with absolute paths. Raises ``SpecError`` or, for an unreadable file,
-    ``NotFound``."""
+    """Return the spec in ``file`` ("-": standard input). Its paths become absolute, relative to the file's directory, or for "-"
+    to the current one. Raises ``SpecError`` if it is no YAML or JSON mapping, and ``NotFound`` for an unreadable file."""
     if file.endswith(".py"):
         raise SpecError(f"{file} is a program, and a job spec is YAML: `{_INIT} {file}` writes one that runs it")
     try:
@@ -56,7 +57,7 @@ def read_spec(file: str) -> dict[str, Any]:
 
 
 def _spec_hint(file: str) -> str:
-    """Return text that names spec files near ``file``; if there are none, how to write a spec."""
+    """Return the end of an error message: it names spec files near ``file``; if there are none, how to write a spec."""
     path = Path(file)
     folder = path if path.is_dir() else path.parent
     found = sorted(str(p) for pattern in ("*.yaml", "*.yml", "*.json") for p in folder.glob(pattern))[:5]
@@ -67,7 +68,8 @@ def _spec_hint(file: str) -> str:
 
 
 def json_value(data: Any, where: str) -> Any:
-    """Return a copy of ``data`` as JSON types. Raises ``SpecError`` for dates, NaN and similar values."""
+    """Return a copy of ``data`` as JSON types; a ``Path`` becomes text. Raises ``SpecError`` for dates, NaN and similar values;
+    ``where`` names the data in its message."""
     try:
         return json.loads(json.dumps(data, allow_nan=False, default=_path_text))
     except (TypeError, ValueError, RecursionError) as error:
@@ -82,7 +84,8 @@ def _path_text(value: Any) -> str:
 
 
 def _absolute_paths(data: dict[str, Any], base: Path) -> None:
-    """Make paths in ``data`` absolute, in place. ``base``: the directory that they are relative to."""
+    """Make ``code.path``, ``start_from.path`` and a ``python`` with a slash absolute in ``data``, in place. ``base``: the
+    directory that they are relative to."""
     # The service may run in another directory.
     code, start = data.get("code"), data.get("start_from")
     if isinstance(code, dict) and isinstance(code.get("path"), str) and code["path"]:

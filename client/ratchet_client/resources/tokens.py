@@ -33,7 +33,7 @@ class Access(Calls):
 
         ``token`` of the result is the token's text, which is returned only once. It is None if this call was retried after its
         first response was lost. Raises ``Refused`` if the new token would have more rights or a later expiry than the caller's,
-        and ``Conflict`` if the owner has too many valid tokens.
+        and for another owner unless the caller is an admin. Raises ``Conflict`` if the owner has too many valid tokens.
 
         >>> made = client.create_token("notebook", role="viewer", expires_days=1)
         >>> client.revoke_token(made.id).revoked_at is not None

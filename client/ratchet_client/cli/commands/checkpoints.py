@@ -149,8 +149,8 @@ def verify(
 
 
 def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[views.VerifyResult]:
-    """Verify the job's committed checkpoints one after the other; print and yield each result. Checkpoints deleted meanwhile are
-    skipped."""
+    """Verify the job's committed checkpoints one after the other; print each result (with ``as_json`` only damage), and yield it.
+    Checkpoints deleted meanwhile are skipped."""
     from ratchet_contract.errors import Conflict, NotFound
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]

@@ -123,8 +123,8 @@ def set_value(
 
 
 def _token_server(ctx: typer.Context) -> str:
-    """Return the address of the server in use, for which a new token is stored. Raise ``typer.BadParameter`` if no usable address
-    is known."""
+    """Return the address that a new token is stored for: of the server that is set, else of this machine's running service. Raise
+    ``typer.BadParameter`` if there is neither."""
     from ratchet_client.http.config_file import normalise_url
     from ratchet_client.http.discovery import find_target, is_loopback
     from ratchet_contract.errors import RatchetError

@@ -103,7 +103,7 @@ def cp(
 
 def print_outputs(client: RatchetClient, job: views.JobView) -> None:
     """Print on standard error which files the job wrote, and the commands that show and fetch them; print nothing if there are
-    none."""
+    none or the request fails."""
     if (found := outputs_text(client, job)) is not None:
         output.note(f"outputs: {found}; see: ratchet files {job.id}; fetch: ratchet cp {job.id}: DIR")
 

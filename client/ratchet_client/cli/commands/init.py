@@ -112,7 +112,8 @@ def init(
 
 def _patch(words: list[str]) -> None:
     """Print the diff that patches the script, if there is one, and on standard error what is left to the user. Raise
-    ``typer.Exit`` if the script needs changes that the diff does not make."""
+    ``typer.Exit`` if the script needs changes that the diff does not make, ``Refused`` if it is not below the current
+    directory."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -195,8 +196,8 @@ def _print_notes(notes: list[Note], command: Command) -> None:
 
 
 def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
-    """Print the next commands, and what a running service says about the spec in ``target``. ``exact``: also suggest ``ratchet
-    prove``. The check may upload the code."""
+    """Print the next commands, and what a running service says about the spec in ``target``. ``exact``: suggest ``ratchet prove``
+    too if no service runs. The check may upload the code."""
     from ratchet_client.cli.commands.submit import print_warnings
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.spec_file import read_spec

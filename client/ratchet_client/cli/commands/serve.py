@@ -264,7 +264,7 @@ def exec_module(
     module: str, required_module: str, extra: str, arguments: list[str], database_url: str | None = None
 ) -> NoReturn:
     """Replace this process with ``python -P -m module``. Raise ``typer.Exit`` if ``required_module`` is not installed; the
-    printed error names the ``extra`` to install."""
+    printed error names the ``extra`` to install. ``database_url``: passed as a variable."""
     if find_spec(required_module) is None:
         command = shlex.join([sys.executable, "-m", "pip", "install", f"ratchet-train[{extra}]"])
         typer.echo(f"ratchet: this needs {required_module}, which {sys.executable} does not have: {command}", err=True)

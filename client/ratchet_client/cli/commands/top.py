@@ -179,7 +179,7 @@ _NOTHING = "no job runs or waits; submit one with: ratchet submit FILE"
 
 
 def _print_table(snapshots: Sequence[Snapshot]) -> None:
-    """Print the table once, without a terminal with a column for why jobs wait; only a note if there are no jobs."""
+    """Print the table once, with the reasons why jobs wait; only a note if there are no jobs."""
     if not snapshots:
         output.note(_NOTHING)
         return

@@ -50,7 +50,8 @@ def poll(
     fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], object] = print_disconnect
 ) -> Iterator[T]:
     """Yield the result of ``fetch`` every ``interval_seconds``, without an end. ``on_gap``: called with the error when the
-    service stops responding. Raise ``ServiceUnreachable`` if it stays unreachable for too long."""
+    service stops responding, and at each further failure if it returns True. Raise ``ServiceUnreachable`` if it stays
+    unreachable for too long."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.poll import retry_poll
@@ -96,8 +97,8 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
 
 
 def _print_results(client: RatchetClient, job: JobView) -> None:
-    """Print on standard error an ended job's last metrics, model and files, as far as it has them, each with a command to see
-    more."""
+    """Print on standard error an ended job's last metrics, model (if it succeeded) and files, as far as it has them, each with a
+    command to see more."""
     if words := last_values_text(client, job.id):
         output.note(f"last metrics: {words}; all: ratchet metrics {job.id}")
     if job.last_checkpoint is not None and job.phase == "SUCCEEDED":
@@ -190,7 +191,8 @@ def pump(
     until: Collection[JobPhase] = (), on_interrupt: Callable[[], object] = lambda: None,
 ) -> JobView:  # fmt: skip
     """Pass the job's events and snapshots to ``view`` until the job has ended or is in a phase of ``until``; return the job.
-    ``after``: id of the last event not to show. ``on_interrupt``: called on Ctrl-C before anything is printed."""
+    ``after``: id of the last event not to show. ``on_interrupt``: called on Ctrl-C before anything is printed; then
+    ``KeyboardInterrupt`` is raised."""
     arrived: queue.SimpleQueue[EventView | None] = queue.SimpleQueue()
     with open_client(ctx, 0.0) as client, open_client(ctx, PATIENCE) as streamer:
         thread = threading.Thread(target=_collect, args=(streamer, job_id, after, arrived), daemon=True)

@@ -187,8 +187,8 @@ def _run(
 def _wait_until_ended(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], report_progress: Progress
 ) -> dict[str, JobView]:
-    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``, and return the jobs by id. Meanwhile kill a rank
-    of each job ``killed`` once."""
+    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``, and return the jobs as last read, by id.
+    Meanwhile kill a rank of each job ``killed`` once and set ``struck``, unless the moment is missed."""
     ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
     end, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0.0, ""
     jobs: dict[str, JobView] = {}
@@ -277,7 +277,8 @@ def _check_attempts(attempts: list[AttemptView], bad: Any) -> None:
 
 
 def _compare(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Have the service compare the jobs' final checkpoints, and store the result in ``proof``."""
+    """Have the service compare the jobs' final checkpoints, and store the result in ``proof``; ``identical`` stays None if they
+    are equal but the proof has problems."""
     first, second = (jobs[job].last_checkpoint for job in (proof.undisturbed, proof.killed))
     found = client.compare(proof.undisturbed, proof.killed, checkpoint=first, with_checkpoint=second)
     proof.tensors = found.tensors

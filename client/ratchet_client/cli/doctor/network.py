@@ -79,8 +79,8 @@ def proxies() -> list[Finding]:
 
 
 def service(settings: Settings) -> list[Finding]:
-    """Return findings on the service: a running one must respond, be ready and use this Ratchet's protocol. May block for some
-    seconds."""
+    """Return findings on the service: a running one must respond, be ready and use this Ratchet's protocol; none is ok, too. May
+    block for some seconds."""
     home = HomePaths(home_directory(settings.home))
     try:
         target = find_target(settings.server, settings.home)
@@ -140,7 +140,8 @@ def _unreadable(home: HomePaths) -> Finding:
 
 
 def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, error: Exception) -> Finding:
-    """Return the finding for a service that does not respond. ``described``: its ``service.json``, which names its process."""
+    """Return the finding for a service that does not respond: ok if the process in ``described``, its ``service.json``, does
+    not exist, else failed."""
     if described is not None and not Path(f"/proc/{described.pid}").exists():
         return ok(
             "service", "not running", f"the one at {url} (pid {described.pid}) was killed; {start_hint(home.home)}"

@@ -89,8 +89,8 @@ def start_probe(probe: Probe) -> Iterator[ProbeResult]:
 
 
 def _read_report(probe: Probe, process: subprocess.Popen[str]) -> ProbeReport:
-    """Return the report that the process has printed, or a report with the reason if there is none. Blocks for at most
-    ``probe.seconds``."""
+    """Return the report that the process has printed, or a report with the reason if there is none. Waits for at most
+    ``probe.seconds`` for it."""
     try:
         out, err = process.communicate(timeout=probe.seconds)
     except subprocess.TimeoutExpired:
@@ -146,7 +146,8 @@ def _only(finding: Finding) -> ProbeReport:
 
 
 def with_timeout(seconds: float, name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of ``check``, or a single finding if it raises an exception or takes longer than ``seconds``."""
+    """Return the findings of ``check``, or a single finding if it raises an exception, or takes longer than ``seconds`` and
+    continues in its thread."""
     box: list[Finding] = []
 
     def run() -> None:

@@ -31,9 +31,9 @@ _JOBS_AT_ONCE: Final = 2
 
 @contextmanager
 def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
-    """Start a service on a temporary run directory, and yield a client and the directory's paths. On exit the service and its
-    ranks are killed and the directory is removed. ``slots``: minimum number of CPU slots. Raise ``CannotStart`` if the service
-    cannot be started."""
+    """Start a service on a temporary run directory, next to ``home`` if there is room, and yield a client and the directory's
+    paths. On exit the service and its ranks are killed and the directory is removed. ``slots``: minimum number of CPU slots.
+    Raise ``CannotStart`` if the service cannot be started."""
     root: Path | None = None
     process: subprocess.Popen[bytes] | None = None
     with interruptible():

@@ -37,8 +37,8 @@ def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> lis
 
 
 def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
-    """Return whether the hook was exercised beyond its warm-up. ``last``: the step of the last interruption, 0 if there was
-    none."""
+    """Return whether the runs passed the hook's warm-up and an interruption came after that. ``last``: the step of the last
+    interruption, 0 if there was none."""
     name = str(hook["name"])
     phases = ", ".join(f"{phase} from step {step}" for phase, step in facts.phases.items() if phase != "steady")
     if set(facts.phases) == {"warm-up"}:
@@ -101,7 +101,7 @@ def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
 
 
 def _scheduler(facts: Facts) -> Exercise:
-    """Return whether the schedulers registered with the Session were exercised."""
+    """Return whether each scheduler registered with the Session was stepped; not required in runs with all steps of the job."""
     if not facts.schedulers:
         return Exercise(name="scheduler", status="none seen", detail="none registered with the Session counts steps")
     still = [name for name, steps in facts.schedulers.items() if steps < 1]

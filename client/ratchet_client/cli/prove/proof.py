@@ -52,7 +52,8 @@ class Proof(BaseModel):
 
 def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
     """Run two undisturbed jobs of ``spec`` and, if they are equal, an interrupted one; block until they have ended and return the
-    result. ``steps``: the last step, None: chosen. Raise ``TrialFailed``, ``SpecError`` or ``Refused``."""
+    result. ``steps``: the last step, None: chosen. Raise ``TrialFailed``, ``SpecError``, or ``Refused`` if the runs are too
+    short for a kill."""
     client = trials.client
     client.plan(spec, upload=upload, note=trials.say)  # errors must refer to the user's spec, not to the trial's
 
@@ -116,8 +117,8 @@ def _too_few(job: JobView, stored: int) -> str:
 
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
-    """Train from a checkpoint of the job to its newest one again, in a fork; block until it has ended and return the result.
-    Raise ``Conflict`` if the job has too few checkpoints, ``TrialFailed`` if a fork fails."""
+    """Train from a checkpoint of the job to its newest one again, in a fork; block until it has ended and return the result. Both
+    checkpoints are pinned meanwhile. Raise ``Conflict`` if the job has too few of them, ``TrialFailed`` if a fork fails."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -263,8 +264,8 @@ def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fa
 
 
 def _verdict(run: Run, *, equal: bool) -> Verdict:
-    """Return the verdict on ``run``: ``differs``, ``not-exact`` if a resume lost state, or ``proved``. ``equal``: the final state
-    is the expected one."""
+    """Return the verdict on ``run``: ``differs`` if not ``equal`` or if a redone step differed, ``not-exact`` if a resume lost
+    state, else ``proved``. ``equal``: final state and metrics are the expected ones."""
     if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
         return "differs"
     lost = any(_lost_state(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)

@@ -35,7 +35,7 @@ _PAUSE: Final = 15.0  # seconds between two progress lines while no phase change
 
 
 class TrialFailed(RatchetError):
-    """A run of a proof did not succeed, so nothing can be compared."""
+    """A run of a proof cannot be compared: it failed, did no step of a Session or Task, or ended at another step."""
 
     code = "trial-failed"
 
@@ -132,7 +132,7 @@ class Trials:
 
     def wait(self, jobs: Mapping[str, str]) -> list[Run]:
         """Block until these jobs (id: description) have ended, and return their runs in the same order. Raise ``TrialFailed`` if
-        one cannot be used."""
+        one fails or did no step of a Session or Task."""
         ended: dict[str, JobView] = {}
         phases, said = "", 0.0
         while len(ended) < len(jobs):
@@ -159,7 +159,7 @@ class Trials:
         return "\n".join(lines)
 
     def _read(self, job: JobView) -> Run:
-        """Return the run of a job that has succeeded. Raise ``TrialFailed`` if the job has no Session."""
+        """Return the run of a job that has succeeded. Raise ``TrialFailed`` if it did no step of a Session or Task."""
         events = list(self.client.events(job.id))
         facts = next((e.data["data"] for e in events if e.type == _ENDED), None)
         if facts is None:
@@ -176,8 +176,8 @@ class Trials:
         )
 
     def cleanup(self) -> None:
-        """Cancel and delete all registered jobs with their files, then run the registered actions. May block for minutes. The
-        client's errors are ignored."""
+        """Cancel and delete the registered jobs with their files, except those that do not end within a minute; then run the
+        registered actions. May block for minutes. The client's errors are ignored."""
         for job_id in self._job_ids:
             with suppress(RatchetError):
                 if not self.client.view(job_id).phase.terminal:
@@ -191,7 +191,7 @@ class Trials:
 
 @contextmanager
 def trials(client: RatchetClient, report_progress: Progress) -> Iterator[Trials]:
-    """Yield a ``Trials``, and clean up its jobs on exit. Signals are ignored meanwhile."""
+    """Yield a ``Trials``, and clean up its jobs on exit. Signals are ignored during the clean-up."""
     made = Trials(client, report_progress)
     try:
         yield made

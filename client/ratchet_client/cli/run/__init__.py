@@ -249,8 +249,8 @@ def _train(
     ranks: Collection[int] | None,
     fold: EventFold,
 ) -> JobView:
-    """Follow the job until it has ended or is suspended, and return it. Ctrl-C suspends the job; a second one raises
-    ``typer.Exit``. ``ranks``: whose output is shown, None: all."""
+    """Follow the job until it has ended or is suspended, and return it. Ctrl-C suspends the job; a second one kills
+    a private service with its ranks, and raises ``typer.Exit``. ``ranks``: whose output is shown, None: all."""
     from ratchet_client.cli.commands.wait import pump
     from ratchet_client.cli.run.rank_output import RankOutput
     from ratchet_client.cli.run.view import RunView
@@ -303,7 +303,7 @@ def _print_results(
 ) -> Exit:
     """Print how the job ended or that it is suspended, where its results are and which commands come next; return the exit code.
     ``outputs``: a directory to copy a successful job's files to, replacing existing ones. ``proof``: the command that proves the
-    job."""
+    job. Raise the errors of ``fetch_files``, after all else is printed."""
     from ratchet_client.cli.commands.files import escape_path, outputs_text
     from ratchet_client.cli.run.beginning import is_resumable
 

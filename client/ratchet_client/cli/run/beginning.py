@@ -58,9 +58,9 @@ def command_digest(command_parts: Mapping[str, Any]) -> str:
 def begin(
     client: RatchetClient, home: HomePaths, spec: dict[str, Any], mark: str, *, new: bool, adopt: Path | None
 ) -> SelectedJob:
-    """Return the job to train: the newest unfinished job of this command, resumed, or a new one. ``mark``: the command's digest;
-    ``new``: cancel a job that has not ended, and submit; ``adopt``: a run's directory to continue. Raise ``Refused``,
-    ``Conflict`` or ``SpecError``."""
+    """Return the job to train: the newest job of this command, resumed, if it ``is_resumable``, else a new one. ``mark``: the
+    command's digest; ``new``: cancel a job that has not ended, and submit; ``adopt``: a run's directory that a new job continues.
+    Raise ``Refused`` for ``adopt`` without ``new`` while a job is resumable, ``Conflict`` or ``SpecError``."""
     known = next(client.jobs(label={LABEL: mark}, page_size=1), None)
     if known is not None and adopt is not None and not new and is_resumable(known):
         raise Refused(
@@ -105,7 +105,8 @@ def is_resumable(job: JobView) -> bool:
 
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
     """Resume ``job`` and return it. If its code has changed, it resumes with the new code; a queued or running job is suspended
-    first, which blocks. Raise ``Conflict`` if that is refused."""
+    first, which blocks. If the change fails, the suspended job resumes with its old code. Raise the error, such as
+    ``Conflict``."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""

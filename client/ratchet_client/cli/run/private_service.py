@@ -97,8 +97,9 @@ class RunService:
 
 @contextmanager
 def run_service(base: Path, name: str) -> Iterator[RunService]:
-    """Yield a ready service for ``base`` or ``run/NAME`` below it; without one, start a private service in ``run/NAME`` and stop
-    it on exit. Raise ``CannotStart``, ``Refused`` or ``DeadlineReached``."""
+    """Yield an independent, ready service of ``base`` or ``run/NAME`` below it; without one, start a private service in
+    ``run/NAME`` and stop it on exit. Raise ``CannotStart``, the errors of ``_lock``, or ``DeadlineReached`` if the service of a
+    killed command does not end."""
     paths = HomePaths(HomePaths(base).runs / name)
     for shared in (HomePaths(base), paths):
         if _owner(shared) == "" and _is_responding(shared):

@@ -18,8 +18,8 @@ _BLOCK: Final = 1 << 16
 
 
 class RankOutput:
-    """A context manager that copies the ranks' output from their logs to standard output (or ``to``) in a thread. Unless one rank
-    is selected, each line is prefixed with ``ATTEMPT.RANK | ``."""
+    """A context manager that copies the ranks' output from their logs to standard output (or ``to``) in a thread, on exit
+    what remains. Unless one rank is selected, each line is prefixed with ``ATTEMPT.RANK | ``."""
 
     def __init__(
         self, job: JobPaths, ranks: Collection[int] | None, last_displayed_attempt: int, to: BinaryIO | None = None

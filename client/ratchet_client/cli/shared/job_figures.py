@@ -21,8 +21,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One job at one moment, for display. ``losses``: oldest first, may be empty. ``checkpoint_at``: when the last checkpoint was
-    committed, None if unknown."""
+    """One job at one moment, for display. ``losses``: over the whole job, thinned, oldest first, may be empty.
+    ``checkpoint_at``: when the last checkpoint was committed, None if unknown."""
 
     job: JobView
     hook: HookView | None
@@ -59,7 +59,8 @@ class SnapshotReader:
         return Snapshot(job, self._client.hook(job.id), self._losses(job.id), self._committed_at(job))
 
     def _losses(self, job_id: str) -> tuple[float, ...]:
-        """Return up to ``_POINTS`` values of a series with "loss" in its name, oldest first; empty if there is none."""
+        """Return up to ``_POINTS`` values, over the whole job, of a series with "loss" in its name, oldest first; empty if there
+        is none."""
         name = self._loss_names.get(job_id)
         if name is None:
             found = [s.name for s in self._client.metrics(job_id, max_points=2).series if "loss" in s.name.lower()]
@@ -143,7 +144,8 @@ def waiting_text(job: JobView) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one block character per value, scaled to their range; "" if fewer than two values are finite."""
+    """Return one block character per value, scaled to their range, a space for one that is not finite; "" if fewer than two
+    values are finite."""
     finite = [value for value in values if math.isfinite(value)]
     if len(finite) < 2:
         return ""

@@ -81,7 +81,7 @@ def job_id_of(ctx: typer.Context, value: str) -> str:
 
 def _newest_job_id_of(ctx: typer.Context, value: str) -> str:
     """Return the id of the job with this id or name. If all jobs of that name have ended, the newest is meant, and a note is
-    printed."""
+    printed. Raise the errors of ``job_id_of``."""
     from ratchet_client.cli.shared import output
     from ratchet_client.http.errors import AmbiguousName
 
@@ -104,7 +104,7 @@ def is_path(value: str) -> bool:
 
 
 def _job_or_path(ctx: typer.Context, value: str) -> str:
-    """Return ``value`` unchanged if it is a path, else the id of the job that it refers to."""
+    """Return ``value`` unchanged if it is a path, else the id of the job that it refers to. Raise the errors of ``job_id_of``."""
     return value if is_path(value) else job_id_of(ctx, value)
 
 

@@ -58,7 +58,8 @@ def sentence(text: str, indent: str = "") -> None:
 
 
 def wrap_text(text: str, indent: str = "") -> str:
-    """Return ``text`` wrapped to the terminal's width, elsewhere as one line. ``indent``: text before the first line."""
+    """Return ``text`` wrapped to the terminal's width, elsewhere as one line. ``indent``: text before each line; if empty, later
+    lines begin with two spaces."""
     if not on_terminal():
         return indent + text
     later = indent or "  "
@@ -105,8 +106,8 @@ def table(
     cut: str | None = None, empty: str = "",
 ) -> list[str]:  # fmt: skip
     """Print a table on standard output; return the omitted columns. ``right``: columns to align right. ``drop``: columns to omit
-    in this order on a narrow terminal. ``cut``: a column of text to shorten. ``empty``: printed on standard error if there are no
-    rows."""
+    in this order on a narrow terminal. ``cut``: a column of text; with it, cells are shortened to keep each row on one line.
+    ``empty``: printed on standard error if there are no rows."""
     body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)

@@ -64,7 +64,7 @@ def _add_remarks(
     kept: str = "kept",
 ) -> None:
     """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. ``keep``: how to keep variables,
-    with the placeholder ``{names}``; ``kept``: the variable with the kept ones."""
+    with the placeholder ``{names}``, "": by ``_keep``; ``kept``: the variable with the kept ones."""
     loop = carrying.loop
     cures: list[tuple[ast.Name, str, str, str, bool]] = []  # place, variable, what is the case, cure, needed
     for name, node in carrying.needed.items():

@@ -85,8 +85,8 @@ class RankVariables:
     # --- variables -----------------------------------------------------------------------------------------------------
 
     def reads(self) -> Iterator[tuple[ast.expr, str]]:
-        """Yield each expression that fails without torchrun, like ``os.environ["RANK"]``, with the Session's attribute that has
-        the value."""
+        """Yield each expression that fails without torchrun, like ``os.environ["RANK"]`` or ``int(os.environ["RANK"])``, with the
+        Session's attribute that has the value."""
         for node in ast.walk(self._source.tree):
             name = self._name(node)
             if name is None or not isinstance(node, ast.Subscript):

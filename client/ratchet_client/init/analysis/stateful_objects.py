@@ -118,7 +118,7 @@ def _used_with_state(patching: Patching, loop: Loop | StepLoop, node: ast.AST) -
 
 
 def _is_changed_copy(patching: Patching, loop: Loop | StepLoop, use: ast.Name) -> bool:
-    """Return True if ``use`` is a ``deepcopy`` of an object that the loop uses as a model."""
+    """Return True if ``use`` names the result of a ``deepcopy``, and the loop uses it as a model there."""
     copies = [made for made in _makers(patching, use.id, loop) if ast.unparse(made).rpartition(".")[2] == "deepcopy"]
     parent = next(patching.source.ancestors(use))
     of_weights = isinstance(parent, ast.Attribute) and parent.attr in ("parameters", "buffers", "load_state_dict")

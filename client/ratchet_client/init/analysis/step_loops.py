@@ -59,7 +59,8 @@ class StepLoop:
         return f"it goes over {over}: {name}.steps(n), with the number of all steps, goes over those that are left"
 
     def change(self, patching: Patching, name: str) -> None:
-        """Record the edits that make the loop iterate over ``name.steps``; a ``while`` loop becomes a ``for`` loop."""
+        """Record the edits that make the loop iterate over ``name.steps``; a ``while`` loop becomes a ``for`` loop. Does
+        nothing if ``over`` is None."""
         counted = f"{name}.steps"
         if isinstance(self.over, Range) and isinstance(self.node, ast.For):
             self.over.change(patching, self.node, counted)

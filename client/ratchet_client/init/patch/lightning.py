@@ -21,7 +21,7 @@ _STRATEGIES: Final = frozenset(
 
 def patch(patching: Patching) -> bool:
     """Record the edits that make a script with Lightning use ``ratchet.lightning``, and add remarks on the rest. Return False if
-    it uses no Lightning."""
+    it calls neither a Trainer nor LightningCLI."""
     old, commands = patching.calls(OLD_LIGHTNING_TRAINERS), patching.calls(LIGHTNING_CLI)
     trainers = patching.calls(LIGHTNING_TRAINERS)
     if not (trainers or old or commands):

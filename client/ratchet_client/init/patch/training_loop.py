@@ -252,8 +252,8 @@ class _Change:
             self._source.remove(statement)
 
     def _find_removed(self, where: Scope, starts: Scope, place: ast.stmt) -> None:
-        """Find the code whose reads of variables the patch removes: set ``_devices``, ``_set`` and ``_gone``. ``place``: where
-        the session is created."""
+        """Find the code whose reads of variables the patch removes: set ``_devices``, ``_set`` and ``_gone``. ``where``,
+        ``starts``: scopes of the DDP model and of ``init_process_group``; ``place``: where the session is created."""
         home, block = self._source.scope(place), self._source.siblings(place)
         known = [s for s in self._statements(home) if s.lineno > place.lineno or s in block]
         known += [] if where is home else self._statements(where)
@@ -297,8 +297,8 @@ class _Change:
                 self._patching.add_remark(read, f"{ast.unparse(read)}: {text}", needed=False)
 
     def _path_to(self, origin: Scope, target: Scope, there: ast.stmt) -> ast.stmt:
-        """Return the statement of ``origin`` that calls ``target``, to which the session is passed; ``there`` if both are the
-        same. Raise ``_Unknown`` if the call is not clear."""
+        """Record the edits that pass the session to ``target``, and return the statement of ``origin`` that calls it; ``there``
+        and no edit if both are the same. Raise ``_Unknown`` if the call is not clear."""
         if origin is target:
             return there
         call = self._only_call(target)
@@ -366,7 +366,7 @@ class _Change:
 
     def _unconditional(self, name: str, made: ast.If) -> None:
         """Replace ``model.module if condition else model`` after ``made`` by ``model.module``, since the model is now always in
-        DDP."""
+        DDP, and add an optional remark."""
         for node in ast.walk(self._source.tree):
             match node:
                 case ast.IfExp(
