@@ -152,7 +152,8 @@ class Sealer:
         self._rendered = {"tensors": _Rendered(b"[]", b"[]")}
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
-        """Return a copy of the manifest with its digest, and the bytes of its file, in which NaN is null."""
+        """Return a copy of the manifest with its digest, and the bytes of its file. In digest and file, NaN and infinities are
+        null."""
         if not same_entries(manifest.tensors, self._tensors):
             self._rendered["tensors"] = _render(json.loads(_ENTRIES.dump_json(manifest.tensors)))
             self._tensors = tuple(manifest.tensors)
@@ -185,7 +186,8 @@ _LINES: Final = json.JSONEncoder(allow_nan=False)
 
 
 def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) -> str:
-    """Return the SHA-256 in hex of the canonical JSON of ``data`` without ``digest``. ``rendered``: values as text."""
+    """Return the SHA-256 in hex of the canonical JSON of ``data`` without ``digest``. ``rendered``: values that are text already,
+    by key."""
     hasher, comma = hashlib.sha256(b"{"), b""
     for key in sorted(data):
         if key != "digest":
@@ -207,7 +209,8 @@ def _canonical_text(value: Any) -> bytes:
 
 
 def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
-    """Return the bytes of the file: a line per key, and per object in a list. ``rendered``: values as text."""
+    """Return the bytes of the file: a line per key, and per object in a list. ``rendered``: values that are text already, by
+    key."""
     parts, comma = [b"{\n"], b""
     for key, value in data.items():
         parts.append(comma + b" " + _encoded_key(key, _lines_text) + b": ")
@@ -224,8 +227,8 @@ def _lines_text(value: Any) -> bytes:
 
 
 def open_manifest(raw: bytes) -> Manifest:
-    """Return the manifest in ``raw``, whose digest matches. Raises ``CheckpointError``: ``checkpoint-damaged``, or
-    ``checkpoint-format`` for another format version."""
+    """Parse the bytes of a manifest, check its digest and return it. Raises ``CheckpointError``: ``checkpoint-damaged`` (torn,
+    altered, malformed), or ``checkpoint-format`` for another format version."""
     try:
         data = json.loads(raw)
         if not isinstance(data, dict):

@@ -144,7 +144,8 @@ class Redone(_Model):
 
 
 def proof_text(report: ResumeReport, redone: Redone) -> str:
-    """Return the report's verdict with its level of proof, such as ``exact, proved (37 of 37 redone steps)``."""
+    """Return the report's verdict with its level of proof, such as ``exact, proved (37 of 37 redone steps)``. If a redone step
+    differs, the text is ``not-exact`` with this step, whatever the verdict is."""
     verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"

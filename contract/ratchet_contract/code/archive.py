@@ -34,7 +34,8 @@ class BadArchive(Exception):
 
 
 def write_archive(entries: list[Entry]) -> Iterator[bytes]:
-    """Yield the bytes of a tar of ``entries``, sorted by path. Raises ``OSError``, also if a file's size has changed."""
+    """Yield the bytes of a tar of ``entries``, which the caller has sorted by path. Raises ``OSError``, also if a file's size has
+    changed."""
     for entry in entries:
         yield _header(entry)
         if entry.link is None:
@@ -81,8 +82,9 @@ def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
 
 
 def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = False, limits: Limits = Limits()) -> None:
-    """Unpack the tar ``archive`` as the read-only directory ``target``, completely or not at all. ``one_file``: it has a single
-    file, and ``limits`` do not apply. Raises ``BadArchive`` if its tree digest is not ``digest`` or it must not be unpacked."""
+    """Unpack the tar ``archive`` as the read-only directory ``target``, completely or not at all. An existing ``target`` with
+    content is kept. ``one_file``: it has a single file, and ``limits`` do not apply. Raises ``BadArchive`` if its tree digest is
+    not ``digest`` or it must not be unpacked, and ``OSError``."""
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=target.parent))
     try:
@@ -139,7 +141,8 @@ class _Member(tarfile.TarInfo):
 
 
 def _extract(tar: tarfile.TarFile, target: Path, limits: Limits | None) -> int:
-    """Extract all files, then all links, and return their number. ``limits`` None: no limits."""
+    """Extract all files, then all links, and return their number. ``limits`` None: no limits. Raises ``BadArchive``,
+    ``tarfile.TarError`` and ``OSError``."""
     links: list[tuple[Path, str]] = []
     count = total = 0
     for member in tar:

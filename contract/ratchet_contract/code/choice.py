@@ -73,7 +73,7 @@ class Choice:
 
 def iter_chosen(root: Path) -> Iterator[Entry]:
     """Yield the entries that a snapshot of ``root`` without ``code.include`` and limits would have, unsorted. Raises
-    ``TreeError``."""
+    ``TreeError``, at the call or while iterating."""
     return walk(root.resolve(), _Rules(root.resolve(), []).is_included)
 
 
@@ -81,7 +81,8 @@ def choose(
     root: Path, include: Sequence[str] = (), limits: Limits = Limits(), is_allowed: Allowed = allow_all
 ) -> Choice:
     """Return the files of ``root`` that a snapshot includes, and the ignored paths. ``include``: ignored paths that are included
-    nevertheless. ``is_allowed``: False for a directory that must not serve as the git repository. Raises ``TreeError``."""
+    nevertheless. ``is_allowed``: False for a directory that must not serve as the git repository. Raises ``TreeError``, also if a
+    path of ``include`` matches no file."""
     rules = _Rules(root.resolve(), [str(PurePosixPath(name)) for name in include], is_allowed)
     found = within_limits(root, walk(root.resolve(), rules.is_included), limits)
     for name in rules.include:
@@ -153,7 +154,8 @@ class _Rules:
 
 
 def _repository(root: Path, is_allowed: Allowed) -> Path:
-    """Return the nearest directory at or above ``root`` with ``.git``; ``root`` if there is none or it is not trusted."""
+    """Return the nearest directory at or above ``root`` with ``.git``; ``root`` if there is none, ``.git`` has another owner than
+    ``root``, or ``is_allowed`` is False for it."""
     for folder in (root, *root.parents):
         try:
             same = (folder / ".git").lstat().st_uid == root.stat().st_uid
@@ -170,7 +172,8 @@ def _compile_patterns(lines: list[str]) -> GitIgnoreSpec:
 
 
 def _read_patterns(path: Path) -> list[str]:
-    """Return the valid lines of an ignore file; empty without one. Raises ``TreeError`` if the file cannot be used."""
+    """Return the valid lines of an ignore file; empty if there is none or it is a link. Raises ``TreeError`` if it cannot be
+    read, is too long, or has a pattern with too many stars."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:

@@ -133,8 +133,8 @@ def _content_digest(entry: Entry) -> bytes:
 
 
 def walk(root: Path, is_included: Callable[[str, bool], bool]) -> Iterator[Entry]:
-    """Yield the entries below ``root`` that count as code, unsorted. ``is_included(path, is_dir)``: True to include or search.
-    Raises ``TreeError``."""
+    """Yield the entries below ``root``, a real path, that count as code, unsorted. ``is_included(path, is_dir)``, with the path
+    relative to ``root``: True to include the file or search the directory. Raises ``TreeError``."""
     folders = [root]
     while folders:
         folder = folders.pop()

@@ -68,7 +68,8 @@ def _without_fenced(
 
 
 def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[int], nodes: int) -> EndSeen:
-    """Return the end of an attempt whose nodes ``silent`` were cut off: node-lost, unless the results have another reason."""
+    """Return the end of an attempt whose nodes ``silent`` were cut off: node-lost, unless the results show an end that a broken
+    connection cannot produce."""
     told = combine_ends(results, 0)
     assert told is not None
     if (told.cause in _ROOT_CAUSES and told.exit_code != -signal.SIGABRT) or told.cause.outcome not in (
@@ -82,12 +83,14 @@ def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[in
 
 
 def _first_report(engine: Sequence[EndSeen], nodes: Sequence[int]) -> EndSeen | None:
-    """Return the engine's earliest report on one of ``nodes`` or on the whole attempt; None if there is none."""
+    """Return the engine's earliest report on one of ``nodes`` or on the whole attempt; None if there is none, or ``nodes`` is
+    empty."""
     return next((word for word in engine if nodes and (word.node is None or word.node in nodes)), None)
 
 
 def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
-    """Return the failure that caused the others: if possible one that a broken connection cannot produce, and an early one."""
+    """Return the failure that caused the others: the earliest, if possible of those that a broken connection cannot produce.
+    Within half a second ``CAUSE_PRECEDENCE`` decides."""
     candidates = [r for r in failures if r.cause in _ROOT_CAUSES and not _is_nccl_abort(r)] or list(failures)
     first = min(_begin_time(r) for r in candidates)
     # Clocks of nodes differ.

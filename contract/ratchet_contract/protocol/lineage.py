@@ -14,8 +14,8 @@ def lineage(
     bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
 ) -> list[Segment]:
     """Return the segments of checkpoints that the next attempt may start from, newest first; empty: none of the job's own.
-    ``bases``: by attempt number. ``resume_from``: an explicit request. Raises ``ValueError`` if the bases contradict each
-    other."""
+    ``bases``: by attempt number. ``resume_from``: the checkpoint that an explicit request names; the chain goes back from it.
+    ``fork``: the job's source, before which the chain ends. Raises ``ValueError`` if the bases contradict each other."""
     if resume_from is not None:
         attempt, until = resume_from.attempt, resume_from.step
         return _chain(bases, attempt, until, fork) if attempt is not None else []
@@ -25,8 +25,8 @@ def lineage(
 
 
 def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
-    """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that counts; None:
-    all."""
+    """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that counts; None: all.
+    An attempt without a recorded base ends the chain, with only the checkpoint that the chain names."""
     out: list[Segment] = []
     while attempt is not None:
         base = bases.get(attempt)

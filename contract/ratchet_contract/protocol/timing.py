@@ -68,7 +68,8 @@ def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
 
 
 def learned_deadline(longest: float, ceiling: float) -> float:
-    """Return the deadline of a stage with the longest silence ``longest``, at most ``ceiling``, all in seconds."""
+    """Return the deadline, in seconds, of a stage with the longest silence ``longest``: at least ``MIN_DEADLINE_SECONDS``, but at
+    most ``ceiling``."""
     return min(ceiling, max(MIN_DEADLINE_SECONDS, SILENCE_FACTOR * longest))
 
 

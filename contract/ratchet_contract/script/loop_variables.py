@@ -30,8 +30,9 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 
 
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
-    """Return the local variables that ``loop`` carries from one pass to the next, each with a place where it is read. With
-    ``scope``, the function or module around the loop, also results that are read after the loop."""
+    """Return the local variables that ``loop`` carries from one pass to the next, each with a place where it is read; values of a
+    clock are left out. With ``scope``, the function or module around the loop, also variables that only some passes assign and
+    that are read after it, and containers that it fills and that are read in or after it."""
     flow = _Flow()
     if isinstance(loop, ast.While):
         certain = flow.run(loop.body, flow._expression(loop.test, set()))
@@ -48,7 +49,8 @@ def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast
 
 
 def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
-    """Return where the body first reads each name, except to fill or change a container."""
+    """Return where the body first reads each name. A statement such as ``x.append(y)``, and ``x[i] = y``, do not count as reads
+    of ``x``."""
     filling = set[int]()
     for inner in ast.walk(loop):
         match inner:
@@ -283,7 +285,8 @@ def _local_names(node: Any) -> set[str]:
 
 
 def _intersection(*ends: set[str] | None) -> set[str] | None:
-    """Return the names certainly stored after any one of several branches. None: a branch that does not continue."""
+    """Return the names certainly stored after several branches, of which one is taken. None in ``ends``: that branch does not
+    continue; None is returned if no branch does."""
     there = [end for end in ends if end is not None]
     return set.intersection(*there) if there else None
 

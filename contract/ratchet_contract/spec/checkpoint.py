@@ -103,7 +103,7 @@ class CheckpointSpec(SpecModel):
     @field_validator("first", mode="before")
     @classmethod
     def _first(cls, value: Any) -> Any:
-        """Return ``first`` as a number, "auto" or "off". Raises ``ValueError`` for any other value."""
+        """Return ``first`` as a number, "auto" or "off"; False means "off". Raises ``ValueError`` for any other value."""
         if value is False:  # YAML parses a bare off as False
             return "off"
         if value in ("auto", "off"):

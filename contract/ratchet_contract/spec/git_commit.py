@@ -108,7 +108,8 @@ class _Look:
         self._is_allowed = is_allowed
 
     def facts(self, root: Path, entries: Iterable[Entry]) -> GitFacts:
-        """Return the commit, and the number and the digest of the files that differ between it and ``entries``."""
+        """Return the commit, and the number and the digest of the files that differ between it and ``entries``. Files of the
+        commit that exist in ``root``, but not in ``entries``, do not count."""
         commit = self._commit(root)
         tree = self._tree(root, commit)
         if not tree:

@@ -387,7 +387,7 @@ class JobSpec(SpecModel):
 
     @property
     def memory_per_rank(self) -> int | None:
-        """Memory limit in bytes of each process of a rank under the local launcher; None: no limit."""
+        """Memory limit in bytes of each process of a rank under the local launcher; None: no limit, or another launcher."""
         if self.launcher.kind != "local" or self.resources.memory is None:
             return None
         return size_in_bytes(self.resources.memory) // self.world.ranks_per_node
@@ -397,7 +397,8 @@ class JobSpec(SpecModel):
         return hashlib.sha256(json.dumps(self.canonical(), sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def canonical(self) -> dict[str, Any]:
-        """Return the spec as JSON values, without secret values and many keys that do not change the result of training."""
+        """Return the spec as JSON values, without secret values and without many keys that do not change the result of
+        training."""
         irrelevant = {
             "name",
             "labels",

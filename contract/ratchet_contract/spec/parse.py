@@ -59,8 +59,8 @@ _SYNONYMS = {"gpu": "cuda"}
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of examining a spec. ``spec``: has no faulty values; None if impossible. ``uncertain_keys``: keys that a fault
-    may affect."""
+    """The result of examining a spec. ``spec``: has defaults or placeholders in place of faulty values; None if impossible.
+    ``uncertain_keys``: keys that a fault may affect."""
 
     spec: JobSpec | None
     uncertain_keys: frozenset[str]
@@ -247,8 +247,8 @@ text that PyYAML takes it for: the text may be a digest."""
 
 
 def load_spec_text(text: str, key: str = "") -> Any:
-    """Return the data in the text of a spec, YAML or JSON, or of the value of its dotted ``key``. Raises ``SpecError`` for
-    invalid YAML."""
+    """Return the data in ``text``, YAML or JSON; None if it is empty. The text is a whole spec, or with ``key`` the value of this
+    dotted key. Raises ``SpecError`` for invalid YAML."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -532,7 +532,8 @@ def _check_volumes(spec: JobSpec, add_problem: Any) -> None:
 
 
 def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> None:
-    """Report a script that is no ``.py`` file below ``code``, and with ``code_is_certain`` a script without ``code``."""
+    """Report a script that is no ``.py`` file or whose path leads out of ``code``, and with ``code_is_certain`` a script without
+    ``code``."""
     assert spec.script is not None
     path = PurePosixPath(spec.script[0])
     if code_is_certain and spec.code is None:

@@ -17,7 +17,8 @@ _SESSION_KEYS = ("ddp", "determinism", "seed", "hook")
 def spec_data(
     script: Sequence[str], nodes: int, ranks_per_node: int, device: Literal["cpu", "cuda"] | str
 ) -> dict[str, Any]:
-    """Return the part of a run's recorded spec that is independent of the Session's arguments. ``script``: file and arguments."""
+    """Return the part of a run's recorded spec that is independent of the Session's arguments. ``script``: file, of which only
+    the name counts, and arguments."""
     # A run may be started from any directory.
     file = PurePath(script[0]).with_suffix(".py").name
     world = {"nodes": nodes, "ranks_per_node": ranks_per_node, "device": device}

@@ -15,7 +15,8 @@ _SIZE_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def _duration(value: Any) -> Any:
-    """Return the seconds of a text like ``30s`` or ``2h``. Raises ``ValueError`` for any other text."""
+    """Return the seconds of a text like ``30s`` or ``2h``; a value that is no text is returned unchanged. Raises ``ValueError``
+    for any other text."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)
         if match is None:
