@@ -42,7 +42,7 @@ class TorchUnsupported(RuntimeError):
 
 
 def check_torch_version() -> None:
-    """Raise ``TorchUnsupported`` if the installed torch is too old, or lacks a method of DDP that ``ManagedDDP`` needs."""
+    """Raise ``TorchUnsupported`` if the installed torch is too old, or lacks a method of DDP or its reducer that is needed."""
     if _parse_release(torch.__version__) < _parse_release(OLDEST):
         raise TorchUnsupported(f"torch {torch.__version__} is too old for Ratchet: {_CURE}")
     for owner, names in ((_get_part(dist, "Reducer"), _REDUCER), (DistributedDataParallel, _DDP)):
@@ -235,7 +235,8 @@ def first_bucket_bytes() -> int:
 
 
 def assign_buckets(tensors: Sequence[torch.Tensor], limits: Sequence[int], indices: Sequence[int]) -> list[list[int]]:
-    """Return the buckets into which DDP divides ``tensors``, as lists of their ``indices``. ``limits``: bytes of each bucket."""
+    """Return the buckets into which DDP divides ``tensors``, as lists of their ``indices``. ``limits``: bytes of each
+    bucket; the last holds for all further ones."""
     assign = _get_part(dist, "_compute_bucket_assignment_by_size")
     buckets, _ = assign(list(tensors), list(limits), [False] * len(tensors), list(indices))
     return [list(bucket) for bucket in buckets]
@@ -330,13 +331,14 @@ def should_compress(rows: int, columns: int, rank: int, min_compression_rate: fl
 
 
 def report_compression(bucket: Any, state: Any) -> None:
-    """Log the compression statistics of a ``PowerSGDState``, as torch's hook does."""
+    """Log the compression statistics of a ``PowerSGDState``, as torch's hook does, in the iterations that its logging
+    frequency selects."""
     _get_part(powerSGD_hook, "_report_compression_stats")(bucket, state)
 
 
 def abort_groups() -> int:
     """Abort the communicators of all process groups; returns their number. Under NCCL, a collective in progress ends with
-    arbitrary output."""
+    arbitrary output; under gloo it continues to wait."""
     # under gloo a collective in progress continues to wait
     count = len(_get_part(_get_part(dist.distributed_c10d, "_world"), "pg_names"))
     _get_part(

@@ -24,7 +24,7 @@ Parameters = Mapping[str, torch.Tensor]
 class Setup:
     """What a hook runs on. ``parameters``: all trained ones, in registration order. ``cast_dtype``: a wrapper's dtype.
     ``node_ranks``: ranks of ``group`` per node. ``undefined``: True if the hook's result may become the gradient of a parameter
-    that has none."""
+    that has none; it must then have the parameter's dtype."""
 
     group: dist.ProcessGroup
     parameters: Parameters
@@ -40,8 +40,9 @@ class Setup:
 
 @dataclass
 class Report:
-    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``compression_rate`` None:
-    unknown."""
+    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``compression_rate`` None: what
+    is sent is unknown. Otherwise elements that are None mean those without compression. ``iteration`` None: that of
+    ``ManagedHook``."""
 
     phase: HookPhase = "steady"
     iteration: int | None = None
@@ -81,7 +82,7 @@ class Algorithm:
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:
         """Continue from the result of ``capture``; ``state`` is its JSON part. Raises ``HookStateError`` for a key that does not
-        fit."""
+        fit; nothing is changed then, except perhaps in a custom hook's state."""
         if tensors or state is not None:
             raise HookStateError(min(tensors, default="state"), "recorded, but this hook keeps no state")
 

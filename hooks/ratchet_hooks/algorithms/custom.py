@@ -66,7 +66,8 @@ class Custom(Algorithm):
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
         """Call the user's function on a bucket. Returns the future of its result, and None. Raises ``CustomHookError`` if the
-        function, its future or the result is wrong; on NCCL the returned future may fail instead."""
+        function, its future or the result is wrong; on NCCL the returned future may fail instead. Errors of memory or device are
+        raised unchanged."""
         index, flat = bucket.index(), bucket.buffer()
         place = f"hook {self.spec.hook} in bucket {index} ({', '.join(names[:3])}{' ...' if len(names) > 3 else ''})"
         collectives = _synchronous_collectives() if self._synchronous else nullcontext()  # may raise TorchUnsupported

@@ -18,7 +18,8 @@ _APART = "these states do not belong to one checkpoint"
 
 
 def check_data(recorded: JsonValue, spec: HookSpec) -> dict[str, Any]:
-    """Return a copy of a captured state's JSON part. Raises ``HookStateError`` if malformed or of another hook than ``spec``."""
+    """Return a copy of a captured state's JSON part. Raises ``HookStateError`` if it is malformed, of another format version, or
+    of another hook or wrapper than ``spec``."""
     version = recorded.get("version") if isinstance(recorded, dict) else None
     if not isinstance(recorded, dict) or type(version) is not int or version < 1:
         raise HookStateError("version", "not a recorded hook state")

@@ -77,8 +77,8 @@ class ManagedDDP(DistributedDataParallel):
 
     def set_layout(self, recorded: Layout | None) -> None:
         """Replace the reducer by one with the layout ``recorded`` (None: as for the class), and register ``hook`` on it. A
-        collective, before the first forward with gradients. Raises ``RuntimeError`` after that forward, ``LayoutMismatch`` for an
-        impossible layout, or ``UnsupportedModel``."""
+        collective, before the first forward with gradients. Raises ``RuntimeError`` after that forward, ``UnsupportedModel``, or
+        ``LayoutMismatch`` for an impossible layout; the buckets may then be neither the recorded nor the former ones."""
         if self._trains:
             raise RuntimeError(
                 "the buckets of a DDP that has trained cannot be rebuilt: restore into a new DDP, before its first forward"
@@ -245,8 +245,8 @@ def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
 
 
 def layout_mismatch(expected: Layout, actual: Layout, when: str) -> LayoutMismatch:
-    """Return the error for two layouts, which names the first bucket that differs. ``when``: a phrase such as
-    ``after construction``."""
+    """Return the error for two layouts, which names the first bucket that differs; for equal ones, the last bucket, whose number
+    of elements differs. ``when``: a phrase such as ``after construction``."""
     pairs: Any = itertools.zip_longest(expected, actual, fillvalue=[])
     differing = ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     last = len(actual) - 1, (expected[-1], actual[-1])

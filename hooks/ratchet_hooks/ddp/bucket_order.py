@@ -15,7 +15,8 @@ def order_for(
     recorded: list[list[str]], parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: Sequence[int]
 ) -> list[int]:
     """Return the indices of ``parameters`` in an order from which DDP's rebuild makes the layout ``recorded``. ``limits``: bytes
-    of the first bucket and of further ones. May raise ``LayoutMismatch``."""
+    of the first bucket and of further ones. Raises ``LayoutMismatch`` if there is none; not with a single dtype, where the caller
+    must compare the layout that DDP makes."""
     index = {name: i for i, name in enumerate(names)}
     wanted = [[index[name] for name in bucket] for bucket in recorded]
     dtypes = dict.fromkeys(parameters[bucket[0]].dtype for bucket in wanted)

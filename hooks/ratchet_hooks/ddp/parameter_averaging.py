@@ -41,7 +41,8 @@ def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.Process
 
 class Averager:
     """Decides after each step over which group parameters are averaged. ``groups``: by period in steps; the largest period that
-    divides the step's number decides."""
+    divides the step's number decides. Steps are numbered from 0 after the warm-up of ``warm_up`` steps (None: not over yet), with
+    ``hierarchical`` from the first step. Nothing is averaged in the warm-up."""
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup | None], *, hierarchical: bool) -> None:
         self._groups = dict(sorted(groups.items(), reverse=True))

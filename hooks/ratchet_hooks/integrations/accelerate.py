@@ -39,7 +39,7 @@ def manage(
     **parameters: Any,
 ) -> ManagedHook:
     """Put a managed hook on ``model``, as ``accelerator.prepare`` returned it; ``save_state`` and ``load_state`` then include the
-    hook's state. Returns the hook.
+    hook's state. Returns the hook. Parameters are averaged after every optimizer step, if the hook does that.
 
     A collective, before the first forward. ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``; ``hook``
     None: the hook of DistributedDataParallelKwargs. ``redistribute`` True: ``load_state`` accepts states of another number of

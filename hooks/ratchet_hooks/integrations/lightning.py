@@ -75,7 +75,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @property
     def hook(self) -> ManagedHook:
-        """The hook of the model that is trained. Raises ``RuntimeError`` while Lightning has not wrapped the model in DDP."""
+        """The hook of the model that is trained. Raises ``RuntimeError`` unless Lightning has wrapped the model in DDP, as while
+        ``Trainer.fit`` runs."""
         return hook_of(self._managed_ddp())
 
     @override
@@ -120,7 +121,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Add all ranks' states to ``checkpoint`` on rank 0, unless it has weights only, then save it. A collective."""
+        """Add all ranks' states to ``checkpoint`` on rank 0, unless it has weights only or the model has no managed DDP. Then
+        save it. A collective."""
         if "optimizer_states" in checkpoint and isinstance(self.model, ManagedDDP):
             ranks = self._gather_rank_states(self.model)
             if ranks is not None:
@@ -142,8 +144,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers as ``DDPStrategy`` does, then this rank's state. Raises ``HookStateError`` if that state is
-        missing or does not fit."""
+        """Restore the optimizers as ``DDPStrategy`` does, then this rank's state. Raises ``HookStateError`` if that state does
+        not fit, or is missing and ``reset_hook`` is not set."""
         super().load_optimizer_state_dict(checkpoint)
         ddp = self._managed_ddp()
         if KEY not in checkpoint:

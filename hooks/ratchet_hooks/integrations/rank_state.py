@@ -47,7 +47,7 @@ def capture_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[
 
 def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequence[Any]) -> dict[str, Any]:
     """Return this rank's state for ``restore_rank``, made from ``states`` of all ranks of a group of another size, in rank order.
-    Raises ``HookStateError`` for unsuitable states."""
+    Rank 0 issues a warning. Raises ``HookStateError`` for unsuitable states, or ``CustomHookError``."""
     hook, ranks, rank = hook_of(ddp), ddp.process_group.size(), ddp.process_group.rank()
     for number, state in enumerate(states):
         check_version(state)
@@ -72,8 +72,8 @@ def redistribute_ranks(ddp: nn.parallel.DistributedDataParallel, states: Sequenc
 
 
 def restore_rank(ddp: nn.parallel.DistributedDataParallel, optimizers: Sequence[Optimizer], state: Any) -> None:
-    """Restore the result of ``capture_rank`` except the generators. A collective, after model and optimizers were loaded and
-    before the first forward. Raises ``HookStateError``."""
+    """Restore the result of ``capture_rank`` except the generators, which the framework or ``restore_generators`` restores last.
+    A collective, after model and optimizers were loaded and before the first forward. Raises ``HookStateError``."""
     check_rank(ddp, state)
     restore(ddp, state["hook"])
     _copy("buffer", dict(ddp.module.named_buffers()), state["buffers"])

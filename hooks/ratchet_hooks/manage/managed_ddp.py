@@ -98,7 +98,7 @@ def attach(
     ddp: ManagedDDP, spec: HookSpec, *, node_ranks: int | None = None, build: Callable[[Setup], Algorithm] | None = None
 ) -> ManagedHook:
     """Register the hook of ``spec`` on ``ddp``, which must have none yet; returns the hook. A collective. ``build`` replaces the
-    spec's builder. Raises ``UnsupportedModel``."""
+    spec's builder. Raises ``UnsupportedModel``; for a user's own hook also ``CustomHookError`` or ``HookStateError``."""
     group = ddp.process_group
     setup = Setup(
         group=group,

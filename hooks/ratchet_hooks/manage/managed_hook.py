@@ -111,7 +111,7 @@ class ManagedHook:
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's whole hook state: tensors by name, and a JSON part. Call it between steps, on every rank; it may be
         a collective. ``copy`` False: the tensors may be views of live ones, valid until the next backward pass. Raises
-        ``HookStateError`` for a state that cannot be saved."""
+        ``HookStateError`` for a state that cannot be saved, and ``RuntimeError`` inside a backward pass."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,

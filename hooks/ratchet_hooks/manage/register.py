@@ -58,7 +58,7 @@ def register(
 
     The class of ``ddp_model`` becomes ``ManagedDDP``. Raises ``UnsupportedModel`` for a DDP, a model or a hook that cannot be
     managed, ``ValueError`` for parameters that do not fit, ``CustomHookError`` or ``HookStateError`` for a user's own hook that
-    cannot be used.
+    cannot be used. After an error ``ddp_model`` may have no hook at all.
     """
     if isinstance(ddp_model, ManagedDDP) and ddp_model.hook is not None:
         raise UnsupportedModel(f"hook {ddp_model.hook.spec.name} is registered on this DDP; one DDP has one hook")
@@ -75,14 +75,15 @@ def register(
 
 def capture(ddp_model: torch.nn.Module) -> tuple[Tensors, JsonValue]:
     """Return copies of the hook's state on this rank: tensors by name, and a JSON part. Call it between two steps, on every rank;
-    it may be a collective. Each rank keeps its own result. Raises ``UnsupportedModel`` if there is no managed hook."""
+    it may be a collective. Each rank keeps its own result. Raises ``UnsupportedModel`` if there is no managed hook, and
+    the errors of ``ManagedHook.capture``."""
     return hook_of(ddp_model).capture()
 
 
 def restore(ddp_model: torch.nn.Module, captured: Captured) -> None:
     """Continue from the result of ``capture`` on the same rank of a group of the same size. A collective, before the first
     forward. The caller restores model, optimizer, buffers and generators. Raises ``HookStateError`` for a state that does not
-    fit, ``UnsupportedModel`` without a managed hook."""
+    fit (the buckets may have changed), ``UnsupportedModel`` without a managed hook."""
     hook = hook_of(ddp_model)
     tensors, data = captured
     recorded = check_data(data, hook.spec)["layout"]
@@ -110,7 +111,7 @@ def resolve(
     **parameters: Any,
 ) -> HookSpec:
     """Return the spec that ``register`` would use with the same arguments; nothing is registered. Raises ``UnsupportedModel``, or
-    ``ValueError`` for parameters that do not fit."""
+    ``ValueError`` for parameters that do not fit. The model and a user's own hook are not checked."""
     values: Any
     hook = _registered_hook(ddp_model) if hook is None else hook
     if isinstance(hook, HookSpecBase):

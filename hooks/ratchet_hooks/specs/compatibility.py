@@ -35,8 +35,8 @@ class HookChange:
     averages: bool = False
 
     def refusal(self, policy: str, key: str = "policy.on_hook_mismatch") -> str | None:
-        """Return why the policy ``on_hook_mismatch`` forbids the change; None if it is allowed. ``key``: the policy's name for
-        the message."""
+        """Return why ``policy``, the value of ``on_hook_mismatch``, forbids the change; None if it is allowed. ``key``: the
+        policy's name for the message."""
         if policy == "reset" or (self.state == "none" and not self.averages):
             return None
         if self.state == "lost":

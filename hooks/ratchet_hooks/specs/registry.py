@@ -23,7 +23,8 @@ class Caution:
 @dataclass(frozen=True)
 class HookEntry:
     """One hook in the registry. ``builder``: ``"module:callable"``, called with the spec and a ``Setup``; None: not available
-    yet. ``wrappers``: True if 16-bit wrappers are possible."""
+    yet. ``wrappers``: True if 16-bit wrappers are possible. For a custom hook, ``replicas_of`` and ``is_stateful`` replace
+    ``replicas`` and ``stateful``."""
 
     name: str
     title: str
@@ -45,7 +46,7 @@ class HookEntry:
 
 
 def replicas_of(spec: HookSpec) -> Replicas:
-    """Return on which ranks parameters stay equal between two steps: all, those of a subgroup, or ``rank``: none."""
+    """Return on which ranks parameters stay equal between two steps: all (``equal``), those of a subgroup, or none (``rank``)."""
     return spec.replicas if isinstance(spec, hook_specs.CustomSpec) else HOOKS[spec.name].replicas
 
 

@@ -32,7 +32,7 @@ def decode(tensors: Mapping[str, torch.Tensor], data: JsonValue, *, device: torc
 
 
 def _parse_float(text: str) -> float:
-    """Return the float of the text that ``_float_text`` made. Raises ``ValueError``."""
+    """Return the float of the text that ``_float_text`` made. Raises ``ValueError`` or ``struct.error``."""
     if text.startswith("nan:"):
         return float(struct.unpack(">d", bytes.fromhex(text[4:]))[0])
     return float.fromhex(text)

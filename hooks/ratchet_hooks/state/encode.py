@@ -53,7 +53,7 @@ def _float_text(value: float) -> str:
 
 
 def _is_json(value: object) -> bool:
-    """True if the value is its own JSON form: None, a boolean, a small integer or an ASCII string."""
+    """True if the value is None, a boolean, a small integer or an ASCII string, which are their own JSON form."""
     kind = type(value)
     if kind is int:
         return -_SAFE_INT <= value <= _SAFE_INT  # type: ignore[operator]

@@ -29,8 +29,8 @@ _KEY: Final = "ratchet_state"
 
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write ``state``, anything that ``encode`` accepts, to ``path``, atomically and durably. One process at a time may write a
-    path. Raises ``HookStateError`` and ``OSError``."""
+    """Write ``state``, anything that ``encode`` accepts, to ``path``, atomically and durably; creates missing directories. One
+    process at a time may write a path. Raises ``HookStateError`` and ``OSError``."""
     target, parts = Path(path), _parts(state)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.tmp")
@@ -43,8 +43,8 @@ def save_state(path: str | os.PathLike[str], state: object) -> None:
 
 
 def load_state(path: str | os.PathLike[str]) -> Any:
-    """Return the state that ``save_state`` wrote, with tensors on the CPU. Raises ``FileNotFoundError``, and ``HookStateError``
-    for a malformed file; there is no checksum."""
+    """Return the state that ``save_state`` wrote, with tensors on the CPU. Raises ``OSError``, such as ``FileNotFoundError``,
+    and ``HookStateError`` for a malformed file; there is no checksum."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"no such file: {path}")
     with Path(path).open("rb") as file:

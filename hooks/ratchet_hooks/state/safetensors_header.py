@@ -53,7 +53,7 @@ def header_json(metadata: Mapping[str, str], members: bytes) -> tuple[bytes, byt
 
 def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[bytes, bytes, bytes]:
     """Return a header as three pieces, padded so that the data starts on a multiple of ``alignment`` bytes. Raises ``ValueError``
-    if it is too long."""
+    if it is too long or has too many values."""
     size = sum(map(len, parts))
     if size > MAX_JSON_VALUES and sum(map(_max_value_count, parts)) > MAX_JSON_VALUES:  # a value has at least one byte
         raise ValueError(f"it has more than {MAX_JSON_VALUES} values")
@@ -86,7 +86,7 @@ def read_header(file: BinaryIO, size: int) -> Header:
 
 
 def _entry(key: str, value: Any) -> Stored:
-    """Return one checked entry of a header. Raises ``ValueError`` if it is malformed, or if its size does not fit."""
+    """Return one checked entry of a header. Raises ``ValueError`` if it is malformed, or if its bytes do not fit its shape."""
     try:
         begin, end = map(int, value["data_offsets"])
         stored = Stored(value["dtype"], tuple(map(int, value["shape"])), begin, end)
@@ -108,7 +108,7 @@ def bounded_json(raw: bytes | str) -> Any:
 
 
 def refuse_json_bomb(raw: bytes | str) -> None:
-    """Raise ``ValueError`` for a JSON text whose many values would need far more memory than its length."""
+    """Raise ``ValueError`` for a JSON text that may have so many values that they need far more memory than its length."""
     if _max_value_count(raw) > MAX_JSON_VALUES:
         raise ValueError(f"JSON with more than {MAX_JSON_VALUES} values is refused")
 

@@ -31,7 +31,8 @@ class TransposedProduct:
         self._columns: _Columns | None = None
 
     def compute(self) -> None:
-        """Compute the product of the present values into ``q``. May run a trial after the number of threads changed."""
+        """Compute the product of the present values into ``q``. May run a trial, at first and when the number of threads has
+        changed."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions depends on it
             self._threads = threads
@@ -169,7 +170,8 @@ class OuterProduct:
         self._blocked = False
 
     def compute(self) -> None:
-        """Compute the product of P and Q into ``average``. May run a trial after the number of threads changed."""
+        """Compute the product of P and Q into ``average``. May run a trial, at first and when the number of threads has
+        changed."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions may depend on it
             self._threads = threads
