@@ -24,7 +24,8 @@ DEFAULT_PORT: Final = 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command of the service until it ends, and return the exit status. ``argv`` None: this process's arguments."""
+    """Run one command of the service until it ends, and return the exit status: 2 after a ``StartError``, which is printed.
+    ``argv`` None: this process's arguments."""
     options = _parser().parse_args(argv)
     service_logging.configure(options.log_level, options.log_format, passwords(options.database_url, os.environ))
     home = options.home.expanduser().absolute()
@@ -268,7 +269,7 @@ def _absolute(path: str) -> Path:
 
 
 def _rate(text: str) -> float:
-    """Parse a rate, a number more than 0 and at most a million. Raises ``argparse.ArgumentTypeError`` for others."""
+    """Parse a rate, a number more than 0 and at most a million. Raises ``argparse.ArgumentTypeError`` for other numbers."""
     value = float(text)
     if not 0 < value <= 1e6:
         raise argparse.ArgumentTypeError("must be more than 0")
@@ -276,7 +277,7 @@ def _rate(text: str) -> float:
 
 
 def _seconds(text: str) -> float:
-    """Parse seconds, a number of 0 or more and at most a billion. Raises ``argparse.ArgumentTypeError`` for others."""
+    """Parse seconds, a number of 0 or more and at most a billion. Raises ``argparse.ArgumentTypeError`` for other numbers."""
     value = float(text)
     if not 0 <= value <= 1e9:
         raise argparse.ArgumentTypeError("must be 0 or more")

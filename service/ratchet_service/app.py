@@ -59,7 +59,8 @@ def create_app(
     instruments: Instruments | None = None,
 ) -> FastAPI:
     """Return the app: the REST API over one database and one run directory. ``database``: an open one, which the caller migrates
-    and disposes of; None: the app does so with that of the settings."""
+    and disposes of; None: the app does so with that of the settings. ``instruments``: the caller has started their
+    ``count_commits``."""
     own = Database(settings.url) if database is None else None
     shared = database or own
     assert shared is not None

@@ -55,8 +55,8 @@ def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], l
 
 
 def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, int]:
-    """Return the hook iterations of committed checkpoints, by step and attempt. May read the disk: call it outside
-    transactions."""
+    """Return the hook iterations, as far as known, of the checkpoints that ``batches`` report as committed, by step and attempt.
+    May read the disk: call it outside transactions."""
     out, unknown = reported_iterations(batches)
     for message in unknown:
         found = _saved_iteration(job, message)
@@ -66,7 +66,7 @@ def hook_iterations(batches: Sequence[RankBatch], job: JobPaths) -> dict[Key, in
 
 
 def _saved_iteration(job: JobPaths, message: CheckpointCommitted) -> int | None:
-    """Return the hook iteration of rank 0 in the checkpoint's manifest; None if it cannot be read."""
+    """Return the hook iteration of rank 0 in the checkpoint's manifest; None if it cannot be read or has none."""
     try:
         with as_owner(job.root):
             manifest = read_manifest(job.checkpoint(message.step, message.attempt))
@@ -142,7 +142,8 @@ class Checkpoints:
         self._add_event("checkpoint", f"checkpoint {name} {text}", data)
 
     def apply_uploaded(self, message: CheckpointUploaded) -> None:
-        """Store that the checkpoint's copy in the object store is complete, if it has a row with that digest."""
+        """Store that the checkpoint's copy in the object store is complete, if it has a row with that digest. A deleted or
+        quarantined checkpoint becomes committed again."""
         name = checkpoint_dir_name(message.step, message.attempt)
         row = self._row(message.step, message.attempt)
         if row is None:
@@ -162,7 +163,7 @@ class Checkpoints:
             self._add_event("checkpoint-uploaded", f"checkpoint {name} is copied to {row.uri}", data)
 
     def apply_quarantined(self, message: Quarantined) -> None:
-        """Store that the checkpoint is damaged and was moved to the quarantine, and add an event."""
+        """Store in the checkpoint's row, if there is one, that it is quarantined, and add an event in any case."""
         self._set_state(message.step, message.attempt, "quarantined")
         name = checkpoint_dir_name(message.step, message.attempt)
         text = f"checkpoint {name} is damaged and was moved to the quarantine: {sanitize_text(message.error)}"

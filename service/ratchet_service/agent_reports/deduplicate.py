@@ -25,7 +25,8 @@ class AcknowledgedReports:
         self._lock = threading.Lock()
 
     def is_behind(self, report: AgentReport) -> bool:
-        """True if the report has messages with higher numbers than this process is known to have acknowledged to its agent."""
+        """True if the report has messages with higher numbers than this process has acknowledged to its agent; False if it
+        remembers no answer to that agent."""
         acked = self._acked.get((report.job_id, report.attempt, report.node))
         return acked is not None and _has_unacked_messages(report, acked)
 

@@ -145,8 +145,8 @@ def lock_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | 
 
 @contextmanager
 def write_changes(session: Session, rows: Rows) -> Iterator[None]:
-    """Context manager: at its end, changes of ``rows`` are written, in columns that figures can change. The caller has locked the
-    job's row."""
+    """Context manager: if its block raises nothing, changes of ``rows`` are written, but only in columns that figures can
+    change. The caller has locked the job's row."""
     job, attempt, node = replace(rows.job), replace(rows.attempt), None if rows.node is None else replace(rows.node)
     yield
     connection = session.connection()

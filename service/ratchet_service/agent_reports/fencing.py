@@ -38,7 +38,7 @@ def raise_if_stale(job: Job | JobRow, attempt: Attempt | AttemptRow) -> None:
 @contextmanager
 def count_stale_requests(database: Database, job_id: str, attempt: int, request_name: str) -> Iterator[None]:
     """Context manager that counts a ``Stale`` error of its block, and raises it again. No transaction may be open around the
-    block."""
+    block. ``request_name``: such as "a report", for the event's message."""
     try:
         yield
     except Stale:

@@ -137,7 +137,7 @@ def ingest_batches(
     shape: Shape | None = None,
 ) -> int:
     """Apply the messages that are not stored yet, and return their number. The caller has locked the job's row. Raises
-    ``Refused`` for a wrong rank."""
+    ``Refused`` for a wrong rank; the caller must then roll back."""
     acked = dict(node.acked)
     shape = shape or fast_rows.read_shape(session, job.id)
     effects = Effects(session, job, attempt, hook_iterations or {}, bounds, shape.best_metric)
@@ -170,7 +170,8 @@ def unstored_messages(batch: RankBatch, last_stored: int) -> list[RankMessage]:
 
 
 def read_authorised_rows(session: Session, job_id: str, attempt: int, token: str | None) -> Rows:
-    """Return the rows of the attempt, its job and its node 0. Raises ``Refused`` for a wrong token, and ``NotFound``."""
+    """Return the rows of the attempt, its job and its node 0. Raises ``Refused`` for a missing or wrong token,
+    and ``NotFound``."""
     return _read_authorised_rows(fast_rows.read_rows, session, (job_id, attempt, 0), token)
 
 
@@ -221,7 +222,8 @@ def _get_or_create_node(session: Session, report: AgentReport) -> AttemptNode:
 
 
 def _advance(attempt: Attempt, node: AttemptNode, report: AgentReport) -> AttemptResult | None:
-    """Store the report's phase, address, last step and result. Return the result if it was not stored before."""
+    """Store the report's address, last step, result and, if it is later, phase; the attempt itself never becomes ended. Return
+    the result if it was not stored before, otherwise None."""
     if is_later_phase(report.phase, node.phase):
         node.phase = report.phase
     if report.address is not None:

@@ -172,7 +172,8 @@ class Effects:
         self._add_event("rank-started", f"rank {rank} started on {data['host']} ({data['device']})", data)
 
     def _apply_training(self, message: Training) -> None:
-        """Store that the attempt has begun to train, and from which checkpoint. May also update the job."""
+        """Store that the attempt has begun to train, and from which checkpoint. If it is the newest attempt of an active
+        job, update the job's phase and steps, too."""
         attempt, job, base = self._attempt, self._job, message.base
         attempt.base_step, attempt.base_attempt = base.step, base.attempt
         attempt.base_digest = None if base.digest is None else sanitize_text(base.digest)[:64]
@@ -271,7 +272,8 @@ def _numbers(message: RankMessage) -> Iterator[int | None]:
 
 
 def add_left_out_event(session: Session, attempt: Attempt, bounds: Bounds) -> None:
-    """Add one event with the numbers of the attempt's notes and metric values that were not stored, if any."""
+    """Add one event with the numbers of the attempt's notes and metric values that were not stored, if any. The
+    caller has locked the job's row."""
     notes = max(0, attempt.notes_reported - bounds.notes)
     parts = [pluralize(notes, "note")] * bool(notes) + [pluralize(attempt.metric_values_refused, "value")] * bool(
         attempt.metric_values_refused

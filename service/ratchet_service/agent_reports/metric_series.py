@@ -282,7 +282,8 @@ def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
 
 
 def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable[Row]) -> None:
-    """Insert ``values`` as rows of ``table``; a row with the same ``keys`` is updated, unless of a later attempt."""
+    """Insert ``values``, all with the same columns, as rows of ``table``; a row with the same ``keys`` is updated, unless of a
+    later attempt."""
     rows = list(values)
     if rows:
         statement = _upsert(session.get_bind().dialect.name, table, keys, tuple(rows[0]))

@@ -40,8 +40,8 @@ class Gate:
         """By attempt: the hash of its token and its number of nodes."""
 
     async def authenticate_caller(self, request: Request) -> Principal:
-        """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. Raises
-        ``Refused``."""
+        """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. The caller is
+        ``LOCAL`` without a token, if none is required. Raises ``Refused``."""
         token = bearer_token(request.headers.get("authorization"))
         if token is None and not self._token_required:
             found = LOCAL
@@ -87,8 +87,8 @@ class Gate:
         self._report_buckets.take(f"{job_id}/{attempt[1]}", time.monotonic(), nodes)
 
     def limit_node(self, job_id: str, number: int, node: int) -> None:
-        """Count a report for the rate limit of one node, if the attempt has several. Raises ``Refused``
-        (``too-many-requests``)."""
+        """Count a report for the rate limit of one node, if the attempt has several. Call it after
+        ``authenticate_agent``. Raises ``Refused`` (``too-many-requests``)."""
         _, nodes = self._attempts.get((job_id, number), ("", 1))
         if nodes > 1 and 0 <= node < nodes:
             self._report_buckets.take(f"{job_id}/{number}/{node}", time.monotonic())
@@ -100,7 +100,8 @@ class Gate:
             return read_authorised_rows(session, *attempt, token).shape.nodes
 
     async def require_ownership(self, caller: Principal, job_id: str) -> None:
-        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin."""
+        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin. A job that
+        does not exist is accepted."""
         if caller.role is Role.ADMIN or not is_job_id(job_id):
             return
         owner = await run_in_threadpool(self._read_owner, job_id)
@@ -119,7 +120,7 @@ class Gate:
 
 def bearer_token(authorization: str | None) -> str | None:
     """Return the token in an Authorization header; None if there is no header. Raises ``Refused`` for a header without a
-    token."""
+    Bearer token."""
     if authorization is None:
         return None
     scheme, _, token = authorization.partition(" ")

@@ -89,7 +89,8 @@ async def disconnect_event(request: Request) -> AsyncIterator[threading.Event]:
 
 
 async def refuse_unknown_parameters(request: Request) -> None:
-    """Raise ``Refused`` for an undeclared query parameter: ignoring a misspelt filter would give a wrong answer."""
+    """Raise ``Refused`` for an undeclared query parameter (ignoring a misspelt filter would give a wrong answer) or a NUL in
+    the query. Adds job and attempt to the request's log lines."""
     # job id and attempt for this request's later log lines
     number = str(request.path_params.get("number", ""))
     attempt = int(number) if number.isascii() and number.isdigit() and len(number) < 10 else None

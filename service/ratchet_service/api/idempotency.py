@@ -78,7 +78,7 @@ class Idempotency:
 
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
         """Run ``prepare``, then ``effect`` in a write transaction, and return its answer; or the key's stored answer. Raises what
-        these raise, ``Conflict`` and ``Refused``."""
+        these raise, ``Conflict`` and ``Refused``. An error that no retry can cure is stored as the answer, too."""
         if call.key is None:
             prepared = prepare()
             with self._database.write() as session:

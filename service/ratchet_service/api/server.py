@@ -232,7 +232,8 @@ class Server(uvicorn.Server):
             log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
 
     def _write_pointer(self) -> None:
-        """Write the pointer by which clients find this run directory. A failure is logged once, and ``on_tick`` tries again."""
+        """Write the pointer by which clients find this run directory, unless the service ends with a command. A failure is
+        logged once, and ``on_tick`` tries again."""
         # the service ends with a command: others would lose their jobs then
         if names.ENDS_WITH in os.environ:
             return

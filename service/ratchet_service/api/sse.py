@@ -38,7 +38,7 @@ async def follow(
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[str]:
     """Yield chunks as ``poll`` returns them, until a result is finished. ``keep_alive_text`` fills pauses, ``end_text`` ends a
-    stream of events; "" for none."""
+    stream of events; "" for none. A stream of events also ends, without ``end_text``, when ``is_stopping`` is true."""
     last_sent = time.monotonic()
     while True:
         # a stream of text continues until it is cut off, so that no client takes it for complete

@@ -70,8 +70,8 @@ class OnDisk:
 
 
 def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
-    """Delete remains of saves by attempts up to ``attempt``, all dead, and return which checkpoints the disk has. Errors of the
-    file system are returned."""
+    """Delete remains of saves by attempts up to ``attempt``, all dead, and the space that ``attempt`` reserved. Return which
+    checkpoints the disk has. Errors of the file system are returned."""
     refused = []
     with as_owner(paths.root):
         try:
@@ -91,8 +91,8 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
 def mark_surplus(
     session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, attempt: int
 ) -> None:
-    """Mark as deleted the checkpoints that the spec's rules do not keep, and quarantine damaged ones. Called in the transaction
-    that ends the attempt."""
+    """Mark as deleted the checkpoints that the spec's rules do not keep and those without any copy left, and quarantine damaged
+    ones. Called in the transaction that ends the attempt."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)
@@ -123,8 +123,8 @@ def mark_surplus(
 
 
 def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> bool:
-    """Move a damaged checkpoint to the quarantine. Return False if it was not moved, for example because a fork may still read
-    it."""
+    """Move a damaged checkpoint to the quarantine, and update ``row``. Return False if it was not moved, for example because a
+    fork may still read it. The caller has locked the job's row; no attempt of the job is alive."""
     directory = paths.checkpoint(row.step, row.attempt)
     try:
         if not directory.is_dir() or waiting_forks(session, job.id, {row.name}):
@@ -141,8 +141,8 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
 
 
 def _delete_reserve_files(paths: JobPaths, attempt: int) -> None:
-    """Delete the files with which the attempt, now dead, reserved disk space. Raises ``OSError`` if a directory cannot be
-    listed."""
+    """Delete the files with which the attempt, now dead, reserved disk space. Called within ``as_owner``. Raises ``OSError`` if a
+    directory cannot be listed."""
     root = paths.attempt(attempt).root
     nodes = [root / name for name in names_in(root) if name.startswith("node-")]
     for folder in (root, root / "results", *nodes):

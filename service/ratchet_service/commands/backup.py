@@ -53,7 +53,8 @@ def add_parsers(commands: Any, database_options: argparse.ArgumentParser) -> Non
 
 
 def run(settings: Settings, options: argparse.Namespace) -> int:
-    """Run ``backup`` or ``restore``, print the results and return 0. Raises ``StartError`` if the command fails."""
+    """Run ``backup`` or ``restore``, print the results and return 0. Raises ``StartError`` if the command fails; if only the
+    comparison after a restore fails, the database stays restored."""
     if options.command == "backup":
         backup(settings, options.file.expanduser().absolute(), replace=options.replace)
         print(f"written: {options.file}")
@@ -144,8 +145,8 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
 
 
 def describe_differences(settings: Settings) -> Iterator[str]:
-    """Yield sentences about differences between database and run directory, and about valid tokens. Raises ``StartError`` while
-    iterating."""
+    """Yield sentences about differences between database and run directory, and about tokens that are not revoked. Raises
+    ``StartError`` while iterating."""
     if database_url(settings).drivername.startswith("sqlite") and not database_file(settings).is_file():
         raise StartError(f"there is no database {database_file(settings)}")
     database = Database(settings.url)
@@ -251,7 +252,8 @@ def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
 
 
 def _set_aside(target: Path) -> Path | None:
-    """Give the existing database a second name, and return it, or None. Raises ``StartError`` while a process has it open."""
+    """Give the existing database a second name, and return it; None if there is none. Raises ``StartError`` while a process has
+    it open."""
     aside = base = target.with_name(f"{target.name}.before-{utc_now():%Y%m%dT%H%M%SZ}")
     for number in itertools.count(1):
         if not aside.exists():

@@ -51,7 +51,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def probe(settings: Settings) -> list[Finding]:
-    """Check the database that ``ratchet serve`` would use with these settings, and return the findings. Nothing is changed."""
+    """Check the database that ``ratchet serve`` would use with these settings, and compare the jobs' directories and processes
+    with it. Return the findings. Nothing is changed."""
     try:
         url = normalise_url(settings.url)
     except ValueError as error:

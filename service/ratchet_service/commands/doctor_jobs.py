@@ -34,8 +34,8 @@ def check_run_directory(
     newest_attempts: Callable[[Collection[str]], dict[str, int]],
     begun_jobs: Callable[[], Iterator[str]],
 ) -> Finding:
-    """Return the finding of comparing run directory and database: a warning if they differ. The parameters are as in
-    ``run_directory_scan.difference``."""
+    """Return the finding of comparing run directory and database: a warning if they differ, ``not-checked`` if the directory
+    cannot be read. The parameters are as in ``run_directory_scan.difference``."""
     try:
         found = difference(home, newest_attempts, begun_jobs)
     except OSError as error:
@@ -49,7 +49,8 @@ def check_run_directory(
 
 
 def check_job_user(home: HomePaths) -> Finding:
-    """Return the finding that says as which user the code of local jobs runs; a warning if that is root."""
+    """Return the finding that says as which user the code of local jobs runs: the recorded one, else the running
+    service's, else this process's. A warning if that is root."""
     name, user = "jobs' user", recorded_user(home)
     if user is not None:
         return ok(name, user, "local agents, ranks and checks of users' code")

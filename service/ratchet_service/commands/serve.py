@@ -225,7 +225,8 @@ def _log_job_user(settings: Settings, launchers: Launchers) -> None:
 
 
 def acquire_slots(database: Database, launchers: Launchers) -> None:
-    """Take the lease of the slots for this host, if needed. May block. Raises ``StartError`` if another host holds it."""
+    """On PostgreSQL, take the lease of the slots for this host, if a launcher has slots. May block. Raises ``StartError`` if
+    another host holds it."""
     kinds = [kind for kind, launcher in launchers.items() if launcher.slots]
     other = slot_host_lease.acquire_or_other_host(database, LEASE_SECONDS) if kinds else None
     if other is not None:
@@ -303,7 +304,8 @@ def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settin
 
 
 def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
-    """Write the file of certificate authorities by which agents verify the service, or delete it. Raises ``StartError``."""
+    """Write the file of certificate authorities by which agents verify the service; delete it if none is
+    configured. Raises ``StartError``."""
     if listen.ca_file is None:
         paths.service_authorities.unlink(missing_ok=True)
     else:

@@ -78,8 +78,8 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
 
 
 def _open(settings: Settings) -> Database:
-    """Open the database without migrating it: only the service migrates. Raises ``StartError`` for a database that this version
-    cannot use."""
+    """Open the database without migrating it: only the service migrates. Raises ``StartError`` for a missing one, or one that
+    does not have this version's revision."""
     try:
         database = Database(settings.url)
     except ValueError as error:

@@ -100,7 +100,8 @@ class Listening:
         return context
 
     def service_url(self, bound: socket.socket) -> str:
-        """Return the URL at which agents and clients reach the service: ``url``, or the address of the socket ``bound``."""
+        """Return the URL at which agents and clients reach the service: ``url``, or the address of the socket ``bound``
+        (loopback if that listens on all addresses)."""
         if self.url is not None:
             return self.url
         host, port = bound.getsockname()[:2]

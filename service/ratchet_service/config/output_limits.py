@@ -9,7 +9,8 @@ from ratchet_contract.protocol.messages import LOG_BYTES
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on how much of a job's output is kept. Sizes are bytes on the disk. Raises ``ValueError``."""
+    """Limits on how much of a job's output is kept. Sizes are bytes on the disk. Raises ``ValueError`` for one that is too
+    small."""
 
     log_bytes: int = LOG_BYTES  # of one rank in one attempt; its beginning and its end are kept
     job_log_bytes: int = 4 << 30  # of all ended attempts; beyond it, logs of attempts in the middle are shortened

@@ -61,8 +61,8 @@ def create(
     created_by: str,
     made_with: str | None = None,
 ) -> tuple[ApiToken, str]:
-    """Add a token; return its row, and its text, which is not stored. ``scopes`` empty: all of its role. ``made_with``: the token
-    whose revocation revokes this one, too."""
+    """Add a token; return its row, and its text, which is not stored. ``scopes`` empty: all of its role; the caller
+    checks that the role has them. ``made_with``: the id of the token whose revocation revokes this one, too."""
     token_id = _new_id()
     while session.get(ApiToken, token_id) is not None:
         token_id = _new_id()
@@ -94,7 +94,8 @@ def revoke(session: Session, row: ApiToken, now: datetime) -> int:
 
 
 def lock_token(session: Session, token_id: str) -> None:
-    """Lock the token's row until the transaction ends, before a token is made with it. Raises ``Refused`` (``token-revoked``)."""
+    """Lock the token's row until the transaction ends, before a token is made with it. Raises ``Refused`` (``token-revoked``)
+    if it is revoked or missing."""
     row = session.get(ApiToken, token_id, with_for_update=True, populate_existing=True)
     if row is None or row.revoked_at is not None:
         raise _token_revoked(token_id)

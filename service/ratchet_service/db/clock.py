@@ -71,5 +71,5 @@ def clock_of(session: Session) -> Clock:
 
 
 def now_in(session: Session) -> datetime:
-    """Return the UTC time by the wall clock of the session's ``Database``; the server is not queried."""
+    """Return the UTC time of ``clock_of(session)``, normally this machine's; the server is not queried."""
     return clock_of(session).now()

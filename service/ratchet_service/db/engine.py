@@ -147,8 +147,8 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Context manager for a write transaction, committed at the block's end. May block on SQLite. Raises ``RuntimeError``
-        within ``as_owner``."""
+        """Context manager for a write transaction, committed at the block's end, rolled back after an error. May block on SQLite.
+        Raises ``RuntimeError`` within ``as_owner``."""
         raise_if_impersonating()
         make = self.session_class(self.engine, expire_on_commit=False, info=self._session_info)
         with self._serialise_writer(), make as session, session.begin():

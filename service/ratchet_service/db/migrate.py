@@ -93,8 +93,8 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``, again if PostgreSQL ends it for lack of a lock, at most ``MAX_TRIES`` times. Raises
-    ``MigrationBlocked``."""
+    """Run ``migrate``, again if PostgreSQL ends it for lack of a lock, at most ``MAX_TRIES`` times. It must use
+    one transaction. Raises ``MigrationBlocked``."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:
@@ -170,7 +170,7 @@ def known_revisions() -> frozenset[str]:
 
 
 def refusal(revision: str) -> NewerSchema | UnsupportedSchema | None:
-    """Return the error with which this version refuses a database of this revision; None if it can use it."""
+    """Return the error with which this version refuses a database of this revision; None if it can use or migrate it."""
     if revision in known_revisions():
         return None
     if revision in _DEVELOPMENT:

@@ -77,8 +77,8 @@ def apply(
     the job, whose row stays locked until the transaction ends.
 
     ``cause``: the cause of a stop that the event requests; None: a request through the API. ``reason`` and ``message`` replace
-    the job's, except for ``CHECKPOINT``. ``data``: more entries for the event row. Raises ``NotFound``; raises ``Conflict`` if
-    the event is refused or ``expected_attempt`` is not the job's attempt.
+    the job's, also if they are None, except for ``CHECKPOINT``. ``data``: more entries for the event row. Raises ``NotFound``;
+    raises ``Conflict`` if the event is refused or ``expected_attempt`` is not the job's attempt.
     """
     job = lock_job(session, job_id)
     before = job.phase

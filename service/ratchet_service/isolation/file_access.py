@@ -33,7 +33,7 @@ OF_THE_SYSTEM: Final = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errn
 @contextmanager
 def as_owner(path: Path) -> Iterator[None]:
     """During the block, make this thread's file accesses as the owner of the job's directory that ``path`` is or lies in. Nothing
-    changes unless the service is root and that owner is not.
+    changes unless this process is root and that owner is not.
 
     The block must not contain a ``yield``. Raises ``PermissionError`` if the user cannot be changed, and ``RuntimeError`` within
     an event loop.
@@ -59,8 +59,8 @@ def as_user(user: User | None) -> Iterator[None]:
 
 @contextmanager
 def as_service() -> Iterator[None]:
-    """During the block, make file accesses with the service's own rights again, such as within ``as_owner``. May raise
-    ``RuntimeError``."""
+    """During the block, make file accesses with the service's own rights again, such as within ``as_owner``. Raises as
+    that does."""
     if os.geteuid() != 0:
         yield
         return
@@ -109,7 +109,7 @@ def _current_fs_user() -> tuple[int, int]:
 
 
 def raise_if_impersonating() -> None:
-    """Raise ``RuntimeError`` if the service is root and this thread makes its file accesses as another user."""
+    """Raise ``RuntimeError`` if this process is root and this thread makes its file accesses as another user."""
     if os.geteuid() == 0 and (uid := _current_fs_user()[0]) != 0:
         raise RuntimeError(
             f"this thread opens files as user {uid}: run the service's own operations outside ``as_owner``"
@@ -156,8 +156,8 @@ def open_read(path: Path) -> BinaryIO:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file at ``path`` by rename: a link there is replaced and not followed. The name is durable only after
-    ``fsync_dir``."""
+    """Write the file at ``path`` by rename, readable by its owner alone: a link there is replaced and not followed. The name is
+    durable only after ``fsync_dir``. Called within ``as_owner``."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
     with os.fdopen(fd, "w") as handle:
         handle.write(text)
@@ -168,7 +168,7 @@ def replace_file(path: Path, text: str) -> None:
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
     """Return at most ``limit`` names in the directory, in no order; empty if it cannot be read. Raises ``OSError`` for
-    ``OF_THE_SYSTEM``."""
+    ``OF_THE_SYSTEM``. Called within ``as_owner``."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in islice(found, max(0, limit))]

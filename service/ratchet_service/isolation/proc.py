@@ -86,8 +86,8 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Kill the processes that ``find_pids`` finds, calling it again until it finds no more or time is up. Return all
-    their pids."""
+    """Send SIGKILL to the processes that ``find_pids`` finds, calling it again until it finds no more or time is up. Return all
+    their pids, without waiting for their end."""
     found = find_pids()
     for pid in found:
         kill(pid)

@@ -1,5 +1,5 @@
 """Makes the commands of processes that run users' code or their interpreter. Such a process may run as the jobs' user and within
-limits. The module also defines which variables of the service's environment no job gets."""
+limits. The module also defines which variables of the environment no job gets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class User:
 
 @dataclass(frozen=True)
 class Limits:
-    """Hard limits of processes; None: inherited from the service. ``memory``, ``core`` and ``file_size`` are in bytes, ``cpu`` in
+    """Hard limits of processes; None: inherited. ``memory``, ``core`` and ``file_size`` are in bytes, ``cpu`` in
     seconds of processor time. ``processes`` counts all processes and threads of the user together."""
 
     memory: int | None = None
@@ -67,7 +67,8 @@ NO_LIMITS: Final = Limits()
 
 
 def probe_limits(spec: JobSpec | None, seconds: float) -> Limits:
-    """Return the limits of a probe, a short process that runs the code or interpreter of ``spec`` for at most ``seconds``."""
+    """Return the limits of a probe, a short process that runs the code or interpreter of ``spec``. ``seconds``: processor time;
+    the caller must end a process that waits longer."""
     share = None if spec is None else spec.memory_per_rank
     files = None if spec is None else spec.resources.open_files
     return Limits(share or _DEFAULT_MEMORY_BYTES, files or _DEFAULT_OPEN_FILES, int(seconds) + 1, core=0)
@@ -83,7 +84,7 @@ class Command(NamedTuple):
 
 @dataclass(frozen=True)
 class Sandbox:
-    """How processes with users' code run. ``user``: None: the service's own. ``max_limits``: upper bounds of each process's
+    """How processes with users' code run. ``user`` None: that of this process. ``max_limits``: upper bounds of each process's
     limits."""
 
     user: User | None = None
@@ -124,8 +125,8 @@ class Sandbox:
             yield Command([sys.executable, "-I", "-S", _PROGRAM, str(fd), *argv], env, (fd,))
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return ``environ`` for the sandbox's user: with this user's HOME, and without the service's login session. Without a
-        user: a copy."""
+        """Return ``environ`` for the sandbox's user: with this user's HOME, and without the login session of this process.
+        Without a user: a copy."""
         if self.user is None:
             return dict(environ)
         kept = {key: value for key, value in environ.items() if not key.startswith(_SESSION_PREFIXES)}

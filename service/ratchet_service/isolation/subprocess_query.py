@@ -134,7 +134,7 @@ def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
 
 
 def _describe_exit(code: int) -> str:
-    """Return the text for a process that ended without an answer; ``code``: its return code, negative for a signal."""
+    """Return how a process ended without an answer, as a part of a sentence. ``code``: its return code, negative for a signal."""
     if code >= 0:
         return f"exit code {code} in the middle of it"
     try:

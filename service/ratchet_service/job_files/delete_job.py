@@ -63,7 +63,7 @@ def delete(
 
     If the job was deleted before without its outputs, True deletes these now, on behalf of ``caller``, its owner or an admin.
     ``if_match``: the header If-Match. Raises ``NotFound``, ``Refused``, ``Conflict`` (such as while the job has not ended), and
-    ``OSError``.
+    ``OSError``; if the row is gone by then, a reconciler deletes the rest later.
     """
     try:
         _with_reserve(
@@ -130,7 +130,8 @@ def _delete_row(
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
-    """Finish interrupted deletions, and return the ids of the jobs concerned. A job whose files cannot be deleted is logged."""
+    """Finish interrupted deletions, and return the ids of the jobs concerned. A job whose files cannot be deleted is only
+    logged."""
     done = []
     for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
         job_id = mark.parent.name

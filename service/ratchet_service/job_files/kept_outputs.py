@@ -22,7 +22,7 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
     """Delete unchanged files of the job's code from the working directory. Return True if anything is left: the directory then
-    stays, with a marker file. ``code``: directory of the code snapshot, if there is one."""
+    stays, with a marker file. Called within ``as_owner``. ``code``: directory of the code snapshot, if there is one."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)

@@ -52,7 +52,8 @@ def _line(piece: Piece, attempt: int, rank: int, times: LogTimes) -> LogLine:
 
 
 def tail_offset(path: Path, lines: int | None) -> int:
-    """Return the byte offset at which the last ``lines`` lines of the log begin, or a gap among them; 0 for None."""
+    """Return the byte offset at which the last ``lines`` lines of the log begin, or a gap among them; 0 for None or an unreadable
+    log."""
     if lines is None:
         return 0
     try:

@@ -36,7 +36,8 @@ class Shortened(NamedTuple):
 
 def shorten(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | None:
     """If the job's logs up to attempt ``attempt`` take too much disk, shorten or delete some, oldest first, and return what was
-    done; None if nothing was freed. No process of these attempts may be alive."""
+    done; None if nothing was freed. The first and last ``bounds.log_attempts`` attempts keep theirs. No process of these attempts
+    may be alive."""
     with as_owner(paths.root):
         return _shorten_all(paths, attempt, bounds)
 
@@ -82,7 +83,7 @@ def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
 
 
 def _drop(folder: Path, suffix: str) -> None:
-    """Delete the files in ``folder`` whose names end with ``suffix``; errors are ignored."""
+    """Delete the files in ``folder`` whose names end with ``suffix``; errors of a deletion are ignored."""
     for name in names_in(folder):
         if name.endswith(suffix):
             with suppress(OSError):

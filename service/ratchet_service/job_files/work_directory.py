@@ -71,7 +71,7 @@ def split_path(path: str) -> tuple[str, ...]:
 @contextmanager
 def open_folder(job: JobPaths, parts: tuple[str, ...] = ()) -> Iterator[int]:
     """Yield a descriptor of the working directory, or of the directory ``parts`` below it, for the block. Raises ``NotFound``,
-    ``Refused`` and other ``OSError``."""
+    ``Refused`` and, for other errors of the system, ``OSError``."""
     here = _open_folder(str(job.root), None, job.root.name)
     try:
         for i, name in enumerate((job.work_dir.name, *parts)):
@@ -93,8 +93,8 @@ def _open_folder(name: str, folder_fd: int | None, path: str) -> int:
 
 
 def open_file(name: str, folder_fd: int, path: str) -> int:
-    """Return a descriptor to read a regular file; the caller closes it. ``path``: for messages. Raises ``NotFound``, ``Refused``
-    and other ``OSError``."""
+    """Return a descriptor to read a regular file; the caller closes it. ``path``: for messages. Raises as ``open_folder``,
+    and ``Refused`` for anything but a regular file."""
     try:
         handle = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder_fd)
     except OSError as error:
@@ -146,8 +146,8 @@ def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> 
 
 
 def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
-    """Return the entry ``name`` of the directory ``folder_fd``; its content may be unreadable. Raises ``NotFound`` and
-    ``Refused``."""
+    """Return the entry ``name`` of the directory ``folder_fd``; ``refused`` is set if it is no directory and cannot be read.
+    Raises as ``open_folder``."""
     try:
         seen = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except OSError as error:
@@ -164,8 +164,9 @@ def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
 def walk(
     folder_fd: int, prefix: tuple[str, ...] = (), after: tuple[str, ...] = (), *, recursive: bool = True
 ) -> Iterator[DirEntry]:
-    """Yield the entries below the directory ``folder_fd`` in byte order, each directory before its content. ``prefix``: that
-    directory's path. ``after``: only entries after this path. Raises ``Refused``."""
+    """Yield the entries below the directory ``folder_fd`` in byte order, each directory before its content. Use an
+    entry's ``folder_fd`` before the next one: it may be closed then. ``prefix``: that directory's path. ``after``: only entries
+    after this path, relative to ``folder_fd``. Raises ``Refused`` and ``OSError``."""
     for name in _names(folder_fd, prefix):
         passed = after[:1] == (name,)
         if after and not passed and os.fsencode(name) < os.fsencode(after[0]):
@@ -189,7 +190,8 @@ def walk(
 
 
 def _enter_folder(entry: DirEntry, parts: tuple[str, ...]) -> tuple[int | None, DirEntry]:
-    """Open the subdirectory ``entry``, and return its descriptor (None if it is refused) and the entry."""
+    """Open the subdirectory ``entry``, and return its descriptor and the entry; None and the entry with ``refused`` set if it may
+    not be read. Raises ``OSError``."""
     if len(parts) >= MAX_LEVELS:
         return None, DirEntry(entry.path, entry.folder_fd, entry.stat, "too-deep")
     try:

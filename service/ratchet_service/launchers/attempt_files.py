@@ -1,5 +1,5 @@
-"""The files of an attempt, for all launchers: writes ``launch.json``, and reads the agents' files with size limits, since user
-code may have written them."""
+"""The files of an attempt, for all launchers: writes ``launch.json`` and the marker of the end, and reads the agents' files, with
+size limits, since user code may have written them."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def read_bounded(path: Path) -> bytes | None:
 
 
 def read_result(path: Path, job_id: str, attempt: int, node: int) -> AttemptResult | None:
-    """Return the result that a node's agent has written, with long texts cut; None if there is no such result. One that is too
-    large, for instance, has an unknown cause."""
+    """Return the result that a node's agent has written, with long texts cut; None without a readable, valid result of this job,
+    attempt and node. A file that is too large, for instance, gives a result of unknown cause."""
     try:
         data = read_bounded(path)
     except OSError:
@@ -128,7 +128,7 @@ def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
 
 def fence(paths: AttemptPaths) -> None:
     """Create the marker file that declares the attempt over: no agent of it starts after that, and running agents end once they
-    see it. Raises ``OSError``, except where user code has closed or replaced the directory."""
+    see it. Raises ``OSError``, except where user code has closed or replaced the directory: then the marker may be missing."""
     with as_owner(paths.root):
         try:
             _fence(paths)
@@ -154,8 +154,8 @@ def _fence(paths: AttemptPaths) -> None:
 def node_states(
     ref: AttemptRef, *, gone: Callable[[int], bool] = lambda _node: False, notes: Mapping[int, str] | None = None
 ) -> tuple[NodeState, ...]:
-    """Return the state of each node, in node order, from its agent's files. ``gone(node)``: a started agent no longer runs.
-    ``notes``: the engine's messages."""
+    """Return the state of each node, in node order, from its agent's files. ``gone(node)``: True if a started agent
+    no longer runs. ``notes``: the engine's messages."""
     return tuple(_node_state(ref, i, gone, (notes or {}).get(i)) for i in range(ref.nodes))
 
 
@@ -200,7 +200,7 @@ def read_message(path: Path, model: type[M]) -> M | None:
 
 def lock_is_held(path: Path) -> bool:
     """True if a live process of this machine holds the lock on the file; False also if user code has closed or replaced it. A
-    starting agent could not take its lock during the call."""
+    starting agent could not take its lock during the call. Raises ``OSError``."""
     try:
         with as_owner(path):
             try:

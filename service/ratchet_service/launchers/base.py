@@ -41,8 +41,8 @@ class EngineFull(RatchetError):
 
 
 class EngineBusy(EngineUnreachable):
-    """The engine has not answered an earlier call yet, or the call was dropped. Not shown to users: the caller
-    repeats the call."""
+    """The engine has not answered the call yet, or the call was dropped before it began. Not shown to users: the caller repeats
+    the call."""
 
 
 def attempt_name(job_id: str, attempt: int) -> str:
@@ -68,8 +68,8 @@ class AttemptRef:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launcher will submit. ``argv``: the agent's command. ``env``: added variables. ``secrets``: sources of values by
-    name. ``ranks``: commands, for display. ``request``: for the engine, without secret values."""
+    """What a launcher will submit. ``argv``: the agent's command. ``env``: added variables. ``secrets``: the variable that
+    each value is read from, by name. ``ranks``: commands, for display. ``request``: for the engine, without secret values."""
 
     ref: AttemptRef
     launch: LaunchFile
@@ -127,7 +127,7 @@ class EngineEnd:
 @dataclass(frozen=True)
 class AttemptState:
     """The current state of an attempt. ``alive``: a process of it may run or start. ``nodes``: in node order. ``waiting``: why it
-    waits in the engine's queue, if it does. ``ends``: oldest first."""
+    waits in the engine's queue, if it does. ``ends``: causes before their consequences."""
 
     alive: bool
     nodes: tuple[NodeState, ...] = (NodeState(),)
@@ -169,8 +169,8 @@ class Launcher(Protocol):
         ...
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Start the attempt's agents, unless they were started before. Once this returns, ``poll`` sees them. Raises
-        ``LaunchError`` and ``EngineFull``."""
+        """Start the attempt's agents, unless they were started before. Once this returns, ``poll`` reports the
+        attempt as alive until its end. Raises ``LaunchError`` and ``EngineFull``."""
         ...
 
     def poll(self, ref: AttemptRef) -> AttemptState:
@@ -182,8 +182,8 @@ class Launcher(Protocol):
         ...
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """Kill everything of the attempt that may be alive, and return names of what was found. Empty: the attempt is dead and
-        cannot start any more."""
+        """Kill everything of the attempt that may be alive, and return names of what was found. The caller repeats the call until
+        the result is empty: the attempt is dead and cannot start any more."""
         ...
 
     def logs(self, ref: AttemptRef, limit: int) -> str:

@@ -57,7 +57,7 @@ Key = tuple[str, str]
 @dataclass(eq=False)
 class _Call:
     """One call on the engine. ``must_run``: it is made even if not repeated. ``keep_seconds``: how long a late answer is kept;
-    ``reuse_until``: until when, once used."""
+    ``reuse_until``: until when (monotonic) it is used again, once used."""
 
     key: Key
     run: Callable[[], Any]
@@ -99,11 +99,12 @@ class CallQueue:
         keep_seconds: float | None = None,
         is_final: Callable[[T], bool] = lambda _: False,
     ) -> T:
-        """Run ``run`` on the engine's thread and return its result, or use the answer of an earlier call with the same key.
-        Raises ``EngineBusy`` or ``EngineUnreachable`` if there is no answer yet: the caller repeats the call.
+        """Run ``run`` on the engine's thread and return its result or raise its error. If an earlier call with the same key was
+        not answered yet, or only late, its answer is used instead. Raises ``EngineBusy`` or ``EngineUnreachable`` if there is no
+        answer yet: the caller repeats the call.
 
-        ``must_run``: the call is made even if not repeated. ``keep_seconds``: how long a late answer is kept. ``is_final``: True
-        for an answer that stays valid.
+        ``must_run``: the call is made even if not repeated, unless a later action discards it. ``keep_seconds``: how long a late
+        answer is kept. ``is_final``: True for an answer that stays valid, and is used again for ``REUSE_PROOF_SECONDS``.
         """
         now = time.monotonic()
         with self._changed:
@@ -243,7 +244,7 @@ class ThreadedLauncher:
         self._call_queue.call(("stop", ref.name), partial(self._launcher.stop, ref, grace), must_run=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """As ``Launcher.kill``, on the engine's thread. An empty result, the proof of death, is reused for longer."""
+        """As ``Launcher.kill``, on the engine's thread. A late empty result, the proof of death, is kept for longer."""
         return self._call_queue.call(
             ("kill", ref.name), partial(self._launcher.kill, ref), is_final=lambda left: not left
         )
@@ -253,6 +254,6 @@ class ThreadedLauncher:
         return self._call_queue.call(("logs", ref.name), partial(self._launcher.logs, ref, limit))
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """As ``Launcher.sweep``, on the engine's thread. Raises ``EngineBusy`` or ``EngineUnreachable`` while the sweep has not
-        finished."""
+        """As ``Launcher.sweep``, on the engine's thread, which also calls ``known``. Raises ``EngineBusy`` or
+        ``EngineUnreachable`` while the sweep has not finished."""
         return self._call_queue.call(("sweep", ""), partial(self._launcher.sweep, known), keep_seconds=math.inf)

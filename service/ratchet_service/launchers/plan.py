@@ -42,13 +42,13 @@ def _rank_command(launch: LaunchFile, local_rank: int, python: str) -> dict[str,
 
 
 def secret_sources(spec: JobSpec) -> dict[str, str]:
-    """Return secret's name -> environment variable, for the secrets that are read from the service's environment."""
+    """Return secret's name -> variable, for the secrets that are read from the environment of the service or its agent host."""
     return {name: secret.from_env for name, secret in spec.secrets.items() if secret.from_env is not None}
 
 
 def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dict[str, str]:
     """Return secret's name -> value. ``sources``: secret's name -> variable. Raises ``LaunchError`` for one that is not
-    available."""
+    set, or is reserved for the service."""
     kept, out = withheld_names(environ), {}
     for name, source in sources.items():
         value = environ.get(source)
@@ -66,5 +66,6 @@ def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dic
 
 
 def agent_environment(environ: Mapping[str, str], plan: LaunchPlan) -> dict[str, str]:
-    """Return the environment of an agent, from ``environ``, secrets and the plan's variables. Raises ``LaunchError``."""
+    """Return the environment of an agent: ``environ`` without what is reserved for the service, and secrets and the plan's
+    variables. Raises ``LaunchError`` as ``secret_values``."""
     return inherited_environ(environ) | secret_values(environ, plan.secrets) | plan.env

@@ -38,8 +38,8 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Facts:
-    """``base``: where the attempt began; None: it did not train. ``last_step``: the last one that it reached.
-    ``newest_checkpoint``: from which the next attempt can start."""
+    """``base``: where the attempt began to train; None: it did not get that far. ``last_step``: the last one that it reached; 0
+    without ``base``. ``newest_checkpoint``: from which the next attempt can start."""
 
     base: Base | None
     newest_checkpoint: Checkpoint | None
@@ -47,7 +47,7 @@ class Facts:
 
     @property
     def start_step(self) -> int:
-        """The step at which the attempt began; 0 if it did not begin."""
+        """The step at which the attempt began to train; 0 without ``base``."""
         return self.base.step if self.base is not None else 0
 
     @property
@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def lost_steps(self) -> int:
-        """Number of steps that the attempt did after ``safe_step``, which must be done again; 0 if it did not begin."""
+        """Number of steps that the attempt did after ``safe_step``, which must be done again; 0 without ``base``."""
         return max(0, self.last_step - self.safe_step) if self.base is not None else 0
 
     def own_committed_step(self, attempt: int) -> int | None:

@@ -217,8 +217,8 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
 
 
 def _fails_at_start(end: AttemptEnd) -> bool:
-    """True if the attempt ended with the error of the previous one, before a new step of the failed rank as far as steps are
-    visible."""
+    """True if the attempt ended with the error of the previous one, before a new step of the failed rank. For a script without a
+    Session: within ``MAX_BACKOFF`` seconds."""
     if end.repeated_error is None:
         return False
     return end.seconds < MAX_BACKOFF if end.unmanaged else end.repeated_error <= (end.base_step or 0)

@@ -164,7 +164,7 @@ _RULE_EFFECTS: Final[dict[str, tuple[Outcome, Budget]]] = {
 
 
 class Treatment(NamedTuple):
-    """What an attempt's end counts as. ``rule``: a sentence about the rule of ``policy.exit_codes`` that applied, if one did."""
+    """What an attempt's end counts as. ``rule``: a note on the rule of ``policy.exit_codes`` that applied, if one did."""
 
     cause: Cause
     outcome: Outcome

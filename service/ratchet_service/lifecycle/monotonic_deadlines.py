@@ -66,5 +66,6 @@ def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
 
 
 def jump_seconds(level: float, before: float) -> float:
-    """Return by how many seconds a wall clock has jumped, from its offsets before and now; 0.0 within ``TOLERANCE``."""
+    """Return by how many seconds a wall clock has jumped, forwards if positive: ``level``, its ``wall_offset`` now, less
+    ``before``; 0.0 within ``TOLERANCE``."""
     return level - before if abs(level - before) > TOLERANCE else 0.0

@@ -14,8 +14,8 @@ REPLAY_DIFFERENCE = "replay-difference"
 
 
 def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDifference | None:
-    """Store on ``attempt`` what ``rank`` reports about replayed steps. Return the reported difference if it is the attempt's
-    first, otherwise None."""
+    """Store on ``attempt`` what ``rank`` reports about replayed steps. Return the reported difference if none was
+    reported for the attempt before, otherwise None."""
     before: dict[str, Any] = attempt.redone or {"ranks": {}, "first_difference": None}
     found, known = message.first_difference, before["first_difference"]
     if found is not None:

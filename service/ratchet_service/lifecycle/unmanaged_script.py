@@ -20,7 +20,7 @@ UNMANAGED: Final = "unmanaged"
 
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return the warnings and problems of a spec whose script has no Session, by its main file's content ``main_file``."""
+    """Return the warnings and problems of ``spec`` if its script has no Session, by its main file's content; otherwise none."""
     if not spec.script or not is_unmanaged(main_file):
         return [], []
     name = spec.script[0]

@@ -95,7 +95,7 @@ class ReconcilerHeartbeat:
         self.jump_note = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence_seconds(self) -> float:
-        """Return the seconds since the last successful round ended, or since the start if there was none."""
+        """Return the seconds since the last successful round ended, or since this object was made if there was none."""
         return self.clock() - (self.started_at if self.succeeded_at is None else self.succeeded_at)
 
 
@@ -144,8 +144,8 @@ class Health:
 
 
 def check(health: Health, database: Database, paths: HomePaths) -> dict[str, Component]:
-    """Return the state of all components of this process, by name, if it is ready; otherwise raise ``Unready`` or another error.
-    May write to the run directory."""
+    """Return the state of all components of this process, by name, if it is ready. Otherwise raise ``Unready``, another
+    ``RatchetError`` or SQLAlchemy's error. May write to the run directory."""
     if health.stopping:
         raise Unready("the service is shutting down: it accepts no new requests", code="shutting-down")
     health.database.get(database.ping)

@@ -42,7 +42,7 @@ def add_log_fields(**fields: Any) -> None:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Return the fields of ``record`` by name, from the context and from its log call, which takes precedence."""
+    """Return those of ``FIELDS`` that are set, from the context and from ``record``'s log call, which takes precedence."""
     found = dict(_context_fields.get())
     found.update({name: getattr(record, name) for name in FIELDS if hasattr(record, name)})
     return {name: found[name] for name in FIELDS if name in found}

@@ -26,8 +26,8 @@ class _Fault(NamedTuple):
 
 
 def check(spec: JobSpec, report: Report, seconds: float = TIMEOUT_SECONDS) -> None:
-    """Add to ``report`` the fault of the object store ``checkpoint.uri``, if any. Writes a small object there. Blocks for at most
-    ``seconds``."""
+    """Add to ``report`` the fault of the object store ``checkpoint.uri``, if any. Writes a small object there and deletes it.
+    Blocks for at most ``seconds``."""
     uri = spec.checkpoint.uri
     if uri is None:
         return
@@ -66,7 +66,8 @@ def _probe(store: ObjectStore, name: str) -> _Fault | None:
 
 
 def _with_deadline(seconds: float, probe: Callable[[], _Fault | None], timeout_fault: _Fault) -> _Fault | None:
-    """Run ``probe`` on a thread and return its result, or ``timeout_fault`` if there is none after ``seconds``."""
+    """Run ``probe`` on a thread and return its result or raise its error; return ``timeout_fault`` if it still runs after
+    ``seconds``."""
     answer: Future[_Fault | None] = Future()
 
     def run() -> None:

@@ -95,7 +95,7 @@ def _is_local(name: str, roots: Sequence[Path]) -> bool:
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
     """Add to ``report`` the packages that the code imports and ``python`` lacks. ``missing``: what the interpreter
-    did not find."""
+    did not find. Warn of a module of the code that hides Ratchet's package."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow

@@ -45,12 +45,13 @@ def resolve(
     faulty_keys: frozenset[str] = frozenset(),
     allowed: Allowed = allow_all,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-    """Return every ``auto`` of ``spec`` decided for ``machine``, the warnings, and the problems that forbid the job. May block on
-    processes and on the object store. The caller checks allowed paths (``paths.Roots.check``).
+    """Return every ``auto`` of ``spec`` decided for ``machine`` (``code_digest`` is not set), the warnings, and the problems that
+    forbid the job; with problems, ignore the others. May block on processes and on the object store. The caller checks allowed
+    paths before (``paths.Roots.check``).
 
-    ``launchers``: None: ``machine`` is used. ``environ``: the launcher's environment; None: this process's. ``hook_seconds``:
-    time limit for importing a user's own hook. ``faulty_keys``: keys of the spec whose checks are left out. ``allowed``: whether
-    the snapshot may read a path.
+    ``launchers``: None: no launcher is checked, and the job trains on ``machine``. ``environ``: the launcher's environment; None:
+    this process's. ``hook_seconds``: time limit for importing a user's own hook. ``faulty_keys``: keys of the spec whose checks
+    are left out. ``allowed``: whether the snapshot may read a path.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -155,7 +156,7 @@ def _check_secrets(spec: JobSpec, environ: Mapping[str, str], report: Report) ->
 
 
 def check_code(spec: JobSpec, limits: Limits | None, report: Report, allowed: Allowed = allow_all) -> bool:
-    """Return True if the code can be inspected here, or if the spec has none. Problems are added to ``report``."""
+    """Return True if the code can be inspected here, or if the spec has none. Problems and warnings are added to ``report``."""
     if spec.code is None:
         return True
     if spec.code.source == "nodes":
@@ -183,8 +184,8 @@ def _check_code_of_nodes(path: str, report: Report) -> bool:
 
 
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
-    """Add a problem to ``report`` for a script that is missing, unreadable or certainly wrong. ``version``: that of the ranks'
-    interpreter."""
+    """Add to ``report`` a problem for a script that is missing, unreadable or certainly wrong, and what applies if it has no
+    Session. ``version``: that of the ranks' interpreter."""
     if spec.code is None or spec.script is None:
         return
     script = Path(spec.code.path) / spec.script[0]

@@ -50,7 +50,7 @@ def check(spec: JobSpec, report: Report) -> None:
 
 
 def _format_fault(path: Path, *, is_safetensors: bool) -> str | None:
-    """Return what is wrong with the format of the file, as the end of a sentence; None: nothing was found."""
+    """Return what is wrong with the format of the file, as the end of a sentence; None: nothing was found. Raises ``OSError``."""
     fd = open_regular(path)
     with os.fdopen(fd, "rb") as file:
         if is_safetensors:

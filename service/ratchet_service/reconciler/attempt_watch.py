@@ -32,7 +32,7 @@ LEFT: Final = "agent-left"
 @dataclass(frozen=True)
 class Timing:
     """Time limits in seconds. ``launch_deadline``: until an agent holds its lock; ``kill_after``: at least, from SIGTERM to
-    SIGKILL; ``linger``: from the results until all agents are gone; ``lost``: from one agent's death without a result until
+    SIGKILL; ``linger``: from ``is_over`` until all agents are gone; ``lost``: from one agent's death without a result until
     the others are killed."""
 
     launch_deadline: float = 60.0
@@ -43,7 +43,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The phase and the desired state in the job's row. The other two say why and since when an end is requested."""
+    """The phase and the desired state in the job's row. The other two say why an end is requested, and since when one has been,
+    even if another request has replaced the first."""
 
     phase: JobPhase
     desired: Desired
@@ -52,7 +53,8 @@ class DesiredState:
 
     @property
     def request_id(self) -> float | None:
-        """Identifies the request by its time, in seconds since 1970; None: no time is stored."""
+        """``desired_at`` in seconds since 1970: a request that was withdrawn and made again has another one. None: no time is
+        stored."""
         return None if self.desired_at is None else self.desired_at.timestamp()
 
 
@@ -122,7 +124,8 @@ def is_over(state: AttemptState) -> bool:
 
 
 def restore_actions(session: Session, watch: Watch, now: float) -> None:
-    """Set in ``watch`` what the job's history records of this attempt. ``now``: the monotonic time that is assumed for it."""
+    """Set in ``watch`` what the job's history records of this attempt: SIGTERM, kill, or left to run to its end. A SIGTERM
+    counts as not sent yet. ``now``: the monotonic time that is assumed for it."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.attempt == watch.lease.attempt
     )
@@ -131,7 +134,7 @@ def restore_actions(session: Session, watch: Watch, now: float) -> None:
 
 
 def restore_action(watch: Watch, event: models.Event, now: float) -> None:
-    """Set in ``watch`` what one event of the history records. ``now``: the monotonic time that is assumed for it."""
+    """Set in ``watch`` what one event (``LEFT``, ``STOPPED`` or ``KILLED``) records. ``now``: as in ``restore_actions``."""
     if event.type == LEFT:
         watch.left_running = True
         return
@@ -144,7 +147,8 @@ def restore_action(watch: Watch, event: models.Event, now: float) -> None:
 
 
 def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, DesiredState]:
-    """Return job id -> desired state of those jobs of ``leases`` that this process still holds."""
+    """Return job id -> desired state of those jobs of ``leases`` that this process still holds. Raise ``LookupError`` or
+    ``ValueError`` if a row cannot be read."""
     query = sa.select(Job.id, Job.lease_token, Job.phase, Job.desired, Job.desired_cause, Job.desired_at)
     rows = session.execute(query.where(Job.id.in_([lease.job_id for lease in leases])))
     tokens = {lease.job_id: lease.token for lease in leases}

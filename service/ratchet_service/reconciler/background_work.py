@@ -58,7 +58,7 @@ class Background:
 
     def start_finishing(self, lease: Lease, work: Callable[[], T]) -> Future[T] | None:
         """Run ``work``, which finalises an attempt, in the background, and return its future; None: too many run. The lease is
-        renewed meanwhile."""
+        renewed meanwhile. Raise what ``start`` raises."""
         with self._changed:
             if len(self._finishing) >= MAX_CONCURRENT_FINISHES:
                 return None
@@ -73,7 +73,8 @@ class Background:
         return future
 
     def ensure_lease_renewal(self) -> None:
-        """Start the thread that renews the leases of attempts being finalised, if it is needed and not running."""
+        """Start the thread that renews the leases of attempts being finalised, if it is needed and not running. Errors
+        are only logged."""
         with self._changed:
             if not self._finishing or self._renewing:
                 return

@@ -60,9 +60,10 @@ class Jumps:
         return True
 
     def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
-        """Detect a jump, and store the clock's new level and pause in the caller's write transaction; call ``mark_handled``
-        after the commit. ``pause_seconds`` returns for how long nothing may be done by the clock; its argument is True if
-        nothing earlier is known."""
+        """Detect a jump, and store the clock's new level and pause in the caller's write transaction. What follows from the jump
+        belongs into the same transaction, as no other process handles it; call ``mark_handled`` after the commit.
+        ``pause_seconds`` returns for how long nothing may be done by the clock; its argument is True if nothing earlier is
+        known."""
         boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)
         key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN
         session.execute(sa.delete(ClockLevel).where(ClockLevel.boot != boot, old))

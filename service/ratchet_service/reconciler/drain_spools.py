@@ -38,7 +38,8 @@ def ingest_leftover(
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> int:
     """Store the reports in the attempt's spools that are not stored yet, and return how many there were. The ranks must be
-    dead. A spool's unreadable rest is left out, with an event. Raise ``LeaseLost``."""
+    dead. A spool's unreadable rest is left out, with an event. Raise ``LeaseLost``, and ``OSError`` for errors of the disk or
+    of this process."""
     paths = job_paths.attempt(lease.attempt)
     with database.read() as session:
         rows = [session.get(AttemptNode, (lease.job_id, lease.attempt, node)) for node in range(nodes)]
@@ -84,8 +85,8 @@ def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> 
 
 
 def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
-    """Yield a spool file's complete lines as batches, without the first ``acked`` lines, up to a line that is too long. Raise
-    ``OSError``."""
+    """Yield a spool file's complete lines as batches, without the first ``acked`` lines; none if there is no file. A line that is
+    too long is the last one, and becomes a note. Raise ``OSError``."""
     try:
         handle = open_read(spool)
     except FileNotFoundError:

@@ -50,8 +50,8 @@ def finalise_attempt(
     evidence: Evidence,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> Decision:
-    """End attempt ``lease.attempt``, whose spools are ingested, and move its job to the next phase; return the decision. Files
-    are cleaned up, too. Raise ``LeaseLost``."""
+    """End attempt ``lease.attempt``, whose spools are ingested, and move its job to the next phase; return the decision. Before
+    that, remains of saves and old spools are deleted and logs shortened. Raise ``LeaseLost``."""
     paths = job_paths.attempt(lease.attempt)
     base, last = _read_base(paths), _last_step(evidence, paths)
     segments, found = _unreported_checkpoints(database, job_paths, lease, base)
@@ -81,7 +81,8 @@ def finalise_attempt(
 def _unreported_checkpoints(
     database: Database, job_paths: JobPaths, lease: Lease, base: Base | None
 ) -> tuple[list[Segment], list[Manifest]]:
-    """Return the attempt's lineage, and the manifests of valid checkpoints on the disk whose report was lost."""
+    """Return the attempt's lineage, and the manifests of valid checkpoints on the disk whose report was lost; no
+    manifests if one cannot be read."""
     with database.read() as session:
         job = session.get_one(Job, lease.job_id)
         segments, root = _lineage(session, job, lease.attempt, base)

@@ -153,8 +153,8 @@ class AttemptLauncher:
                 round_.reserve(turn)
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
-        """Return the launch file and the launcher's plan for the job's next attempt; None: nothing to plan. Their errors are
-        returned, not raised."""
+        """Return the launch file and the launcher's plan for the job's next attempt; None: nothing to plan. Errors are
+        returned, not raised, except the database's."""
         if isinstance(next_attempt, OSError) or next_attempt.on_disk:
             return None
         try:

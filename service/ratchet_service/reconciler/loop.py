@@ -267,7 +267,8 @@ class Reconciler:
                     self._watch_taken_over(lease, held_at)
 
     def _watch_taken_over(self, lease: Lease, held_at: float) -> None:
-        """Start to watch a job that was taken over, or record the error. ``held_at``: monotonic time just before that."""
+        """Start to watch a job that was taken over, or record the error. Only the database's errors are raised. ``held_at``:
+        monotonic time just before its lease was taken."""
         log.info("%s, attempt %d: taken over", lease.job_id, lease.attempt)
         self._instruments.count_takeover()
         try:
@@ -288,8 +289,8 @@ class Reconciler:
                 self._watch_launched(launched, held_at)
 
     def _watch_launched(self, launched: Launched, held_at: float) -> None:
-        """Start to watch a new attempt and submit it, unless it was found on the disk. ``held_at``: monotonic time before its
-        lease was taken."""
+        """Start to watch a new attempt and submit it, unless it was found on the disk. Only the database's errors are raised.
+        ``held_at``: monotonic time before its lease was taken."""
         job_id, attempt, _ = launched.lease
         try:
             watch = self._watches[job_id] = self._watcher.start_watch(launched.lease, held_at)

@@ -68,7 +68,8 @@ def write(session: Session, watch: Watch, now: float, boot: str) -> None:
 
 
 def write_many(session: Session, watches: list[Watch], now: float, boot: str) -> None:
-    """Store the deadlines of many attempts in their rows. The caller has locked the rows of their jobs."""
+    """Store the deadlines of many attempts in their rows. The caller has locked the rows of their jobs, which have this
+    process's leases."""
     if not watches:
         return
     rows = [
@@ -91,8 +92,8 @@ def is_write_due(watch: Watch, now: float) -> bool:
 
 
 def restore(watch: Watch, stored_deadlines: Any, clock: Clock, max_gap: float, launch_deadline: float) -> None:
-    """Set in a new watch the start times of the deadlines that an earlier reconciler counted. ``max_gap``,
-    ``launch_deadline``: in seconds."""
+    """Set in a new watch, after ``restore_actions``, the start times of the deadlines that an earlier reconciler counted.
+    At most ``max_gap`` seconds since then count. ``launch_deadline``: in seconds."""
     counts, now = stored_deadlines if isinstance(stored_deadlines, dict) else {}, watch.created_at
 
     def start_of(name: str) -> float | None:

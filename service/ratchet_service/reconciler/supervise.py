@@ -86,7 +86,7 @@ def supervision_error_text(lease: Lease, error: Exception) -> str:
 
 
 class Watcher:
-    """Supervises the attempts of one process. ``LeaseLost`` means that this process no longer holds the job."""
+    """Supervises the attempts of one process. Most methods raise ``LeaseLost`` if this process no longer holds the job."""
 
     def __init__(
         self,
@@ -149,7 +149,8 @@ class Watcher:
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan) -> None:
-        """Submit the new attempt to its launcher; a later poll does so if the engine is unreachable or full."""
+        """Submit the new attempt to its launcher; a later poll does so if the engine is unreachable or full, and ends the attempt
+        after a ``LaunchError``."""
         with suppress(EngineUnreachable):  # a later poll retries, and reports it
             self._submit(watch, plan)
 
@@ -275,7 +276,8 @@ class Watcher:
         watch.supervision_error = None
 
     def _send_sigterm(self, watch: Watch) -> None:
-        """Send SIGTERM to the agents, and store the deadline for their end. Raise ``EngineUnreachable``."""
+        """Send SIGTERM to the agents, and store the deadline for their end. Raise ``EngineUnreachable``; the launcher's other
+        errors are only logged."""
         self._ensure_lease(watch)
         try:
             watch.launcher.stop(watch.ref, watch.killable_after(self._timing))
@@ -296,8 +298,8 @@ class Watcher:
         supervision_rules.record_kill(watch, action, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
-        """Kill what is left of the attempt, and start to finalise it once nothing is alive. Return the decision if it is there
-        already."""
+        """Fence the attempt, kill what is left of it, and start to finalise it once nothing is alive. Return the decision if it
+        is there already."""
         if watch.ending_since is None or not watch.killing:  # reports about the kill itself do not count
             watch.engine_ends = watch.engine_ends or state.ends  # later ones may be about the kill that proves it dead
         watch.ending_since = now if watch.ending_since is None else watch.ending_since
@@ -424,8 +426,8 @@ class Watcher:
         return [watch for watch in watches if watch.lease not in held_leases]
 
     def store_deadlines(self, session: Session, watches: Iterable[Watch], *, with_run_time: bool) -> None:
-        """Store how long the deadlines of these attempts have run; ``with_run_time``: also for attempts with only a time
-        limit."""
+        """Store how long the deadlines of these attempts have run. The caller has renewed their leases in this transaction.
+        ``with_run_time``: also for attempts with only a time limit."""
         now = self._database.clock.monotonic()
         kept = [
             watch

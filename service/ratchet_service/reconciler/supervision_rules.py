@@ -158,7 +158,7 @@ def record_kill(watch: Watch, action: NextAction, text: str) -> None:
 
 
 def should_report_unproven(watch: Watch, now: float) -> bool:
-    """True once per watch, if parts of the attempt are still alive some time after the first kill."""
+    """True once per watch, some time after the first kill. Call it only while parts of the attempt are alive."""
     if watch.unproven_reported or watch.ending_since is None:
         return False
     watch.unproven_reported = now - watch.ending_since > _UNPROVEN_SECONDS

@@ -47,7 +47,7 @@ class PreemptionPlanner:
         self._candidates = sorted((a for a in attempts if not a.stopping and not a.is_protected), key=_stop_order)
 
     def can_help(self, priority: int) -> bool:
-        """True if some attempt may still be stopped for a job of this priority that needs CPU slots."""
+        """True if some attempt of any owner might still be stopped for a job of this priority that needs CPU slots."""
         return (
             # owners are not compared: such a job must be examined, too, so that what it lacks is reserved for it
             self._scope != "off"

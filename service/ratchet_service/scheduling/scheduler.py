@@ -169,7 +169,8 @@ class SchedulingPass:
         return f"waits for CPU slots: all {self._capacity.cpus} are in use or reserved for jobs ahead of it"
 
     def _ordered_places(self, rows: Sequence[Row]) -> list[Place]:
-        """Return all jobs of ``rows`` in the order of the pass: fair order, but hopeless jobs last."""
+        """Return all jobs of ``rows`` in the order of the pass: fair order, then jobs whose attempt could not be created, then
+        those that need more GPUs than the machine has."""
         gpus = len(self._capacity.gpus)
         hopeless = [row.queued for row in rows if self._slots[row.kind] and row.queued.share.gpus > gpus]
         ids = {queued.job for queued in hopeless}
@@ -186,7 +187,8 @@ class SchedulingPass:
         return queued.claimed_since is None and self._board.exhausted and not self._planner.can_help(queued.priority)
 
     def _evaluate(self, row: Row, slots: bool) -> Turn | None:
-        """Return the job with its slots; None: it does not start now. ``slots``: Ratchet manages the slots of its launcher."""
+        """Return the job with its slots; None: it does not start now, and may get a reason, end, or have others stopped for it.
+        ``slots``: Ratchet manages the slots of its launcher."""
         job = self._load_queued(row.queued.job)
         if job is None:
             return None

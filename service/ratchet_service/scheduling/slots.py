@@ -44,7 +44,7 @@ class Grant:
 
 @dataclass(frozen=True)
 class Waiting:
-    """Why a job gets no slots now. ``shortfall``: what it needs beyond the free slots; None: too many GPUs."""
+    """Why a job gets no slots now. ``shortfall``: what it needs beyond the free slots; None: more GPUs than the machine has."""
 
     message: str
     shortfall: Need | None = field(default=None, compare=False)

@@ -53,8 +53,8 @@ class LocalSubmission:
         roots: Roots | None = None,
         sandbox: Sandbox = NO_SANDBOX,
     ) -> None:
-        """``wake``: wakes the reconciler of this process, if any. ``reconciler_here`` False: jobs run on another machine.
-        ``roots``: what specs may name; None: anything. ``sandbox``: for inspections of users' code."""
+        """``wake``: wakes the reconciler of this process, if any. ``reconciler_here`` False: another process reconciles, or jobs
+        run on another machine. ``roots``: what specs may name; None: anything. ``sandbox``: for inspections of users' code."""
         self._home = home
         self._own_machine = machine
         self._reconciler_here = reconciler_here
@@ -69,7 +69,7 @@ class LocalSubmission:
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems; see ``SubmissionPorts.resolve``.
-        What is outside the allowed roots is not inspected. Raise ``Refused``."""
+        What is outside the allowed roots is not inspected. Raise ``Refused`` or ``OSError``."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
@@ -114,8 +114,8 @@ class LocalSubmission:
         return spec.model_copy(update={"code": code})
 
     def _with_readable_code(self, spec: JobSpec, report: Report) -> JobSpec:
-        """Return ``spec``, with a new snapshot of its code if the sandbox's user inspects that. Raise ``Refused`` if the disk
-        is full."""
+        """Return ``spec``, with a new snapshot of its code if the sandbox's user inspects that; notes on the code then go to
+        ``report``. Raise ``Refused`` if the disk is full, or ``OSError``."""
         code, user = spec.code, self._sandbox.user
         if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
             return spec
@@ -127,7 +127,8 @@ class LocalSubmission:
         return spec
 
     def trains_here(self, kind: str) -> bool:
-        """Return True if jobs of the launcher ``kind`` run on this machine: those of ``local``, if the reconciler runs here."""
+        """Return True if jobs of the launcher ``kind`` are known to run on this machine: those of ``local``, with
+        ``reconciler_here``."""
         return self._reconciler_here and kind == "local"
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
@@ -183,7 +184,7 @@ class LocalSubmission:
         return self._inspections.acquire() if runs_code else nullcontext()
 
     def _machine_of(self, spec: JobSpec) -> Machine:
-        """Return the machine that the job trains on: the reconciler's, or what the engine of the spec's launcher provides."""
+        """Return the machine that the job trains on: the reconciler's, or for an engine one with what the spec requests."""
         return launcher.machine_of(spec, self._machine(), self._launchers.get(spec.launcher.kind))
 
     def _machine(self) -> Machine:

@@ -19,9 +19,9 @@ class SubmissionPorts(Protocol):
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems: why it cannot run.
-        ``code_digest``: the snapshot to inspect instead of the directory. ``faulty_keys``: keys that have default values
-        because of a fault. Raise ``Refused``."""
+        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems: why it cannot run. ``code_digest``:
+        the snapshot to inspect instead of the directory. ``faulty_keys``: keys that have default values because of a fault. Raise
+        ``Refused`` or ``OSError``."""
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
@@ -34,10 +34,11 @@ class SubmissionPorts(Protocol):
         a separate process. Raise ``Refused``."""
 
     def trains_here(self, kind: str) -> bool:
-        """Return True if jobs of the launcher ``kind`` run on the service's own machine."""
+        """Return True if jobs of the launcher ``kind`` are known to run on the service's own machine."""
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
-        """Copy the code in ``path`` into the run directory and return the copy's digest. Raise ``SpecError`` or ``Refused``."""
+        """Copy the code in ``path`` into the run directory and return the copy's digest. Raise ``SpecError``, ``Refused`` or
+        ``OSError``."""
 
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
         """Return the Git commit of ``path`` and how its snapshot ``digest`` differs from it, or why that is unknown; None: no

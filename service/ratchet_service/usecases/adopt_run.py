@@ -57,8 +57,8 @@ def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
 
 
 def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths) -> PreparedAdoption:
-    """Check the spec ``data`` as at submission, and copy the run's newest checkpoint into the directory of a new job, for
-    ``store``. Raise ``SpecError``, ``Conflict``, ``Refused`` or ``CheckpointError``."""
+    """Check the spec ``data`` and take its snapshots as at submission, and copy the run's newest checkpoint into the directory of
+    a new job, for ``store``. Raises as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
@@ -77,7 +77,8 @@ def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths)
 
 
 def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomePaths) -> Job:
-    """Store the new job and return its row; remove the copied checkpoint if this fails. Raises as ``submit.store`` does."""
+    """Store the new job and return its row; if this fails, remove the job's directory with the copied checkpoint. Raises as
+    ``submit.store`` does."""
     source = adoption.source
     columns: dict[str, Any] = {
         "fork_source": source.model_dump(mode="json"),
@@ -172,8 +173,8 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
-    """Return the warnings about the resume, such as differences that make it inexact. Raise ``SpecError`` if it is impossible,
-    ``Conflict`` if it would certainly train no further steps."""
+    """Return the warnings about the resume, such as differences that make it inexact. Raise ``SpecError`` if it is impossible or,
+    with strict determinism, inexact; ``Conflict`` if it would certainly train no further steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(

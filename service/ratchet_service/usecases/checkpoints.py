@@ -1,4 +1,4 @@
-"""A job's stored checkpoints: list them, read, verify and pin one."""
+"""A job's checkpoints: list them, read, verify and pin one."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ STORED: tuple[State, ...] = ("committed", "quarantined")
 def list_checkpoints(
     session: Session, job_id: str, states: tuple[State, ...], limit: int, cursor: str | None
 ) -> Page[CheckpointView]:
-    """Return a page of the job's checkpoints, newest step first. ``states`` empty: the stored ones. Raise ``NotFound`` or
-    ``Refused``."""
+    """Return a page of the job's checkpoints, newest step first. ``states`` empty: the committed and the quarantined ones. Raise
+    ``NotFound`` or ``Refused``."""
     job = find_job(session, job_id)
     wanted = sorted(states or STORED)
     digest = pagination.query_digest(of="checkpoints", job=job_id, states=wanted)
@@ -60,7 +60,7 @@ def _views(session: Session, job: Job, rows: Sequence[Checkpoint]) -> list[Check
 
 
 def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) -> CheckpointDetail:
-    """Return a checkpoint with its manifest; None: no valid one can be read from the disk. Raise ``NotFound``."""
+    """Return a checkpoint with its manifest, which is None if the disk has no valid one. Raise ``NotFound``."""
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
         with as_owner(homes.job(job_id).root):
@@ -73,8 +73,8 @@ def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: 
 
 def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: HomePaths) -> tuple[VerifyOutcome, float]:
     """Verify every byte of a checkpoint, which may be fetched from the object store first. Return the outcome and the seconds
-    that it took. The database is not changed; the marker file of a verified checkpoint is. Raise ``Conflict`` if there is
-    nothing to verify, ``CheckpointError`` or ``NotFound``."""
+    that it took. The database is not changed; the marker file of a verified checkpoint is created or removed. Raise ``Conflict``
+    if there is nothing to verify, ``CheckpointError`` or ``NotFound``."""
     with database.read() as session:
         row, job = find_checkpoint(session, job_id, checkpoint_id), find_job(session, job_id)
     if row.state != "committed":
@@ -118,8 +118,8 @@ def _mark_verified(directory: Path, ok: bool) -> None:
 def record_verification(
     session: Session, job_id: str, checkpoint_id: str, result: tuple[VerifyOutcome, float], homes: HomePaths
 ) -> VerifyResult:
-    """Record the result of ``verify_bytes`` and return the API's view of it. A damaged checkpoint may be quarantined. Raise
-    ``Conflict`` if the checkpoint was deleted meanwhile."""
+    """Record the result of ``verify_bytes`` and return the API's view of it. A damaged checkpoint is quarantined if possible, but
+    not while the job is active. Raise ``Conflict`` if the checkpoint was deleted meanwhile, or ``NotFound``."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state == "deleted":
@@ -149,7 +149,8 @@ def record_verification(
 
 
 def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> None:
-    """If ``quarantined`` was the job's newest checkpoint, record the newest remaining one of its lineage in the job's row."""
+    """If ``quarantined`` was the job's newest checkpoint, record in the job's row the newest remaining one of its lineage, or
+    without one the step that the job began at."""
     if (job.committed_step, job.committed_attempt) != (quarantined.step, quarantined.attempt):
         return
     newest = next(iter(committed_in_lineage(session, job)), None)
@@ -162,7 +163,8 @@ def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> 
 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
-    """Pin or unpin a checkpoint, and return it. Raise ``NotFound``, or ``Conflict`` if it is gone or a fork needs the pin."""
+    """Pin or unpin a checkpoint, and return it. Raise ``NotFound``, or ``Conflict`` if it is not committed, is damaged or missing
+    on the disk, or a fork needs the pin."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":
@@ -181,7 +183,8 @@ def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: 
 
 
 def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -> None:
-    """Create or remove the marker file of the pin, and set the row. Raise ``Conflict`` if the checkpoint to pin is gone."""
+    """Create or remove the marker file of the pin, and set the row. Raise ``Conflict`` if the checkpoint to pin is damaged or
+    missing on the disk."""
     directory = homes.job(row.job_id).checkpoint(row.step, row.attempt)
     name = row.name
     with as_owner(directory):

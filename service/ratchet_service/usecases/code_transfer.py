@@ -21,7 +21,7 @@ def find_tree(
     session: Session, homes: HomePaths, job_id: str, number: str, digest: str, token: str | None
 ) -> list[Entry]:
     """Return the files of the snapshot ``digest``, if it is the job's code or start file. ``number``, ``token``: of the
-    requesting attempt. Raise ``Refused``, ``NotFound``, or ``Stale`` for an old attempt."""
+    requesting attempt. Raise ``Refused``, ``NotFound``, or ``Stale`` for an ended or earlier attempt."""
     found = read_authorised_rows(session, job_id, parse_attempt_number(number), token)
     raise_if_stale(found.job, found.attempt)
     resolved = session.get_one(Job, job_id).resolved

@@ -31,8 +31,8 @@ from ratchet_service.usecases.views import labels_of
 
 @dataclass(frozen=True)
 class PreparedFork:
-    """A checked fork. ``prepared``: the new job's spec; ``parent_id``, ``checkpoint_id``: the source checkpoint and the job
-    that owns it."""
+    """A checked fork. ``prepared``: the new job's spec; ``parent_id``: the job that owns the source checkpoint
+    ``checkpoint_id``."""
 
     prepared: submit.Prepared
     parent_id: str
@@ -42,10 +42,10 @@ class PreparedFork:
 def prepare(
     database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
-    """Return the new job's spec, checked as at submission, and its source checkpoint, for ``store``. The request's spec is
-    merged over that of job ``job_id``. A source in the object store is fetched.
+    """Return the new job's spec, checked as at submission, and its source checkpoint, for ``store``. The request's spec is merged
+    over that of job ``job_id``. If the request names ``code``, a new snapshot is taken. A source in the object store is fetched.
 
-    Raise ``SpecError``, ``NotFound``, ``Conflict``, ``Refused`` or ``CheckpointError``.
+    Raises as ``submit.prepare`` does, and ``NotFound``, ``Conflict`` or ``CheckpointError``.
     """
     with database.read() as session:
         parent = find_job(session, job_id)
@@ -108,8 +108,8 @@ def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) ->
 
 
 def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
-    """Remove ``start_from`` from the spec ``data``, and return the value that the new job records. Raise ``SpecError`` if the
-    request sets one."""
+    """Remove ``start_from`` from the spec ``data``, and return the parent's value, which the new job records; None: none, or the
+    request sets null. Raise ``SpecError`` if the request sets another one."""
     start = data.pop("start_from", None)
     if request.spec.get("start_from") is None:
         return None if start is None else StartSpec.model_validate(start)
@@ -155,8 +155,8 @@ def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
 
 
 def _source_checkpoint(session: Session, parent: Job, checkpoint_id: str | None) -> Checkpoint:
-    """Return the checkpoint that the new job starts from; ``checkpoint_id`` None: the newest. Raise ``NotFound`` if there is
-    none, or ``Conflict``."""
+    """Return the checkpoint that the new job starts from; ``checkpoint_id`` None: the newest of ``parent``'s lineage, else the
+    one that ``parent`` was forked from. Raise ``NotFound`` if there is none, or ``Conflict``."""
     if checkpoint_id is not None:
         row = find_checkpoint(session, parent.id, checkpoint_id)
         _require_committed(row)

@@ -18,8 +18,8 @@ from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 
 
 class Saves(NamedTuple):
-    """Saves of one attempt. ``stall``: seconds for which training stood still for them, except for that of a stop. ``stop``:
-    when the latter was committed."""
+    """Saves of one attempt. ``stall``: seconds for which training stood still for saves, except that of a stop. ``stop``: when
+    the save of a stop was committed; None: there is none."""
 
     stall: float = 0.0
     stop: datetime | None = None
@@ -42,7 +42,7 @@ def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -
 
 
 def job_goodput(session: Session, job: Job) -> GoodputView:
-    """Return the goodput of the whole job, until it ended or was suspended, or until now."""
+    """Return the goodput of the whole job, until it ended or was suspended, or until now; earlier pauses do not count."""
     now = now_in(session)
     saves = _save_times(session, job.id)
     verdict = Attempt.resume_report["verdict"].as_string()

@@ -1,5 +1,5 @@
-"""Requests to suspend, resume, cancel, preempt or checkpoint a job. They are stored here; reconciler and agents carry them
-out."""
+"""Requests to suspend, resume, cancel, preempt or checkpoint a job. They are stored here; reconciler and agents act on
+attempts."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from ratchet_service.usecases import resize
 
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
-    """Request that a job is suspended, cancelled or preempted, according to ``event``, and return its row. Raise ``NotFound``,
-    or ``Conflict`` if its phase does not allow that."""
+    """Suspend, cancel or preempt a job, according to ``event``, and return its row: at once without an active attempt, else by a
+    stored request. A repetition changes nothing. Raise ``NotFound``, or ``Conflict`` if the phase does not allow that."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
@@ -56,8 +56,8 @@ def _makes_no_session(job: Job, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """A checked resume request. ``spec``: the changed spec, if any; ``warnings``: about its hook; ``code``: the requested
-    code, if checked."""
+    """A checked resume request. ``spec``: the changed spec, ``code``: the requested code; None: nothing is requested, or it was
+    not checked, since an attempt may be alive. ``warnings``: about the hook."""
 
     request: ResumeRequest
     spec: JobSpec | None
@@ -66,8 +66,8 @@ class PreparedResume:
 
 
 def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
-    """Check a changed hook and requested code, and take a snapshot of the code, unless an attempt may be alive. Raise
-    ``SpecError``, ``NotFound``, ``Refused`` or ``Conflict``."""
+    """Check a changed hook and requested code, and take a snapshot of the code, unless an attempt may be alive. Raises as
+    ``submit.prepare`` does, and ``NotFound`` or ``Conflict``."""
     with database.read() as session:
         job = find_job(session, job_id)
     spec = resize.requested_spec(job, request)
@@ -81,8 +81,9 @@ def prepare_resume(database: Database, job_id: str, request: ResumeRequest, port
 
 
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
-    """Queue a job again and return its row; it may continue from an older checkpoint, or with changes such as another hook. A
-    failed or cancelled job gets fresh budgets.
+    """Queue a job again and return its row; without changes, one that is queued or runs already stays as it is. The job may
+    continue from an older checkpoint, or with permanent changes such as another hook. A failed or cancelled job gets fresh
+    budgets.
 
     Raise ``Conflict`` if the phase, the checkpoint or the quota does not allow that, or the job has changed since
     ``prepare_resume``. Raise ``NotFound`` or ``SpecError`` for the request.

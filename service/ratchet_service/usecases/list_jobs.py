@@ -28,7 +28,7 @@ _COLUMNS: Final = {"created": "created_at", "name": "name", "priority": "priorit
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Filters and order of a list of jobs. A job must meet all that are not empty, and be in one of ``phases``."""
+    """Filters and order of a list of jobs. A job must meet all filters that are set; one of ``phases`` suffices."""
 
     phases: tuple[JobPhase, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()

@@ -76,7 +76,8 @@ def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: 
 
 class Follower:
     """Reads lines as they are written, from all logs that the filter selects, new attempts included. Every line comes with a
-    *mark*, from which another follower can continue; also a line's id is a mark. Raise ``Refused`` for a malformed one."""
+    *mark*, from which another follower can continue; a line's id is a mark, too, for its log alone. Raise ``Refused`` for a
+    malformed one."""
 
     def __init__(self, job: JobPaths, log_filter: LogFilter, mark: str | None = None) -> None:
         """``mark``: continue after this mark; None: begin as the filter's ``tail`` and ``since`` request."""

@@ -1,5 +1,5 @@
-"""Metrics and hook summaries over steps. Points of abandoned branches, whose steps a later attempt did again, are left out;
-replaced metric values are shown separately (``superseded``)."""
+"""Metrics and hook summaries over steps. Points of abandoned branches are left out: a later attempt started from an earlier step.
+Replaced metric values are shown separately (``superseded``)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points
 def _points(
     session: Session, job_id: str, names: Sequence[str], steps: Sequence[int] | None
 ) -> dict[str, list[MetricPoint]]:
-    """Return the points by series name, in order of ``steps``; None: all points outside abandoned branches."""
+    """Return the points at ``steps`` (None: all outside abandoned branches) by series name, in ascending order of steps."""
     out: dict[str, list[MetricPoint]] = {name: [] for name in names}
     columns = (Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at)
     query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
@@ -125,8 +125,8 @@ def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[s
 
 
 def hook_view(session: Session, job_id: str, homes: HomePaths) -> HookView:
-    """Return the state of the job's hook, from the active attempt's summaries or the checkpoint that the next attempt starts
-    from. Raise ``NotFound``."""
+    """Return the state of the job's hook: from the active attempt's summaries, else from the checkpoint that the next attempt
+    starts from, else without figures. Raise ``NotFound``."""
     job = find_job(session, job_id)
     spec = JobSpec.model_validate(job.spec).hook
     view = HookView(
@@ -157,7 +157,8 @@ def _live_summaries(session: Session, job: Job) -> list[tuple[HookSummary, datet
 def _checkpoint_summaries(
     session: Session, job: Job, homes: HomePaths, hook: HookSpec
 ) -> tuple[list[HookSummary], datetime] | None:
-    """Return the ranks' summaries in the checkpoint that the next attempt starts from, and its time; None: none of this hook."""
+    """Return the ranks' summaries in the checkpoint that the next attempt starts from, and its time; None: no readable ones of
+    this hook."""
     start = next_start(session, job, job.resume_from, homes)
     if start is None:
         return None
@@ -197,8 +198,8 @@ def _saved_iteration(session: Session, job: Job) -> int | None:
 def hook_history(
     session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
 ) -> Page[HookSampleView]:
-    """Return a page of the stored hook summaries, by step and rank. ``rank``: only this rank's. Raise ``NotFound`` or
-    ``Refused``."""
+    """Return a page of the stored hook summaries outside abandoned branches, by step and rank. ``rank``: only this rank's. Raise
+    ``NotFound`` or ``Refused``."""
     find_job(session, job_id)
     digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
     query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))

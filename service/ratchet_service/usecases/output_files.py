@@ -67,8 +67,8 @@ class Content:
 
 @dataclass(frozen=True)
 class Archive:
-    """A tar that is made while it is sent. ``entries``, ``size``: planned members and bytes. ``notes``: sentences about what
-    is left out. The caller must close ``resources``."""
+    """A tar that is made while it is sent. ``entries``, ``size``: planned members and the bytes of their files. ``notes``:
+    sentences about what is left out. The caller must close ``resources``."""
 
     parts: Iterator[bytes]
     name: str
@@ -90,9 +90,9 @@ class Files:
     def page(
         self, job_id: str, path: str, *, recursive: bool, include_unchanged: bool, limit: int, cursor: str | None
     ) -> Page[FileView]:
-        """Return a page of the directory or file ``path``, relative to the working directory, which is ``""``. ``recursive``:
-        with the content of directories. ``include_unchanged``: with unchanged files of the job's code. Raise ``NotFound`` or
-        ``Refused``."""
+        """Return a page of the directory or file ``path``, relative to the working directory, which is ``""`` (empty before the
+        first attempt). ``recursive``: with the content of directories. ``include_unchanged``: with unchanged files of the job's
+        code. Raise ``NotFound`` or ``Refused``."""
         job, code = self._job(job_id)
         query = pagination.query_digest(of="files", job=job_id, path=path, recursive=recursive, all=include_unchanged)
         mark = pagination.decode(cursor, query, (str,))
@@ -248,8 +248,8 @@ def _timestamp(seconds: float) -> datetime | None:
 
 
 def _tar_stream(job: JobPaths, members: Sequence[DirEntry], prefix_length: int) -> Generator[bytes]:
-    """Yield the bytes of the archive. Raise ``OSError`` if a file becomes shorter meanwhile. ``prefix_length``: number of
-    leading characters removed from member names."""
+    """Yield the bytes of the archive, without files that can no longer be opened. Raise ``OSError`` if a file becomes shorter
+    while it is read. ``prefix_length``: number of leading characters removed from member names."""
     for found in members:
         info = tarfile.TarInfo(found.path[prefix_length:])
         info.mtime = int(found.stat.st_mtime)

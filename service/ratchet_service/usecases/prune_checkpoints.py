@@ -37,9 +37,10 @@ class _Found(NamedTuple):
 
 
 def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths) -> PruneResult:
-    """Delete the job's checkpoints outside its lineage and remains of saves, except pinned ones; with ``quarantined``, also
-    all quarantined checkpoints. Return what was deleted, or would be in a ``dry_run``. Do not call it within a transaction.
-    Raise ``NotFound`` or ``CheckpointError``."""
+    """Delete what attempts that are over left outside the job's lineage, and remains of saves, except pinned ones; with
+    ``quarantined``, also all quarantined checkpoints. Return what was deleted, or would be in a ``dry_run``; a failed deletion
+    becomes an event. Do not call it within a transaction. Raise ``NotFound``, or ``CheckpointError`` if the checkpoints cannot be
+    listed."""
     paths = homes.job(job_id)
     with database.read() as session:
         dead = _newest_dead_attempt(

@@ -55,7 +55,7 @@ def job_entry(session: Session, job_id: str) -> QueueView:
 
 
 def job_position(session: Session, job: Job) -> Standing:
-    """Return the job's position in the queue, or only a lower bound; without values if the job does not wait."""
+    """Return the job's position in the queue, or only a lower bound; without values if the job is not queued or in a back-off."""
     return (
         queue_position.find_position(session, now_in(session), job, MAX_SINGLE_JOB_POSITION)
         if job.phase is JobPhase.QUEUED

@@ -50,7 +50,7 @@ def delete_quota(session: Session, owner: str) -> None:
 
 
 def _view(session: Session, owner: str, row: Quota | None, held: Mapping[str, Share]) -> QuotaView:
-    """Return the API's view of the quota ``row`` (None: no limits) for ``owner``, with its use."""
+    """Return the API's view of the quota ``row`` (None: no limits) for ``owner``, with the owner's use; ``*`` has none."""
     use = None
     if owner != EVERYBODY:
         has = held.get(owner, Share())

@@ -82,7 +82,7 @@ def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None
 
 def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
     """Check ``spec`` (None: the job's) with its code, and take a snapshot of that. May run user code: never call it within a
-    transaction. Raise ``SpecError`` or ``Refused``."""
+    transaction. Raises as ``submit.prepare`` does, and ``SpecError`` if the job has no snapshot."""
     before = JobSpec.model_validate(job.spec)
     if before.snapshot_code is None:
         text = (
@@ -173,8 +173,8 @@ def _pair(old: Any, new: Any) -> dict[str, Any]:
 
 
 def next_start(session: Session, job: Job, source: dict[str, int] | None, homes: HomePaths) -> Path | None:
-    """Return the directory of the checkpoint from which the job's next attempt is expected to start, ``source`` if given;
-    None: from scratch."""
+    """Return the directory of the checkpoint from which the job's next attempt is expected to start, ``source`` if given; None:
+    from no checkpoint."""
     if source is not None:
         return homes.job(job.id).checkpoint(source["step"], source["attempt"])
     committed = committed_in_lineage(session, job)
@@ -185,8 +185,8 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
 
 
 def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list[FieldProblem]:
-    """Return why ranks with ``spec`` may not start from the checkpoint in ``checkpoint``, such as another hook; empty: nothing
-    is known. ``code_digest`` None: code is not compared."""
+    """Return why ranks with ``spec`` may not start from the checkpoint in ``checkpoint``, such as another hook; empty: no reason
+    is known, also if its manifest cannot be read. ``code_digest`` None: code is not compared."""
     try:
         with as_owner(checkpoint):
             manifest = read_manifest(checkpoint)
@@ -199,7 +199,8 @@ def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list
 def manifest_mismatches(
     spec: JobSpec, manifest: Manifest, code_digest: str | None, advice: str = "fork the job with determinism: warn"
 ) -> list[FieldProblem]:
-    """Return why ranks with ``spec`` may not start from this checkpoint. ``advice``: what to do if determinism is strict."""
+    """Return why ranks with ``spec`` may not start from this checkpoint. ``code_digest``: as in ``mismatches``; ``advice``: what
+    to do if determinism is strict."""
     out = []
     if reason := _rank_mismatch(spec, manifest, advice):
         out.append(FieldProblem(pointer="/world/ranks_per_node", code="world-size-mismatch", detail=reason))

@@ -43,7 +43,7 @@ class Prepared:
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
     """Validate a spec and decide every ``auto``. ``code_digest``: a snapshot that is checked instead of the directory. Raise
-    ``SpecError`` with every problem found, or ``Refused``."""
+    ``SpecError`` with every problem found, ``Refused`` or ``OSError``."""
     found = examine_spec(data)
     spec = found.spec
     if spec is None:
@@ -75,8 +75,8 @@ def _uploaded_digest(spec: JobSpec) -> str | None:
 
 
 def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
-    """Return the digest of a new snapshot of the code's directory, or of the uploaded code. Raise ``SpecError`` or
-    ``Refused``."""
+    """Return the digest of a new snapshot of the code's directory, or of the uploaded code. Raise ``SpecError``, ``Refused`` or
+    ``OSError``."""
     return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.keep_uploaded(code.digest)
 
 
@@ -97,8 +97,8 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
 def store(
     session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
 ) -> Job:
-    """Store the job's row, labels and first event, and return the row. ``columns``: further columns; ``pointer``: where the
-    spec is in the request's body; ``job_id`` None: a new id. Raise ``Conflict`` or ``SpecError`` for the owner's quota."""
+    """Store the job's row, labels and first event, and return the row. ``columns``: further columns; ``pointer``: where the spec
+    is in the request's body; ``job_id`` None or taken: a new id. Raise ``Conflict`` or ``SpecError`` for the owner's quota."""
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
     while job_id is None or session.get(Job, job_id) is not None:

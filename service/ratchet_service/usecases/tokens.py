@@ -63,7 +63,7 @@ def create(session: Session, caller: Principal, request: TokenRequest) -> TokenM
 
 
 def _check_token_count(session: Session, owner: str) -> None:
-    """Raise ``Conflict`` if the owner already has ``MAX_VALID_TOKENS`` valid tokens. A lock on this is held until the
+    """Raise ``Conflict`` if the owner already has ``MAX_VALID_TOKENS`` valid tokens. The owner's other creations wait until this
     transaction ends."""
     quotas.lock_until_commit(session, f"tokens of {owner}")
     there = session.scalar(_valid_only(session, sa.select(sa.func.count()).where(ApiToken.owner == owner))) or 0

@@ -19,7 +19,7 @@ START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come fro
 @dataclass(frozen=True)
 class Probe:
     """Queries one interpreter about the code of one job, in a separate process without a GPU. ``path``: first directories of
-    ``sys.path``; ``seconds``: time limit."""
+    ``sys.path``; ``seconds``: time limit once torch is imported."""
 
     python: str
     spec: JobSpec
@@ -29,8 +29,8 @@ class Probe:
     sandbox: Sandbox = NO_SANDBOX
 
     def check_hook(self, hook: CustomSpec) -> list[FieldProblem]:
-        """Have the interpreter import ``hook``, and return its faults, with pointers into the spec. Blocks. Raise
-        ``StartTimeout`` if torch is not imported in time."""
+        """Have the interpreter import ``hook``, and return its faults, with pointers into the spec; no answer is a fault, too.
+        Blocks. Raise ``StartTimeout`` if torch is not imported in time."""
         request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
         try:
             answer = self._query(request)
@@ -82,7 +82,7 @@ class Probe:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that the ranks will have from launcher and spec, secrets included, with changes for a probe."""
+        """Return the variables that ranks get from ``environ`` and the spec, secrets included, with changes for a probe."""
         env = inherited_environ(self.environ) | self.spec.env
         secrets = {name: self.environ.get(secret.from_env or "") for name, secret in self.spec.secrets.items()}
         env |= {name: value for name, value in secrets.items() if value is not None}

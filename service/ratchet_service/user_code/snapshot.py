@@ -1,5 +1,5 @@
-"""Snapshots of user code, copied at submission into ``<home>/code/<digest>``, so that every attempt runs the same files.
-Uploaded code is there, too."""
+"""Snapshots of user code in ``<home>/code/<digest>``, so that later changes of the user's directory affect no attempt. Uploaded
+code and files to start from are there, too."""
 
 from __future__ import annotations
 

@@ -234,7 +234,8 @@ def _refuse_cursor(cursor: str | None) -> None:
 
 
 def _stream(service: Service, poll: Any, form: str) -> StreamingResponse:
-    """Return a response in the media type ``form`` that sends the chunks of ``poll`` until its result is finished."""
+    """Return a response in the media type ``form`` that sends the chunks of ``poll`` until its result is finished. A
+    stream of events also ends when the service stops."""
     settings = service.settings
     events_form = form == dependencies.EVENTS
     chunks = follow(

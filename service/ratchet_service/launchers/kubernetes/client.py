@@ -81,7 +81,7 @@ class Api:
     @contextlib.contextmanager
     def stream(self, path: str, seconds: float, **query: str | int) -> Iterator[Stream]:
         """Yield the response to a GET request, whose body is read as it arrives. ``seconds``: how long the server
-        may be silent."""
+        may be silent; reading fails ``_READ_TIMEOUT`` seconds later."""
         response = self._request("GET", path, query, None, read_timeout=seconds + _READ_TIMEOUT)
         try:
             if response.status >= 300:
@@ -139,7 +139,7 @@ class Api:
             raise EngineUnreachable(f"Kubernetes does not answer at {client.configuration.host}: {reason}") from None
 
     def _get_client(self) -> Any:
-        """Return the official client; it is made once."""
+        """Return the official client, which the first call makes. Raises ``EngineUnreachable``."""
         with self._lock:
             if self._client is None:
                 self._client = _connect(self._settings)

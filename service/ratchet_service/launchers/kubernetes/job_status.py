@@ -57,8 +57,8 @@ class ObservedState:
 
 @dataclass(frozen=True)
 class View:
-    """What is concluded of an attempt. ``gone_nodes``: nodes on which nothing runs or will start. ``notes``: node -> text about
-    its pod. ``revoked``: the Job was suspended after it had started."""
+    """What is concluded of an attempt. ``gone_nodes``: nodes on which nothing runs or will start, or whose machine does not
+    answer. ``notes``: node -> text about its pod. ``revoked``: the Job was suspended after it had started."""
 
     alive: bool
     waiting: str | None = None
@@ -135,8 +135,8 @@ def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> boo
 def _engine_ends(
     observed: ObservedState, has_result: Callable[[int], bool], now: float, patience: Patience, revoked: bool
 ) -> tuple[EngineEnd, ...]:
-    """Return the ends of the attempt's pods, causes before consequences; without any, what the Job's condition or
-    warnings show."""
+    """Return what somebody did to the Job, then the ends of the attempt's pods, causes before consequences; without any, what the
+    Job's condition or warnings show."""
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in observed.pods:
         by_hand = (
@@ -158,8 +158,8 @@ def _engine_ends(
 
 
 def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
-    """Return cause and message of the pod's end, from the first source that has them; None if there is none, or the agent's
-    result explains it."""
+    """Return why the pod ended, will end, cannot start or does not answer: cause and message from the first source that has them.
+    None if there is none, or the agent's result explains it."""
     announced = disruption(pod)
     if announced is not None:
         return announced
@@ -200,7 +200,8 @@ def _ended_before_deletion(job: Json) -> bool:
 
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
-    """True if, as far as is known, somebody deleted the pod and so ended it, and not the Job controller."""
+    """True if, as far as is known, a deletion of the pod ends or ended it, and not one by the Job controller. An announced
+    disruption, such as an eviction, also counts."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (
         job is None
@@ -242,7 +243,7 @@ def _forbidden_end(observed: ObservedState, nodes: int, now: float, patience: Pa
 
 
 def _last_warnings(observed: ObservedState) -> list[EngineEnd]:
-    """Return an end, with the last warning, for each pod that was deleted before its container had started."""
+    """Return an end, with the last warning, for each pod that has one and was deleted before its container had started."""
     text = "it was deleted before its container had started: {}"
     pods = [pod for pod in observed.pods if pod.never_started and pod.name in observed.warnings]
     return [
@@ -310,7 +311,8 @@ def _waiting_reason(observed: ObservedState, nodes: int, live: Sequence[Pod]) ->
 
 
 def _missing_pods_text(observed: ObservedState, nodes: int) -> str | None:
-    """Return, as text, how many pods the Job controller still has to create; None if there are none."""
+    """Return how many pods the Job controller still has to create, as the beginning of a sentence; None if there are none, or the
+    Job is unknown or suspended."""
     made = {pod.node for pod in observed.pods}
     if (
         observed.job is None
@@ -329,7 +331,7 @@ def _warning_suffix(observed: ObservedState, job: Json) -> str:
 
 
 def _events_hint(observed: ObservedState, job: Json) -> str:
-    """Return a sentence that says where to read why pods are not created; empty if warning events are watched."""
+    """Return the end of a sentence, which says where to read why pods are not created; empty if warning events are watched."""
     if observed.events_unavailable is None:
         return ""
     metadata = job["metadata"]

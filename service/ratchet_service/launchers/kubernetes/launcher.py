@@ -92,8 +92,8 @@ class KubernetesLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json``, and create the attempt's objects in the cluster. Raises ``LaunchError``, ``EngineFull`` and
-        ``EngineUnreachable``."""
+        """Write ``launch.json``, as root give the job's files to the pods' user, and create the attempt's objects in the cluster.
+        Raises ``LaunchError``, ``EngineFull`` and ``EngineUnreachable``."""
         values = planning.secret_values(self._environ, plan.secrets)
         try:
             attempt_files.write_launch(plan.ref.paths, plan.launch)

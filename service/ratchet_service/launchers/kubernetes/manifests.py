@@ -222,7 +222,7 @@ def _resources(launch: LaunchFile) -> dict[str, Any]:
 
 
 def _with_disk_limit(template: Manifest) -> Manifest:
-    """Limit the pod's disk usage, if its directories have size limits, in ``template`` itself, and return the template."""
+    """Limit the pod's disk usage, if all its directories have size limits, in ``template`` itself, and return the template."""
     disk = max_disk_bytes(template["spec"]["volumes"])
     if disk is not None:
         (agent,) = [one for one in template["spec"]["containers"] if one["name"] == pod_patch.AGENT]
@@ -238,7 +238,7 @@ def _container_security() -> dict[str, Any]:
 
 def _restrict_added_containers(pod: dict[str, Any]) -> None:
     """Give the containers that the job's patch has added to ``pod`` the settings of ``_container_security``, where
-    they set none."""
+    they set none; a list of capabilities that they drop gets ``ALL``."""
     for container in pod.get("initContainers", ()):
         context = merge(_container_security(), container.get("securityContext", {}))
         dropped = dropped_capabilities(context)
@@ -283,7 +283,7 @@ def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLaunche
 
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return the job's tolerations, and Ratchet's for the taints of GPU machines and of machines that do not answer."""
+    """Return the job's tolerations and, for other keys, Ratchet's: for GPU machines and machines that do not answer."""
     given = {toleration.get("key") for toleration in launcher.tolerations}
     gpu = launch.spec.resources.gpu
     # Machines with GPU slices (nvidia.com/mig-1g.5gb) have the taint of the whole GPU.

@@ -178,7 +178,8 @@ class Pod:
 
     @property
     def ended_at(self) -> str:
-        """The time of the pod's end, RFC 3339 in UTC, for sorting. If it is unknown, a text that sorts last."""
+        """The time of the pod's end, or of the disruption that led to it, RFC 3339 in UTC, for sorting. If it is unknown, a text
+        that sorts last."""
         announced = _condition(self.object, "DisruptionTarget") or {}
         metadata = self.object["metadata"]
         times = (
@@ -343,8 +344,8 @@ def _unschedulable_message(object_: Json) -> str:
 
 
 def _waiting_container(pod: Pod) -> tuple[str, str]:
-    """Return reason and message of the first waiting container, except those that wait for init containers; empty
-    texts if none."""
+    """Return the reason of the first waiting container and, after a colon, its message; empty texts if none. Containers that wait
+    for init containers do not count."""
     status = pod.object.get("status", {})
     statuses = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
     for found in statuses:

@@ -158,8 +158,8 @@ def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each fault of the Job as it would be sent, such as privileges. ``has_other_faults``: these may
-    be the cause of some."""
+    """Yield (pointer, message) for each part of the patch that Ratchet refuses; if none, for each fault of the Job as it would be
+    sent, such as privileges. ``has_other_faults``: True leaves out faults that these may have caused."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch

@@ -63,8 +63,8 @@ class Cache:
             watcher.close()
 
     def wait_ready(self) -> None:
-        """Block until Jobs and pods are listed, at most ``_SYNC_TIMEOUT`` seconds. Raises ``EngineUnreachable`` if
-        they are not."""
+        """Block until Jobs and pods are listed, at most ``_SYNC_TIMEOUT`` seconds. Raises ``EngineUnreachable`` if they are not,
+        or if a watch of them fails now."""
         deadline = time.monotonic() + _SYNC_TIMEOUT
         for watcher in self._watchers:
             watcher.wait_ready(deadline)
@@ -168,7 +168,8 @@ class Cache:
         self._jobs[str(metadata["name"])] = entry
 
     def _store_warning(self, event: Json, now: float) -> None:
-        """Store a warning event about an object of an attempt, and whether the cluster forbids the object's pods."""
+        """Store a warning event about an object of an attempt, and whether the cluster forbids the object's pods.
+        Called with the lock held."""
         about = str((event.get("involvedObject") or {}).get("name", ""))
         if about.startswith("job-"):
             self._warnings.pop(about, None)  # so that it is re-inserted at the end
@@ -183,7 +184,8 @@ class Cache:
                 self._forbidden_since.pop(oldest, None)
 
     def _prune(self) -> None:
-        """Drop objects that were deleted more than ``_KEEP_DELETED_SECONDS`` ago; at most once a minute."""
+        """Drop objects that were deleted more than ``_KEEP_DELETED_SECONDS`` ago; at most once a minute. Called with the lock
+        held."""
         now = time.monotonic()
         if now - self._pruned_at < 60:
             return

@@ -48,7 +48,7 @@ class WatchHandler(Protocol):
 
 class Watcher:
     """Keeps the objects of one kind in one namespace current in ``cache``, on a thread of its own. ``selector``:
-    label selector."""
+    label selector; not used for events."""
 
     def __init__(self, api: Api, kind: Kind, namespace: str, selector: str, cache: WatchHandler) -> None:
         self._api, self._kind, self._namespace, self._cache = api, kind, namespace, cache
@@ -78,7 +78,7 @@ class Watcher:
 
     def wait_ready(self, deadline: float) -> None:
         """Block until a required kind is listed, at most until ``deadline`` (monotonic). Raises ``EngineUnreachable`` if it is
-        not."""
+        not, or if its watch fails now."""
         if not self._kind.required:
             return
         with self._changed:
@@ -134,7 +134,7 @@ class Watcher:
             self._changed.notify_all()
 
     def _list(self) -> str:
-        """List all objects, page by page, pass them to the handler, and return the version to watch from."""
+        """List all objects, page by page, pass them to the handler, and return the version to watch from. Raises as ``Api``."""
         items: list[Json] = []
         more: dict[str, str | int] = {}
         while True:

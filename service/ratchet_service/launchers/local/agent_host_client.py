@@ -127,11 +127,11 @@ class HostedLauncher(LocalLauncher):
         return AttemptState(answer.alive, nodes, ends=(EngineEnd(Cause.NODE_LOST, _ENDED_WITH_HOST),) if lost else ())
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Request the host to send SIGTERM to the agents; ``grace`` is not used."""
+        """Request the host to send SIGTERM to the agents; ``grace`` is not used. Raises as ``send_request``."""
         self._request("stop", ref)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Request the host to kill the attempt's processes, and return names of those that it found."""
+        """Request the host to kill the attempt's processes, and return names of those found. Raises as ``send_request``."""
         return self._request("kill", ref).names
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:

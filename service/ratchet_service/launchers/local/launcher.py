@@ -174,7 +174,8 @@ class LocalLauncher:
                 proc.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Send SIGKILL to all processes of the attempt, and return names of those found; their end is not awaited."""
+        """Send SIGKILL to all processes of the attempt; their end is not awaited. Return names of those found, and of agents that
+        hold their lock but are not visible here."""
         found = proc.kill_all(lambda: self._pids(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
@@ -236,7 +237,7 @@ class LocalLauncher:
         file_access.give_to_user(self._home.job(ref.job_id).root, user.uid, user.gid)
 
     def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
-        """True if the process that ``agent`` names is alive and runs as the user of the job's directory."""
+        """True if the process that ``agent`` names is alive and, unless root owns the attempt's directory, runs as its owner."""
         # user code may have written the pid of another process into agent.json
         owner = file_access.owner_of(ref.paths.root)
         own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])
@@ -256,7 +257,7 @@ class LocalLauncher:
         return {node: agent for node, agent in agents.items() if agent is not None}
 
     def _ref_from_folder(self, folder: Path) -> AttemptRef | None:
-        """Return the attempt whose directory in this run directory is ``folder``; None if there is none."""
+        """Return the attempt whose directory in this run directory is ``folder``, by its path alone; None for another path."""
         try:
             job_id, word, number = folder.relative_to(self._home.jobs).parts
         except ValueError:

@@ -116,7 +116,7 @@ def unstartable_reason(job: JobRecord) -> str | None:
 
 def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd | None:
     """Return why the job ended or cannot run, according to Slurm; None if there is no such reason. ``started``: an agent was
-    seen. ``has_results``: of all agents."""
+    seen. ``has_results``: all agents have left one."""
     where = f" (nodes {job.nodes})" if job.nodes else ""
     if job.restarts:
         return EngineEnd(

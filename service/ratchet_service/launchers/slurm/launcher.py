@@ -134,7 +134,8 @@ class SlurmLauncher:
         return self._state_after_end(ref, jobs, state)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Send SIGTERM to the agents that run, and cancel a job that is pending. ``grace`` is not used."""
+        """Send SIGTERM to the agents that run, and cancel a job that is pending; one whose nodes are being prepared gets neither.
+        ``grace`` is not used."""
         for job in self._jobs(ref):
             if not job.has_ended:
                 self._cancel("--state=PENDING", str(job.id))  # a pending job has no agents to signal

@@ -146,7 +146,7 @@ class Queue:
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
         """Return job name -> jobs of this user, sorted by id. An earlier answer may be reused if it was requested after
-        ``since``. Raises ``EngineUnreachable``."""
+        ``since``. Raises ``EngineUnreachable``, for at least 10 s after a failed query without another one."""
         now = self._clock()
         if (
             self._fetched_at is not None
@@ -168,7 +168,8 @@ class Queue:
         return all(job.has_ended for job in self._jobs.get(name, []))
 
     def accounting_records(self, name: str) -> list[JobRecord]:
-        """Return the records of jobs of that name that Slurm has kept, for the last 30 days. Raises ``EngineUnreachable``."""
+        """Return the records of jobs of that name that Slurm has kept, for the last 30 days; empty if it keeps none. Raises
+        ``EngineUnreachable``."""
         if self._accounting_unreachable_until is not None and self._clock() < self._accounting_unreachable_until[0]:
             raise self._accounting_unreachable_until[1]
         unreachable: EngineUnreachable | None = None
