@@ -30,8 +30,8 @@ _MISSING_ERRNOS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, e
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[int]:
-    """Context manager: yield a descriptor of ``<path>.tmp``, which is synced and renamed to ``path`` at the end. The rename is
-    durable after the caller's ``fsync_dir`` of the parent. Raise ``OSError``."""
+    """Context manager: yield a descriptor of ``<path>.tmp``, which is then synced and renamed to ``path``, or deleted after an
+    error. The rename is durable after the caller's ``fsync_dir`` of the parent. Raise ``OSError``."""
     tmp = path.with_name(path.name + TMP_SUFFIX)
     fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -102,7 +102,7 @@ def fsync_dir(path: Path) -> None:
 
 
 def ensure_dir(path: Path) -> None:
-    """Create the directory ``path`` and its missing parents, each name durable in its parent. Raise ``OSError``."""
+    """Create the directory ``path`` and its missing parents, each new name durable in its parent. Raise ``OSError``."""
     if path.is_dir():
         return
     ensure_dir(path.parent)

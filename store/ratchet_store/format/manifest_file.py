@@ -168,8 +168,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield ``(step, attempt, directory)`` of what is named like a checkpoint, committed or not, newest first. Raise
-    ``CheckpointError``."""
+    """Yield ``(step, attempt, directory)`` of what is named like a checkpoint, committed or not, newest first; nothing if
+    ``checkpoints`` does not exist. Raise ``CheckpointError``."""
     refresh(checkpoints)
     try:
         found = [(parse_checkpoint_dir_name(path.name), path) for path in checkpoints.iterdir()]

@@ -1,4 +1,4 @@
-"""The safetensors header of a rank file, with the rank's JSON state. A piece of a tensor has the key ``<name>#<start>``."""
+"""The safetensors header of a rank file, with the rank's JSON state. A part of a tensor has the key ``<name>#<start>``."""
 
 from __future__ import annotations
 

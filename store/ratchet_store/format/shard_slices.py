@@ -17,7 +17,7 @@ class Slice(NamedTuple):
 
 def plan_slices(sizes: Sequence[tuple[str, int, int]], world_size: int) -> list[list[Slice]]:
     """Return, for each rank, the slices that it writes: about an equal part of all bytes, in the given order. ``sizes``: name,
-    number of elements and bytes per element of each tensor. Raise ``ValueError``."""
+    number of elements and bytes per element of each tensor. Raise ``ValueError`` for invalid arguments."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, not {world_size}")
     if len({name for name, _, _ in sizes}) != len(sizes):

@@ -67,7 +67,7 @@ def newest_local(
     root: Base | None = None,
 ) -> Id | None:
     """Return step and attempt of the newest intact checkpoint of the lineage in ``checkpoints``, or None; every byte of it is
-    verified."""
+    verified. Raises ``CheckpointError`` for errors other than damage."""
     progress = progress or Progress()
     for step, attempt, directory in checkpoint_dirs(checkpoints):
         if not lineage_contains(lineage, step, attempt):
@@ -92,7 +92,7 @@ def fetch_newest(
     progress: Progress | None = None,
 ) -> FetchResult:
     """Fetch the newest intact checkpoint of the lineage that is newer than ``local`` (None: any). Damaged ones that it meets in
-    the store are quarantined there."""
+    the store are quarantined there. Raises ``CheckpointError`` for other errors."""
     notes: list[str] = []
     for (step, attempt), names in remote.list_checkpoints().items():
         if not lineage_contains(lineage, step, attempt) or (local is not None and (step, attempt) <= local):

@@ -22,8 +22,8 @@ _STALE_SECONDS: Final = 7 * 86400.0
 
 @contextmanager
 def open_download_directory(checkpoints: Path, folder: str) -> Iterator[Path]:
-    """Context manager: yield a new directory in ``checkpoints`` for a fetch. At the end it is deleted, unless the caller has
-    renamed it."""
+    """Context manager: delete abandoned directories, and yield a new one in ``checkpoints`` for a fetch. At the end it is
+    deleted, unless the caller has renamed it."""
     _sweep(checkpoints)
     place = checkpoints / f"{_PREFIX}{folder}.{os.getpid()}.{time.monotonic_ns()}"
     place.mkdir()

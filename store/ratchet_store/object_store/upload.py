@@ -86,7 +86,7 @@ class Mirror:
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
         """Copy the newest checkpoint without a copy or, if there is none, update marker files and delete copies. Blocks; an
-        exception from ``check_interrupted`` ends the call. Raises ``CheckpointError`` if the store fails."""
+        exception from ``check_interrupted`` ends the call. Raises ``CheckpointError`` if the store or this disk fails."""
         try:
             return self._step(check_interrupted)
         except BaseException:

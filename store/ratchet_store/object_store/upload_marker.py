@@ -18,7 +18,7 @@ Id = tuple[int, int]
 
 class Record:
     """The record, in the file ``path``, of the checkpoints copied to the store ``url``. It starts empty if the file cannot be
-    used."""
+    used. Methods that write raise ``CheckpointError``."""
 
     def __init__(self, path: Path, url: str) -> None:
         self._path, self._url = path, url

@@ -90,7 +90,7 @@ def read_blocks(
     stop_at_first: bool = False,
 ) -> list[Block]:
     """Read and verify the blocks numbered ``blocks`` into the targets of ``regions``, which cover the whole file. Returns the
-    damaged blocks, with ``stop_at_first`` at most one."""
+    damaged blocks, with ``stop_at_first`` at most one. Raises ``CheckpointError`` if the file ends early, and ``OSError``."""
     reading = _Reading(fd, file, regions, progress, stop_at_first)
     _advise(fd, file, blocks)
     try:

@@ -63,7 +63,8 @@ def load(
     """Read and verify the pieces for which ``is_selected`` is True, and the JSON states of ``ranks``.
 
     ``get_buffer(entry)`` returns the memory for a piece; if it returns None, the piece is in ``Loaded.pieces``. The files of
-    ``complete_ranks`` are read completely. Raises ``CheckpointError``; the targets may then be partly overwritten.
+    ``complete_ranks`` are read completely. Raises ``CheckpointError``, or ``ValueError`` for unsuitable memory; the targets may
+    then be partly overwritten.
     """
     by_file: dict[str, list[TensorEntry]] = defaultdict(list)
     for entry in manifest.tensors:
@@ -155,8 +156,8 @@ def _read_file(
     progress: Progress | None,
     threads: int,
 ) -> tuple[JsonValue, int]:
-    """Read and verify the ``selected`` pieces of one rank file. Returns the rank's JSON state and the number of bytes read.
-    ``entries``: all its tensors, in file order."""
+    """Read and verify the ``selected`` pieces of one rank file; ``complete``: the whole file. Returns the rank's JSON state and
+    the number of bytes read. ``entries``: all its tensors, in file order."""
     with open_rank_file(directory, file) as fd:
         targets = {(entry.offset, entry.nbytes): target_of(entry) for entry in selected}
         header, regions = _regions(file, entries, targets)

@@ -39,10 +39,10 @@ _FORMATS: Final = {
 @dataclass(frozen=True)
 class TensorComparison:
     """The result for one tensor name. ``digest_a`` and ``digest_b``: None if that checkpoint has no such tensor. ``note``: why
-    elements were not compared.
+    elements were not compared, else None.
 
-    ``first``: row-major index of the first element that differs; ``count``: number of elements that differ; ``values``: the first
-    one in both checkpoints; ``largest``: the largest absolute difference that was seen.
+    ``first``: row-major index of the first element that differs; ``count``: number of elements that differ; ``values``: that
+    first element in both checkpoints; ``largest``: the largest absolute difference that was seen.
     """
 
     name: str

@@ -38,8 +38,9 @@ def find_base(
     """Return the manifest of the newest intact checkpoint of the lineage, or None, and the damaged checkpoints that were moved
     away.
 
-    Damaged checkpoints newer than the result are moved to ``quarantine`` (None: the error is raised). ``check`` verifies a
-    checkpoint. ``root``: what the oldest segment started from. Raises ``CheckpointError`` for errors other than damage.
+    Damaged checkpoints newer than the result are moved to ``quarantine`` (None: the error is raised); one of another job than
+    ``expected_job_id`` counts as damaged. ``check`` verifies a checkpoint. ``root``: what the oldest segment started from; None:
+    any earlier step. Raises ``CheckpointError`` for errors other than damage.
     """
     moved: list[Quarantine] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):

@@ -39,7 +39,8 @@ _MAX_BYTES: Final = 16 << 20
 
 
 class RunDirectory:
-    """The directory of a run without a service, read only. ``is_allowed(fd)`` returns True if the open file may be read."""
+    """The directory of a run without a service, read only. ``is_allowed(fd)`` returns True if the open file may be read;
+    manifests of checkpoints are read without it."""
 
     def __init__(self, paths: JobPaths, is_allowed: Callable[[int], bool] = lambda fd: True) -> None:
         self._paths, self._is_allowed = paths, is_allowed
@@ -79,7 +80,7 @@ class RunDirectory:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Context manager: hold a shared lock, if there is a lock file, so that no start of the script runs meanwhile. Raises
-        ``BlockingIOError`` if one is running."""
+        ``BlockingIOError`` if one is running, or another ``OSError``."""
         try:
             fd = self._open(NodePaths(self._paths.root).lock_file)
         except FileNotFoundError:  # no run was ever started in this copy
@@ -92,8 +93,8 @@ class RunDirectory:
             os.close(fd)
 
     def newest_manifest(self) -> Manifest:
-        """Return the manifest of the checkpoint that the next start would continue from. Raises ``CheckpointError`` if there is
-        none or the newest is damaged."""
+        """Return the manifest of the checkpoint that the next start would continue from; the bytes of rank files are not read.
+        Raises ``CheckpointError`` if there is none or the newest is damaged."""
         # these manifests are read without ``is_allowed``
         found, _ = find_base(
             self._paths.checkpoints,

@@ -1,5 +1,5 @@
 """Verify checkpoints without a service. ``python -m ratchet_store.verify PATH...`` takes checkpoint directories, or directories
-of them. Exit status: 0 all are intact; 1 one is damaged; 2 none is damaged, but something could not be read."""
+of them. Exit status: 1 one is damaged; 2 none is damaged, but something could not be read; 0 otherwise."""
 
 from __future__ import annotations
 

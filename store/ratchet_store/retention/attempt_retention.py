@@ -89,8 +89,8 @@ class Keeper:
         self._values.put(step, values)
 
     def on_committed(self, manifest: Manifest) -> Retained:
-        """Delete the attempt's checkpoints that no rule keeps after the commit of ``manifest``; errors are in ``notes``. Deletes
-        nothing if this attempt is not the current one any more."""
+        """Delete the attempt's checkpoints that no rule keeps after the commit of ``manifest``, except pinned, protected and the
+        newest verified ones; errors are in ``notes``. Deletes nothing if this attempt is not the current one any more."""
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.attempt)
         try:
             seen = _Own.from_manifest(directory, manifest)

@@ -106,7 +106,7 @@ def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
 
 def delete_all(job: JobPaths) -> list[tuple[int, int]]:
     """Delete all checkpoints of a job, pinned and quarantined ones too; no attempt may run. Returns ``(step, attempt)`` of those
-    not in quarantine, oldest first."""
+    not in quarantine, oldest first. Raises ``CheckpointError``."""
     found = list(checkpoint_dirs(job.checkpoints))
     for _, _, directory in reversed(found):
         delete(directory)

@@ -78,7 +78,8 @@ class RankWriter:
     ) -> Written:
         """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, durably. ``data``: the bytes of
         ``pieces``, which are in ``file_order``; they must not change meanwhile. ``ranges``: parts of ``data`` for
-        ``Written.digests``. Raises ``StateError`` for what cannot be stored, ``CheckpointError`` if it cannot be written."""
+        ``Written.digests``. Raises ``StateError`` for what cannot be stored, ``CheckpointError`` if it cannot be written or
+        ``directory`` has a committed checkpoint."""
         text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
         if len(view) != layout.size:
             raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")
