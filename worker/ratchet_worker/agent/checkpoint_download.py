@@ -28,14 +28,14 @@ _UNREACHABLE_CODES: Final = frozenset({REMOTE, DENIED, NO_CLIENT})
 
 class WaitFor(Protocol):
     """The signature of ``Supervisor.wait_for``: returns the first value of ``done`` that is not None, or None at ``deadline``
-    (monotonic seconds)."""
+    (monotonic seconds). Raises ``NotStarted`` if the attempt is over."""
 
     def __call__(self, done: Callable[[], T | None], deadline: float) -> T | None: ...
 
 
 def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitFor, messages: AgentMessages) -> None:
-    """Fetch the newest checkpoint from the object store if it is newer than the local ones. Blocks. Raises ``NotStarted`` if the
-    attempt cannot start."""
+    """Fetch the newest checkpoint from the object store if it is newer than the local ones; does nothing if no attempt has
+    trained. Blocks. Raises ``NotStarted`` if the attempt cannot start or is over."""
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch
     work = _Work(launch)
@@ -86,7 +86,7 @@ class _Work(threading.Thread):
 
     def run(self) -> None:
         """Find the newest local checkpoint, then try to fetch a newer one until that is settled. A failure is stored in
-        ``failure``."""
+        ``failure``, except an error of the local disk: the ranks report that."""
         try:
             launch = self._launch
             local = newest_local(

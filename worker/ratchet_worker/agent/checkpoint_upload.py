@@ -176,7 +176,8 @@ class Uploader:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 
     def _report_failure(self, error: Exception) -> None:
-        """Count a failure of a whole round, and report it unless a failure of the same kind was reported recently."""
+        """Count a failure of a whole round. Report it unless one of the same kind was reported recently, and no round has
+        succeeded since."""
         text = error.detail if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         code = getattr(error, "code", type(error).__name__)
         self._failures += 1

@@ -1,4 +1,5 @@
-"""Fetches the job's code, and the file of ``start_from``, from the service by digest, on a node that lacks them."""
+"""Fetches the job's code, and the file of ``start_from``, from the service by digest, on a node that lacks them. For code that
+lies on the nodes, computes the digest."""
 
 from __future__ import annotations
 

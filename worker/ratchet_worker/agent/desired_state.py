@@ -13,8 +13,8 @@ _STRENGTH: Final = {Desired.RUN: 0, Desired.PREEMPT: 1, Desired.SUSPEND: 2, Desi
 
 
 class DesiredState:
-    """Merges the service's requests and signals to the agent into one desired state. A stop by the service takes precedence; no
-    stop is withdrawn. Thread-safe."""
+    """Merges the service's requests and signals to the agent into one desired state. A stop by the service takes precedence over
+    signals; only another stop replaces it. Thread-safe."""
 
     def __init__(self, initial: Desired = Desired.RUN) -> None:
         self._lock = threading.Lock()
@@ -24,8 +24,8 @@ class DesiredState:
         self._signal: Cause | None = None
 
     def update_from_service(self, control: Control) -> None:
-        """Record the service's desired state. RUN does not withdraw an earlier stop. The highest ``checkpoint_request`` so far is
-        kept."""
+        """Record the service's desired state: a stop replaces an earlier one, RUN does not. The highest ``checkpoint_request`` so
+        far is kept."""
         with self._lock:
             checkpoints = max(control.checkpoint_request, self._service_control.checkpoint_request)
             if control.desired is Desired.RUN:

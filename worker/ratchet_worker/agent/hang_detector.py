@@ -97,7 +97,8 @@ class Stuck(NamedTuple):
 
 
 class Watch:
-    """Watches the step counters of one node's ranks. ``ready``: all ranks have finished start-up. Times are monotonic seconds."""
+    """Watches the step counters of one node's ranks. ``ready``: all ranks have finished start-up; False again when a script makes
+    its Session late. Times are monotonic seconds."""
 
     def __init__(
         self,
@@ -210,8 +211,8 @@ class Watch:
         return self._readings[rank].stage is Stage.UNMANAGED
 
     def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
-        """Return the stuck ranks among ``live``: those that a signal has halted, else those furthest behind. None if no rank has
-        missed its deadline."""
+        """Return the stuck ranks among ``live``: all that a signal has halted, else the late ones furthest behind. None if no
+        rank with a Session has missed its deadline."""
         live = sorted(rank for rank in live if not self._is_unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]
@@ -245,7 +246,7 @@ class Watch:
         return self._readings[rank].started, self._readings[rank].finished
 
     def _furthest_behind(self, late: list[int]) -> tuple[int, ...]:
-        """Return the ranks of ``late`` with the fewest steps, for which the others may wait in a collective."""
+        """Return the ranks of ``late`` whose ``_position`` is least; the others may wait for them in a collective."""
         least = min(self._position(r) for r in late)
         return tuple(r for r in late if self._position(r) == least)
 

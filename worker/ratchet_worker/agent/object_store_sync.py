@@ -32,8 +32,8 @@ class ObjectStoreSync:
         return {} if self._messages is None else {AGENT_RANK: self._paths.agent_spool}
 
     def fetch(self, report_sender: ReportSender, wait_for: checkpoint_download.WaitFor) -> float:
-        """Fetch the newest checkpoint from the store if this disk lacks it; return the seconds that this took. Blocks. Raises
-        ``NotStarted``."""
+        """Start ``report_sender``, and fetch the newest checkpoint from the store if this disk lacks it; return the seconds that
+        this took. Blocks. Raises ``NotStarted``."""
         if self._messages is None:
             return 0.0
         report_sender.start()  # a download may take long: the service must see reports meanwhile
@@ -46,8 +46,8 @@ class ObjectStoreSync:
             self._uploader.start()
 
     def finish(self, cause: Cause, fenced: bool, remaining_grace: float) -> None:
-        """Finish the uploads, or abandon them if the attempt is ``fenced``. Blocks for at most about ``remaining_grace``
-        seconds."""
+        """Finish the uploads, or abandon them if the attempt is ``fenced``. Blocks for at most about ``remaining_grace`` seconds,
+        and about 10 if ``cause`` is a failure."""
         if self._messages is None:
             return
         if fenced:

@@ -27,8 +27,8 @@ def plan_ranks(
     inherited: Mapping[str, str],
     code_digest: str | None = None,
 ) -> list[RankPlan]:
-    """Return one plan per rank of this node, in order. ``inherited``: the agent's environment. Raises ``UserError`` if a secret
-    is missing."""
+    """Return one plan per rank of this node, in order. ``inherited``: the agent's environment; ``code_digest``: of code that lies
+    on the nodes. Raises ``UserError`` if a secret is missing."""
     common = _common_environment(launch, inherited, rendezvous.interface)
     if code_digest is not None:
         common[names.CODE_DIGEST] = code_digest
@@ -74,8 +74,8 @@ def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interf
 
 
 def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> None:
-    """Set the network interface of gloo and NCCL in ``env``: on one node the loopback interface for gloo, else in general
-    ``interface``."""
+    """Set the network interface of gloo and NCCL in ``env``. One node: the loopback interface for gloo; several: ``interface``,
+    unless ``env`` names one and ``world.interface`` none."""
     # By default gloo resolves the host name, which on many machines leads to the loopback interface, and NCCL takes the first
     # interface that suits it.
     if world.nodes == 1:

@@ -68,8 +68,9 @@ class SupervisedRank:
 def write_stacks(
     ranks: Sequence[SupervisedRank], why: str, timeout: float, kill: Callable[[Sequence[SupervisedRank]], None]
 ) -> str:
-    """Have each of ``ranks`` write the stacks of its threads to its log. Returns text that names the ranks that wrote none.
-    Halted ranks write last, after ``kill`` of the others."""
+    """Have each of ``ranks``, all marked as killed, write the stacks of its threads to its log under a heading with ``why``.
+    Halted ranks write last, after ``kill`` of the others. Returns the end of a message: which ranks wrote none; empty if all
+    did."""
     for rank in ranks:
         rank.killed = True  # the signal itself ends a rank that has no handler yet
     halted = [rank for rank in ranks if rank.is_halted]
@@ -84,8 +85,9 @@ def write_stacks(
 
 
 def abort_groups(ranks: Sequence[SupervisedRank], why: str, timeout: float, wait: Callable[[float], None]) -> str:
-    """Have each of ``ranks`` abort its communicators; blocks for at most about ``timeout`` seconds. Returns text that names the
-    ranks that have aborted and that have not."""
+    """Mark as killed each of ``ranks`` that is neither halted nor exiting, and have it abort its communicators. Blocks for about
+    ``timeout`` seconds at most, by ``wait``. Returns a phrase on which have aborted and which not; may be empty. ``why``: for
+    their logs."""
     asked = [rank for rank in ranks if not rank.is_halted and not procfs.is_exiting(rank.process.pid)]
     for rank in asked:
         rank.killed = True

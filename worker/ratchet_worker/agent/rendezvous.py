@@ -20,7 +20,8 @@ _CONNECT_SECONDS: Final = 1.0
 
 
 class WaitUntil(Protocol):
-    """Polls ``done`` and returns its first value that is not None, or None if the time for a start has passed."""
+    """Polls ``done`` and returns its first value that is not None, or None if the time for a start has passed. Raises
+    ``NotStarted`` if the attempt is over."""
 
     def __call__(self, done: Callable[[], T | None]) -> T | None: ...
 
@@ -62,8 +63,8 @@ class NodeRendezvous:
         self, launcher_address: str | None, wait_until: WaitUntil, start_reports: Callable[[], None]
     ) -> Rendezvous:
         """Wait until all nodes are present and node 0 can be reached; return the rendezvous. ``launcher_address``: this node's,
-        if its launcher knows it. Raises ``NotStarted`` if the nodes do not meet in time, ``UserError`` for an unusable
-        ``world.interface``, and ``OSError``."""
+        if its launcher knows it. Raises ``NotStarted`` if the nodes cannot meet in time or the attempt is over, ``UserError`` for
+        an unusable ``world.interface``, and ``OSError``."""
         place = self._find_address(launcher_address, wait_until)
         listener = (
             network_addresses.listen(place.address, _backlog(self._launch.world_size))

@@ -1,5 +1,5 @@
-"""Sends the ranks' spools to the service and receives the desired state, in a thread of the agent. Messages are sent until
-acknowledged; training does not depend on the service."""
+"""Sends the spools of ranks and agent to the service and receives the desired state, in a thread of the agent. Messages are sent
+until acknowledged; training does not depend on the service."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ class ReportSender:
         return 0.0 if moved and more else self._period
 
     def _can_skip_report(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
-        """True if this period's report is skipped, and counted as such: it has nothing but figures, such as metrics."""
+        """True, and one period less to wait, if this period's report is skipped: it has nothing but figures, such as metrics, and
+        these still wait."""
         busy = (
             self._deadline is not None
             or self._failures

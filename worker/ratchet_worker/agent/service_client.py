@@ -72,7 +72,7 @@ class ServiceLink:
         return url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
 
     def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
-        """Send one report and return the acknowledgement. ``timeout``: seconds for each network operation. Raises
+        """Send one report and return the acknowledgement. ``timeout``: seconds for each network operation, at most 5. Raises
         ``Unreachable``, ``TooLarge`` or ``Fenced``."""
         body = report.model_dump_json().encode()
         try:

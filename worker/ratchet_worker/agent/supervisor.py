@@ -142,7 +142,8 @@ class Supervisor:
         self._wakeup_pipe.install_signal_handlers(flag)
 
     def raise_if_over(self) -> None:
-        """Raise ``NotStarted`` if the attempt is over already. Also writes a changed desired state to the control file."""
+        """Raise ``NotStarted`` if the attempt is fenced or is to stop, or another node has failed. Also writes a changed desired
+        state to the control file."""
         self._publish()
         wanted = self._wanted
         if self._fenced is not None:
@@ -155,7 +156,7 @@ class Supervisor:
 
     def wait_for(self, done: Callable[[], T | None], deadline: float) -> T | None:
         """Return the first value of ``done`` that is not None, or None at ``deadline`` (monotonic seconds). Blocks. Raises
-        ``NotStarted`` if the attempt is over."""
+        ``NotStarted`` as ``raise_if_over``."""
         while (value := done()) is None and time.monotonic() < deadline:
             self._wait(self._timing.tick)
             self.raise_if_over()
@@ -163,23 +164,23 @@ class Supervisor:
         return value
 
     def start(self, plans: Sequence[RankPlan]) -> None:
-        """Start all ranks. Raises ``NotStarted`` if the attempt is over, and ``OSError``; the caller must then call
-        ``finish``."""
+        """Start all ranks. Raises ``NotStarted`` as ``raise_if_over``, and ``OSError``; the caller must then call ``finish``."""
         self.raise_if_over()
         self._watch.begin(time.monotonic())
         for process in self._starter.start(plans):
             self._ranks[process.rank] = SupervisedRank(process, self._paths)
 
     def run(self) -> list[Ended]:
-        """Watch the ranks until all have ended, and return their ends in the order of ranks. Blocks."""
+        """Watch the ranks until all have ended, or kill them, for example after a failure; return their ends in the order of
+        ranks. Blocks."""
         while any(r.live for r in self._ranks.values()):
             self._wait(self._timing.tick)
             self._step()
         return self.finish()
 
     def finish(self) -> list[Ended]:
-        """Kill what is left of the ranks, wait for their death, and return all ends in the order of ranks. May be called
-        repeatedly."""
+        """Kill what is left of the ranks, wait for their death for at most ``_KILL_TIMEOUT`` seconds, and return all ends in the
+        order of ranks. May be called repeatedly."""
         self._kill_live("the attempt ends")
         self._watch.poll(time.monotonic())
         for rank in self._ranks.values():
@@ -217,7 +218,8 @@ class Supervisor:
         self._wakeup_pipe.wait([r.process.fileno() for r in self._ranks.values() if r.live], seconds)
 
     def _collect(self) -> None:
-        """Record the exit code and time of each rank that has died since the last call."""
+        """Record the exit code and time of each rank that has died since the last call. The first failure starts the wait after
+        which all ranks are killed."""
         for number, rank in self._ranks.items():
             if not rank.live or (code := rank.process.exit_code()) is None:
                 continue
@@ -238,7 +240,8 @@ class Supervisor:
         self._collect()
 
     def _publish(self) -> None:
-        """Write the merged desired state to the control file if it has changed; a failed write is retried at the next call."""
+        """Write the merged desired state to the control file if it has changed; a failed write is retried at the next call. The
+        first stop starts ``stop_grace``."""
         if self._signal is not None:
             self._desired.update_from_signal(self._signal)
         wanted = self._wanted = self._desired.merged()
@@ -316,8 +319,8 @@ class Supervisor:
         self._kill_live("no agreed stop")
 
     def _write_stacks(self, why: str) -> str:
-        """Have each live rank write its stacks to its log; return text for a message. If ranks are halted, the others are
-        killed."""
+        """Have each live rank write its stacks to its log; return the end of a message about this. If ranks are halted, the
+        others are killed."""
         live = [rank for rank in self._ranks.values() if rank.live]
         told = write_stacks(live, why, self._timing.stacks, lambda ranks: self._abort_and_kill(ranks, why))
         return f"; the stacks of all threads are in the ranks' logs ({self._logs_command}){told}"

@@ -1,5 +1,5 @@
 """The working directory of a job's ranks: a writable copy of the code, kept over all attempts. Other code replaces the files that
-the job has not changed."""
+the job has not changed. Modules are not imported from it, but from the code snapshot."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class CopiedCode:
 
 
 def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
-    """Create ``work`` as a copy of ``code``, or update it if the code's ``digest`` has changed (None: no update). Returns the
-    files that an update left, because the job has changed them. Raises ``OSError``."""
+    """Create ``work`` as a copy of ``code`` (None: empty), or update it if the code's ``digest`` has changed (None: no update).
+    Returns the files that this update left, because the job has changed them. Raises ``OSError``."""
     if work.is_dir():
         return [] if code is None else _update(code, work, digest)
     _remove_leftovers(work)
@@ -78,7 +78,8 @@ def _remove_leftovers(work: Path) -> None:
 
 
 def _update(code: Path, work: Path, digest: str | None) -> list[str]:
-    """Update ``work`` to ``code``, except files that the job has changed. Returns those of them that differ in the new code."""
+    """Update ``work`` to ``code``, except files that the job has changed. Returns those of them that differ in the new code. A
+    deleted file is copied if it differs there."""
     copied = _read_record(work)
     same = copied.digest == digest
     if digest is None or (same and not copied.begun and all(_form_in(work, p) is not None for p in copied.left)):
@@ -143,7 +144,7 @@ def _form(path: Path) -> str:
 
 
 def _form_in(work: Path, path: str) -> str | None:
-    """Return the form of the relative ``path`` in the working directory; None if it does not exist, ``other`` if it is
+    """Return the form of the relative ``path`` in the working directory: None if it does not exist, ``_OTHER`` also if it is
     unreadable."""
     place = work / path
     folders = list(place.parents)[: path.count("/")]

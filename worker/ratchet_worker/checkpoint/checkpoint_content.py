@@ -48,8 +48,8 @@ class Contents:
     def capture(
         self, step: int, total_steps: int | None, environment: Record, provenance: Record, data_digest: str | None
     ) -> Content:
-        """Return the content after ``step``; its tensors are live. All ranks must make the first call. Raises as
-        ``JobState.capture``."""
+        """Return the content after ``step``; its tensors are live. ``environment``: this rank's facts; ``provenance``: further
+        entries of the manifest, not compared. All ranks must make the first call. Raises as ``JobState.capture``."""
         _, hook = self._state.require_wrapped()
         layout = hook.layout()
         snapshot = self._state.capture()

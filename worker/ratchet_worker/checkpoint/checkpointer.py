@@ -112,8 +112,8 @@ class Checkpointer:
         self._first = False
 
     def wait_until_copied(self, until: Until, *, ends_audit: bool = True) -> None:
-        """Wait until the save in progress has copied the tensors of the kind ``until``, which may change then. ``Until.STEP``
-        also ends the ``Audit``, unless ``ends_audit`` is False."""
+        """Wait until the save in progress has copied the tensors of the kind ``until``, or has given up; they may change then.
+        ``Until.STEP`` also ends the ``Audit``, unless ``ends_audit`` is False."""
         save = self._save
         if save is not None:
             self._stall_seconds += save.wait_until_copied(until)
@@ -130,7 +130,8 @@ class Checkpointer:
 
     def begin_save(self, step: int, reason: Reason, make_content: Callable[[], Content]) -> None:
         """Begin to save ``step``, after the previous save has ended; waits until the state is copied, unless that may happen
-        concurrently. Raises ``UserError`` for state that cannot be stored, and as ``drain``."""
+        concurrently. Does nothing after too many failures. Raises ``UserError`` for state that cannot be stored, and as
+        ``drain``."""
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
             return
@@ -170,7 +171,8 @@ class Checkpointer:
 
     def drain(self) -> int:
         """Wait for the save in progress to end; return the number of failed saves in a row, 0 after a success or without a save.
-        Raises ``CheckpointError`` if the save is stuck, ``UserError`` if the ranks have saved different steps."""
+        Raises ``CheckpointError`` if the save is stuck, ``UserError`` if the ranks have saved different steps, or the saving
+        thread's error."""
         if self._save is None:
             return 0
         self._wait_for(self._save)
@@ -207,7 +209,7 @@ class Checkpointer:
         self._committer.record_metrics(step, values)
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt as the job's last, after waiting for older ones to be deleted. Raises
+        """Mark the newest checkpoint of this attempt, if any, as the job's last, after ``wait_for_retention``. Raises
         ``CheckpointError``."""
         self.wait_for_retention()
         self._committer.finish()

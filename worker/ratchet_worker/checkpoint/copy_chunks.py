@@ -27,7 +27,8 @@ class Work:
         self._owner: int | None = None
 
     def take(self) -> Sequence[Move]:
-        """Return the next moves, about ``BYTES_PER_TURN`` bytes; empty if none is left or another thread has taken over."""
+        """Return the next moves, of at least ``BYTES_PER_TURN`` bytes if possible; empty if none is left or another thread has
+        taken over."""
         with self._lock:
             first, nbytes = self._next, 0
             if self._owner not in (None, threading.get_ident()):

@@ -114,8 +114,8 @@ _Columns = tuple[list[str], list[int], list[int], list[Until]]
 
 
 class Audit:
-    """Detects changes of tensors between two steps by digests, since torch does not count changes through ``tensor.data``. Create
-    it at a step boundary, and call ``first_changed`` before the next ``optimizer.step()``."""
+    """Detects changes of ``Until.STEP`` tensors between two steps by digests, since torch does not count changes through
+    ``tensor.data``. Create it at a step boundary, and call ``first_changed`` before the next ``optimizer.step()``."""
 
     def __init__(self, sources: list[Source]) -> None:
         self._sources = [s for s in sources if s.until is Until.STEP]

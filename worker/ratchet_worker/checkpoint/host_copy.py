@@ -221,8 +221,8 @@ class Staged:
         return waited
 
     def _copy_move(self, move: Move, *, direct: bool) -> None:
-        """Make one copy; sets ``error`` if the tensor has changed. ``direct``: no code that could free the memory runs
-        meanwhile."""
+        """Make one copy; sets ``error`` if the tensor has changed or cannot be copied. ``direct``: no code that could free the
+        memory runs meanwhile."""
         number, begin, end = move
         tensor, place = self._tensors[number], self._layout.places[number]
         lost = address(tensor) != self._addresses[number]

@@ -1,4 +1,4 @@
-"""Rank 0's part of a save: collect all reports, check that replicas are equal, commit the manifest, delete older checkpoints."""
+"""Rank 0's part of a save: collect all reports, check that they agree, commit the manifest, delete older checkpoints."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Committer:
         return {"error": None, "base": manifest.base.model_dump()}
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt, on the disk, as the job's last, and report it. Raises
+        """Mark the newest checkpoint of this attempt, if any, on the disk as the job's last, and report it. Raises
         ``CheckpointError``."""
         if self._committed is None or self._committed[0].finished:
             return

@@ -112,8 +112,9 @@ class RankPart:
         return self._job.checkpoint(save.order.step, self._attempt)
 
     def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
-        """Finish the copy, write this rank's file, and compute digests for comparing replicas. Returns the report for rank 0, and
-        the rank's tensors as JSON text. Blocks until the file is on the disk."""
+        """Finish the copy, write this rank's file, and compute digests for comparing replicas. Returns the report for rank 0
+        (only ``save.error`` if set), and the rank's tensors as JSON text. Blocks until the file is on the disk. Raises any error
+        of these."""
         content, staged = save.content, save.staged
         if content is None or staged is None:
             return {"error": save.error}, ""
@@ -173,8 +174,8 @@ class RankPart:
     def _compare_and_summarize(
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
     ) -> _Looked:
-        """Return the digests of the parts that other ranks write, and the hook's summary. Releases a loop that waits for the live
-        tensors."""
+        """Return the digests of the parts that other ranks write, and the hook's summary. ``digests``: those already computed, or
+        None. Releases a loop that waits for the live tensors."""
         try:
             digests = self._compare(save, content) if digests is None else digests
         finally:

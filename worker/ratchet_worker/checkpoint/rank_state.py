@@ -146,9 +146,10 @@ class JobState:
     # --- capture -------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Snapshot:
-        """Return this rank's state as views of live tensors; ``Snapshot.until`` says how long each stays unchanged. The first
-        call may be a collective, so all ranks must make it. Raises ``HookStateError`` or ``UserError`` for state that cannot be
-        stored, ``RuntimeError`` inside a backward pass."""
+        """Return this rank's state as views of live tensors; ``Snapshot.until`` says how long each stays unchanged. Contains the
+        copy of ``on_evaluation_begin``, if any. The first call may be a collective, so all ranks must make it. Raises
+        ``HookStateError`` or ``UserError`` for state that cannot be stored, ``UserError`` as ``check_parameters_unchanged``,
+        ``RuntimeError`` inside a backward pass."""
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
         out = Snapshot()
@@ -182,8 +183,8 @@ class JobState:
         return out
 
     def on_evaluation_begin(self) -> None:
-        """Copy the state that an evaluation may change: saves until ``on_step_begin`` contain this copy, since a resume from them
-        evaluates again."""
+        """Copy the state of ``_capture_own``, which an evaluation may change, unless there is a copy. Saves until
+        ``on_step_begin`` contain the copy, since a resume from them evaluates again."""
         if self._before_evaluation is None:
             own = self._capture_own()
             own.private = {name: tensor.detach().clone() for name, tensor in own.private.items()}
@@ -194,8 +195,8 @@ class JobState:
         self._before_evaluation = None
 
     def require_storable(self) -> None:
-        """Raise ``UserError`` if a save could not store parameters, buffers or registered objects. Calls ``state_dict()`` of the
-        objects."""
+        """Raise ``UserError`` if a save could not store parameters, buffers, registered objects or, under ``strict``, a change
+        outside of ``state_dict``. Calls ``state_dict()`` of the objects."""
         out = self.capture_step_tensors()
         buffers = ((f"buffers/{name}", buffer) for name, buffer in self.require_wrapped()[0].module.named_buffers())
         for name, tensor in (*out.shared.items(), *out.private.items(), *buffers):
@@ -217,7 +218,8 @@ class JobState:
         self.hidden.begin(self._roots())
 
     def note_built(self, *, undo: bool) -> None:
-        """Note the registered objects as the script has built them. Call it before hooks of the script run."""
+        """Note the registered objects as the script has built them. Call it before hooks of the script run. ``undo``: copy
+        contents, to undo changes before ``begin``."""
         self.hidden.note_built(self._roots(), undo=undo)
 
     def _roots(self) -> Roots:
@@ -310,7 +312,7 @@ class JobState:
     ) -> list[ComponentReport]:
         """Restore, as far as possible, what a group of ``len(old)`` ranks has saved; return the reports. ``own``: the state of
         the old rank whose private state this rank takes; ``old``: data and hook of all old ranks. Generators are seeded from
-        ``seed`` and the rank."""
+        ``seed`` and the rank. Raises as ``restore``."""
         reason = f"the group had {pluralize(len(old), 'rank')}; this is the state of one of them"
         reports = self._restore_common(own, "redistributed", reason, transfer)
         if self.data is not None and "data" in own.state:
@@ -431,7 +433,7 @@ class JobState:
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
         """Continue the data after a change of the number of ranks. ``states``: those of all old ranks. Data without
-        ``load_resized`` are reported as reset."""
+        ``load_resized`` are reported as reset: they begin at their initial position, or their epoch again."""
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
@@ -468,7 +470,8 @@ class JobState:
         return ComponentReport(component=component, rank=self.rank, status=status, reason=reason)
 
     def group_components(self) -> list[str]:
-        """Return the names of registered schedulers and gradient scalers, which control all ranks alike."""
+        """Return the names of registered schedulers and gradient scalers, by class or by the name ``scheduler`` or ``scaler``.
+        These control all ranks alike."""
         kinds = (torch.amp.GradScaler, LRScheduler)
         return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
 

@@ -14,8 +14,8 @@ _SMALL: Final = 8 << 20
 
 
 def expected_seconds(directory: Path, size: int) -> float:
-    """Estimate the seconds for writing ``size`` bytes to the disk of ``directory``, from a sample; 0 for up to 8 MiB, or after an
-    error."""
+    """Estimate the seconds for writing ``size`` bytes to the disk of ``directory``, by writing a sample there; 0 for up to 8 MiB,
+    or after an error."""
     if size <= _SMALL:
         return 0.0
     begun = time.monotonic()

@@ -1,5 +1,5 @@
-"""When to save: by steps, by time, or as often as a share of the training time allows. Rank 0 decides, since a rank cannot know
-the others' clocks."""
+"""When to save: by steps, by time, or as often as a share of the training time allows. Unless the step alone decides, rank 0
+does, since a rank cannot know the others' clocks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,8 @@ class Schedule:
         return spec.every_seconds is not None and self._remaining_seconds() < self._step_seconds() / 2
 
     def next_early_check(self, step: int, seconds: float) -> int:
-        """Return the step at which to check again for the save before the first scheduled one, ``step`` itself if it is due."""
+        """Return the step at which to check again for the save before the first scheduled one, ``step`` itself if it is due.
+        ``seconds``: its expected duration."""
         left = _EARLY_SAVE_FACTOR * seconds - self._trained_seconds
         if isinstance(self._spec.first, int) or seconds < _QUICK_SAVE_SECONDS or left < self._step_seconds() / 2:
             return step
@@ -147,7 +148,8 @@ class Schedule:
         return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed_interval(self) -> int | None:
-        """Return the steps between two saves at which saves cost about ``max_overhead`` of the time; None: not measured yet."""
+        """Return the steps between two saves at which saves cost about ``max_overhead`` of the time, at least a save's duration
+        and at most an hour; None: not measured yet."""
         step = self._step_seconds()
         if not self._costs or step <= 0:
             return None
@@ -183,8 +185,9 @@ class Due:
     def reason_at(
         self, step: int, busy: bool, drain: Callable[[], object], expected_seconds: Callable[[], float | None]
     ) -> Reason | None:
-        """Return why ``step`` is saved, None if it is not, and update ``next``. ``busy``: the previous save is in progress;
-        ``drain`` waits for it. Raises ``UserError`` if rank 0's decision is for another step."""
+        """Return why ``step`` is saved, None if it is not, and update ``next``. Call it on all ranks, only from ``next`` on.
+        ``busy``: the previous save is in progress; ``drain`` waits for it. Raises ``UserError`` if rank 0's decision is for
+        another step."""
         plan: dict[str, Any] = {}
         early = step >= self._early
         if self.schedule is not None:

@@ -34,8 +34,8 @@ class Identity:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Identity:
-        """Read the identity from torchrun's variables. Raises ``KeyError`` or ``ValueError`` if a required one is missing or
-        invalid."""
+        """Read the identity from torchrun's variables, and ``store_fd`` from the agent's. Raises ``KeyError`` or ``ValueError``
+        if a required one is missing or invalid."""
         fd = env.get(names.STORE_FD)
         return cls(
             rank=int(env[names.RANK]),

@@ -77,7 +77,7 @@ class Reporter:
     def report_progress(
         self, step: int, total_steps: int | None, data_epoch: int | None, *, always: bool = False
     ) -> None:
-        """Send progress, unless the previous message is less than half a second old and ``always`` is False."""
+        """Send progress, unless the previous progress message is less than half a second old and ``always`` is False."""
         instant = time.monotonic()
         seconds = instant - self._progress_at
         if not always and seconds < _PROGRESS_SECONDS:

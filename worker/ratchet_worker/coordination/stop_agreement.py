@@ -64,8 +64,8 @@ def decide(number: int, published: list[tuple[int, StopRequests]]) -> Decision:
 
 
 class Agreement:
-    """One rank's part of the agreement. Its side thread calls ``listen(seconds)`` for requests, and ``on_idle`` with a decision
-    made before any rank started a unit."""
+    """One rank's part of the agreement. Its side thread calls ``listen(seconds)``, which waits and returns all requests so far,
+    and ``on_idle`` with a decision made before any rank started a unit."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Agreement:
         self._thread.start()
 
     def close(self) -> None:
-        """End the side thread, after all ranks have started their last unit. Blocks up to 5 seconds."""
+        """End the side thread; call it when all ranks have started their last unit. Blocks up to 5 seconds."""
         with self._condition:
             self._closing = True
             self._condition.notify_all()
@@ -121,7 +121,7 @@ class Agreement:
 
     def begin(self, unit: int) -> Decision | None:
         """Record that this rank starts ``unit`` and return None; or return a decision with an earlier target, and do not start.
-        May block."""
+        May block. Raises the side thread's error."""
         with self._condition:
             while unit > self._limit and self._decision is None and self._error is None:
                 self._condition.wait()

@@ -47,7 +47,8 @@ class Listener:
         self.abort.start()
 
     def install_signal_handlers(self) -> Callable[[], None]:
-        """Install handlers for SIGTERM and SIGINT, and return a function that removes them. Call it on the main thread."""
+        """Install handlers for SIGTERM and SIGINT, and return a function that restores the previous ones. Call it on the main
+        thread."""
         # A Python handler runs between two bytecodes of the main thread, which may be inside a collective for minutes. The C
         # handler writes to this descriptor at once.
         wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -75,8 +76,8 @@ class Listener:
         self._control = Control(desired=initial)
 
     def wait(self, seconds: float) -> tuple[Cause | None, int]:
-        """Wait up to ``seconds`` for a signal. Returns the cause of a requested stop, if any, and the number of "save now"
-        requests."""
+        """Wait up to ``seconds`` for a signal. Returns what was requested so far: the cause of a stop, if any, and the number of
+        "save now" requests."""
         readable, _, _ = select.select([self._read_fd], [], [], seconds)
         if readable:
             numbers = os.read(self._read_fd, 4096)

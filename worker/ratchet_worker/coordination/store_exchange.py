@@ -51,7 +51,7 @@ class Exchange:
         timeout: float,
         block_if_aborting: Callable[[], None] = lambda: None,
     ) -> None:
-        """``timeout`` in seconds. ``block_if_aborting``: called before each value is published; see
+        """``timeout``: seconds, of each wait without its own. ``block_if_aborting``: called before each value is published; see
         ``GroupAbort.block_if_aborting``."""
         # For one thread alone: a waiting TCPStore client blocks its other callers.
         self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
@@ -99,7 +99,8 @@ class Exchange:
         is_recurring: bool = False,
     ) -> list[tuple[Any, bytes]]:
         """Return every rank's posted value and its attachment, in rank order. Blocks; each change of ``progress()`` restarts the
-        timeout."""
+        timeout. ``pause``: the longest between two polls; ``is_recurring``: the wait takes about as long as the last such one.
+        Raises as ``collect``."""
         keys = self._posted_keys(name)
         found: list[tuple[Any, bytes]] = []
         if keys:
@@ -120,7 +121,7 @@ class Exchange:
         is_recurring: bool = False,
     ) -> Any:
         """Return rank 0's ``value`` on every rank. Other ranks wait for it; each change of ``progress()`` restarts their
-        timeout."""
+        timeout. ``is_recurring``: as in ``collect_with_attachments``. Raises ``PeerTimeout``."""
         key = self._key(name, 0)
         if self.rank == 0:
             self.block_if_aborting()

@@ -35,8 +35,8 @@ def init_worker(parent: int, worker_id: int) -> None:
 
 @contextmanager
 def starting_workers(workers: list[BaseProcess]) -> Iterator[None]:
-    """Context manager: append workers started in the block to ``workers``, to be killed at exit. Raises ``UserError`` outside the
-    main thread."""
+    """Context manager: append workers started in the block to ``workers``, and have them killed when this process exits. Raises
+    ``UserError`` outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
             "iterate over data with num_workers > 0 on the main thread: workers die with their starting thread"

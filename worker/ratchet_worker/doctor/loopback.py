@@ -22,7 +22,7 @@ _ADVICE: Final = (
 
 
 class Peer:
-    """Rank 1 of the check, in a process that the constructor starts. Sets ``GLOO_SOCKET_IFNAME`` in the environment."""
+    """Rank 1 of the check, in a process that the constructor starts. Sets this process's ``GLOO_SOCKET_IFNAME``."""
 
     def __init__(self) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in every job on one machine (``agent.rank_environment``)

@@ -53,7 +53,7 @@ def main() -> None:
 
 def export(request: dict[str, Any]) -> dict[str, Any]:
     """Write the requested checkpoint to the descriptor ``fd``, close it, and return the response. Raises ``CheckpointError``,
-    ``StateError``, ``OSError``."""
+    ``StateError``, ``OSError``, ``MemoryError``."""
     directory = Path(request["checkpoint"])
     manifest = read_manifest(directory)
     if manifest.digest != request["digest"]:

@@ -188,8 +188,8 @@ def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
 
 
 def state_dict_keys(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
-    """Return (``state_dict`` key, tensor name) in the recorded order; the name is None for what is neither parameter nor
-    buffer."""
+    """Return (``state_dict`` key, tensor name) in the recorded order; the name is None for what is neither parameter nor buffer.
+    If no keys were recorded, the keys are the tensors' own names, and ``notes`` gets a note."""
     recorded = state.get(model_state.COMPONENT) or {"keys": None, "error": "none were recorded"}
     if recorded["keys"] is not None:
         return [(key, name) for key, name in recorded["keys"]]

@@ -13,8 +13,8 @@ Mode = Literal["strict", "warn", "off"]
 
 
 def apply(mode: Mode, threads: int) -> None:
-    """Set ``threads`` intra-op threads and, unless ``mode`` is ``off``, deterministic algorithms. Call it before torch does
-    parallel work."""
+    """Set ``threads`` intra-op threads, one inter-op thread and, unless ``mode`` is ``off``, deterministic algorithms. Call it
+    before torch does parallel work."""
     # In every mode: gradients of convolution, linear and LayerNorm layers differ between 1 and 2 threads.
     torch.set_num_threads(threads)
     if torch.get_num_interop_threads() != 1:

@@ -194,7 +194,8 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Rewind checkpoint and log files to the step that this attempt begins with. Every rank must call it."""
+        """Rewind checkpoint and log files to the step that this attempt begins with. In a resumed attempt, loggers are muted
+        until the restore. Every rank must call it."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -315,7 +316,8 @@ class SessionStrategy(DDPStrategy):
         return batches
 
     def _restore_if_done(self) -> None:
-        """Restore the state now if the Trainer may request no batch. Raises ``UserError`` if an ended run cannot be continued."""
+        """Restore the state now if the Trainer may request no batch, and finish the job if it is done. Raises ``UserError`` if an
+        ended run cannot be continued."""
         if self._progress is None or self._batches is None or self._runtime.restored or self.is_trying_out:
             return
         loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
@@ -455,7 +457,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does. In ``fit``, raise ``UserError`` for a ``ckpt_path`` of the script."""
+        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. Else load nothing; raise ``UserError`` for a
+        ``ckpt_path`` of the script."""
         trainer = self._trainer()
         if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)

@@ -32,7 +32,8 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Restore the checkpoint files as they were after step ``base``; files that later steps wrote are moved aside."""
+        """Restore the checkpoint files as they were after step ``base``; files that later steps wrote are moved aside. If
+        ``base`` is 0 and a training has ended, leave all files."""
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
             # The ended training's checkpoints were deleted to begin another one: its files are left alone.
@@ -202,8 +203,8 @@ def _rows(logger: Logger) -> int:
 
 
 def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list[str]:
-    """Cut each logger's CSV file after its number of rows in ``rows``, if not 0. Returns a message for each file with lost
-    rows."""
+    """Cut each logger's CSV file after its number of rows in ``rows``, if not 0. ``own``: the rows are this job's; missing ones
+    are then left empty, and the result has a message for each such file."""
     found = [
         _rewind_csv(logger, number, own)
         for logger, number in zip(loggers, rows, strict=False)
@@ -213,7 +214,8 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list
 
 
 def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
-    """Keep the first ``rows`` rows of the logger's CSV file. Returns a message if rows are lost."""
+    """Keep the first ``rows`` rows of the logger's CSV file. With ``own``, add empty ones for missing rows and return a message;
+    else None."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"

@@ -22,7 +22,7 @@ def check_same_epochs(
     now: Mapping[str, int],
     data: str = "data of a fixed global batch: session.register(data=TrainLoader(..., batch_is='global'))",
 ) -> None:
-    """Raise ``ValueError`` if a number in ``now`` differs from the ``recorded`` one. ``data``: advice for the message."""
+    """Raise ``ValueError`` if a number in ``now`` differs from the ``recorded`` one. ``data``: what to use, for the message."""
     for name, value in now.items():
         # The package counts in epochs: what it does at an epoch's end would happen at another step or not at all.
         if recorded[name] != value:

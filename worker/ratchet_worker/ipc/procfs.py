@@ -27,8 +27,8 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(expected_ppid: int) -> None:
-    """Have the kernel kill this process when the *thread* of the parent ``expected_ppid`` that forked it ends. Raises
-    ``OSError``."""
+    """Have the kernel kill this process when the *thread* of the parent ``expected_ppid`` that forked it ends; at once if the
+    parent has ended. Raises ``OSError``."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != expected_ppid:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -99,8 +99,8 @@ def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[int]:
-    """Kill every process started with ``variable=value`` in its environment and every descendant of this process. Blocks up to
-    ``timeout`` seconds; returns the surviving pids."""
+    """Kill every other process started with ``variable=value`` in its environment, and every descendant of this process. Reaps
+    all dead children. Blocks up to ``timeout`` seconds; returns the surviving pids."""
     assignment = os.fsencode(f"{variable}={value}")
     own = os.getpid()
     end = time.monotonic() + timeout
@@ -135,8 +135,8 @@ class OomWatch:
         self._grew_at: float | None = None
 
     def killed_recently(self, seconds: float = 10.0) -> bool:
-        """True if the kernel has killed a process for lack of memory since the previous call, or a call less than ``seconds`` ago
-        found that."""
+        """True if the kernel has killed a process for lack of memory since the previous call (at first: since the creation), or a
+        call less than ``seconds`` ago found that."""
         count, now = self._count(), time.monotonic()
         if count > self._last:
             self._grew_at = now

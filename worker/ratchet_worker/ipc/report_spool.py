@@ -37,8 +37,8 @@ class Spool:
         self._failing = False
 
     def append(self, message: RankMessage) -> None:
-        """Append ``message`` as one line; never raises. A message that the disk does not take waits in memory, or may be
-        dropped."""
+        """Append ``message`` as one line; never raises. A line that the disk does not take waits in memory. While 16 MiB wait,
+        ``LOW_PRIORITY_KINDS`` are dropped. No effect after ``close``."""
         try:
             line = message.model_dump_json().encode() + b"\n"
         except Exception as error:  # a value that JSON cannot carry must not end the training
@@ -101,7 +101,7 @@ class Spool:
 
 def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[bytes]:
     """Return complete lines from byte ``offset`` on: at most ``max_lines`` and about ``max_bytes``, but at least one if possible.
-    Raises ``OSError``."""
+    Returns none if the file is missing. Raises ``OSError``."""
     lines: list[bytes] = []
     total = 0
     rest = b""
@@ -132,7 +132,8 @@ class SpoolReader:
         self.acked = 0
 
     def batch(self, max_lines: int = 500, max_bytes: int = 256 * 1024) -> tuple[RankBatch | None, int]:
-        """Return the next unacknowledged lines as a batch, and their size in bytes; ``(None, 0)`` if there are none."""
+        """Return the next unacknowledged lines as a batch, and their size in bytes; ``(None, 0)`` if there are none. Raises
+        ``OSError``."""
         lines = read_lines(self._path, self._offset, max_lines, max_bytes)
         if not lines:
             return None, 0
@@ -144,7 +145,8 @@ class SpoolReader:
         return bool(read_lines(self._path, self._offset + size, 1, 1))
 
     def ack(self, seq: int) -> None:
-        """Record that the service has stored all lines up to ``seq``, so that ``batch`` continues after it."""
+        """Record that the service has stored all lines up to ``seq``, so that ``batch`` continues after it, or goes back for a
+        smaller ``seq`` than before. Raises ``OSError``."""
         if seq < self.acked:
             self._offset = self.acked = 0
         while self.acked < seq:

@@ -70,8 +70,8 @@ class Evidence:
 
 
 class Conclusion(NamedTuple):
-    """Why an attempt ended. ``rank``: the one rank that caused it, if any. ``began_at``: Unix seconds. ``secondary``: only
-    because another node had failed."""
+    """Why an attempt ended. ``rank``: the one rank that caused it, if any. ``began_at``: when that happened (Unix seconds).
+    ``secondary``: only because another node had failed."""
 
     cause: Cause
     rank: int | None
@@ -90,8 +90,8 @@ class NotStarted(Exception):
 
 
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
-    """Return the one cause of the attempt's end on this node, and its rank. Failures of ranks come before stops and
-    completion."""
+    """Return the one cause of the attempt's end on this node, and its rank. In order: fencing, a hang, another node's failure, a
+    failure of a rank, an overdue stop; then stops and completion."""
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:
         return Conclusion(Cause.LEASE_LOST, None, None, evidence.fenced)

@@ -25,7 +25,8 @@ def install_handlers() -> None:
 
 
 def request_dump(pid: int) -> None:
-    """Request, by a signal, that process ``pid`` writes its stacks to its log; do not wait. Continues a halted process."""
+    """Request, by a signal, that process ``pid`` writes its stacks to its log; do not wait. Continues a halted process, and ends
+    one without ``install_handlers``."""
     with suppress(ProcessLookupError):
         os.kill(pid, STACKS_SIGNAL)
         os.kill(pid, signal.SIGCONT)
@@ -52,8 +53,8 @@ class Target(NamedTuple):
 def capture_stacks(
     targets: Mapping[int, Target], why: str, timeout: float, quiet_seconds: float = _QUIET
 ) -> dict[int, str]:
-    """Have all ``targets`` write their stacks to their logs. Blocks up to ``timeout`` seconds. Returns the state of each rank
-    that wrote none."""
+    """Have all ``targets``, by rank, write their stacks to their logs, under a heading with ``why``. Blocks up to ``timeout``
+    seconds. Returns the state of each rank that wrote none."""
     sizes = {}
     for rank, target in targets.items():
         _append(target.log, f"ratchet: {why}; rank {rank} writes the stacks of its threads:\n")

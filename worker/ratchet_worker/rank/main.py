@@ -1,5 +1,5 @@
-"""One rank of a job: ``python -m ratchet_worker.rank``, started by the agent. Imports torch only after it has installed its
-signal handlers."""
+"""One rank of a job: ``python -m ratchet_worker.rank``, started by the agent. Installs its signal handlers before it imports
+torch; a forked rank has torch already."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run this rank to its end and return the process's exit code, or exit the process. The fork server forks the ranks first."""
+    """Run this rank to its end and return the process's exit code, or exit the process. In the fork server, first fork the ranks:
+    each continues here."""
     if names.FORK_PLANS_FD in os.environ:
         fork_server.fork_ranks()
     if names.LAUNCH_FILE not in os.environ:

@@ -140,7 +140,8 @@ class RankProcess:
             )
 
     def _open(self, arguments: SessionArguments = SessionArguments()) -> Runtime:
-        """Return the runtime. The first call joins the group and chooses a checkpoint with all ranks. Raises ``Stopped``."""
+        """Return the runtime. The first call joins the group and chooses a checkpoint with all ranks. Raises ``Stopped``,
+        ``UserError`` and ``CheckpointError``."""
         with self._open_lock:
             if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
                 text = f"the job's spec takes precedence over other values in the script: {', '.join(odd)}"
@@ -169,8 +170,8 @@ class RankProcess:
         return stepping or self._opener
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """``threading.excepthook``: exit the process if the thread that runs the steps has failed; keep the error of another
-        thread."""
+        """``threading.excepthook``: end the rank if an error or a stop ended the thread that runs the steps; keep the error of
+        another thread."""
         with suppress(Exception):  # the script may have closed the stream that this prints to
             threading.__excepthook__(args)
         assert args.exc_value is not None
@@ -187,7 +188,7 @@ class RankProcess:
         return Exchange(client, identity.rank, identity.world_size, limit, self._listener.abort.block_if_aborting)
 
     def _run_script(self, script: Sequence[str], code: Path) -> None:
-        """Run the script in this thread. Raises the error that ends the attempt, if any; a successful ``sys.exit`` is none."""
+        """Run the script in this thread. Raises the error that ends the attempt, if any; see ``_classify_error``."""
         try:
             user_code.run_script(script, code)
         except BaseException as error:
@@ -198,7 +199,8 @@ class RankProcess:
                 raise judged from error
 
     def _classify_error(self, error: BaseException) -> BaseException | None:
-        """Return the error that ends the attempt, ``error`` or a clearer one; None if ``error`` is a successful ``sys.exit``."""
+        """Return the error that ends the attempt, ``error`` or a clearer one; None for a ``sys.exit`` that is no error
+        (``_classify_exit``)."""
         if isinstance(error, Stopped):
             return error
         if isinstance(error, SystemExit):
@@ -212,7 +214,8 @@ class RankProcess:
         return error
 
     def _classify_exit(self, exit_: SystemExit) -> Exception | None:
-        """Return the error that a ``sys.exit`` of the script stands for; None if it is a success."""
+        """Return the error that a ``sys.exit`` of the script stands for; None for a success, or after a stop that the script's
+        own handler received."""
         runtime = self._runtime
         stopped = self._unmanaged.passed_stop is not None or (
             self._unmanaged.active and self._listener.sigterm_received
@@ -229,7 +232,8 @@ class RankProcess:
         return None
 
     def _finish(self) -> None:
-        """Finish the run after the script's end. May wait for threads that still train, or for the other ranks' scripts."""
+        """Finish the run after the script's end. May wait for threads that still train, or for the other ranks' scripts. Raises
+        the error of a thread that failed before any step."""
         while self._may_train():
             time.sleep(0.02)
         if self._runtime is not None and self._runtime.restored:
@@ -285,7 +289,8 @@ class RankProcess:
     # --- the ways out --------------------------------------------------------------------------------------------------
 
     def _exit_by_error(self, error: BaseException) -> int:
-        """End this rank because of ``error``. For a stop, return the exit code; for any other error, exit the process."""
+        """End this rank because of ``error``. If it is a stop, or a stop was passed to the script's handler, return the exit
+        code; otherwise exit the process."""
         self._listener.abort.block_if_aborting()
         self._wait_for_early_stop()
         if self._unmanaged.passed_stop is not None:
@@ -368,7 +373,8 @@ class RankProcess:
         sign_off(self._clients.side, self._identity, seconds)
 
     def _write_result(self, cause: Cause, message: str | None, trace: str | None) -> None:
-        """Write this rank's result file. ``trace``: the traceback as text. Blocks forever if the agent has requested an abort."""
+        """Write this rank's result file; a failed write is only printed. ``trace``: the traceback as text. Blocks forever if the
+        agent has requested an abort."""
         self._listener.abort.block_if_aborting()
         step = self._runtime.step if self._runtime is not None else 0
         write_result(

@@ -57,8 +57,8 @@ class Unmanaged:
             return self.passed_stop
 
     def pass_stop(self, cause: Cause) -> bool:
-        """Pass a stop to the script's own SIGTERM handler. Blocks up to ``policy.stop_grace``. Returns True if the script has
-        ended."""
+        """Pass a stop to the script's own SIGTERM handler, and return True if the script ends within ``policy.stop_grace``;
+        blocks until then. Returns False at once if it has no handler, or has a Session."""
         with self._lock:
             if not self.active or not self._listener.script_handles_sigterm():
                 return False

@@ -32,7 +32,7 @@ Message = dict[str, Any]
 
 def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
     """Return what the attempt starts from: the newest undamaged checkpoint of the job, else a fork's source, else nothing. All
-    ranks must call it. Moves damaged checkpoints to quarantine."""
+    ranks must call it. Moves damaged checkpoints to quarantine. Raises ``CheckpointError`` or ``UserError``, on all ranks."""
     side = _RankZero(launch, reporter)
     timeout = 0.0 if launch.node == 0 else _VISIBILITY_TIMEOUT
     problems: list[Message | None] = []

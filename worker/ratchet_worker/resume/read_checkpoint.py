@@ -29,7 +29,7 @@ from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
 @dataclass(frozen=True)
 class Chosen:
     """The checkpoint that this attempt starts from; ``manifest`` None: from scratch. ``loaded``: the state that this rank has
-    read already; the rest is equal on all ranks."""
+    read already; the other fields are equal on all ranks."""
 
     base: Base = field(default_factory=Base)
     manifest: Manifest | None = None
@@ -112,8 +112,8 @@ def differences(
     data_digest: str | None,
     own: Record | None = None,
 ) -> list[EnvironmentDifference]:
-    """Return all differences between what the checkpoint recorded and the present. ``own``: this rank's record; None: rank 0's is
-    compared."""
+    """Return all differences between what the checkpoint recorded and the present. ``own``: what this rank had recorded in it;
+    None: rank 0's record is compared."""
     recorded = {
         **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
         "code_digest": manifest.code_digest,
@@ -185,5 +185,6 @@ def recorded_hook(manifest: Manifest) -> HookSpec | None:
 
 
 def recorded_hook_change(manifest: Manifest, launch: LaunchFile) -> HookChange | None:
-    """Return the change from the checkpoint's hook to that of this attempt's spec; None if no bit can change."""
+    """Return the change from the checkpoint's hook to that of this attempt's spec; None if nothing has changed that can change a
+    bit."""
     return hook_change(manifest.hook.name, manifest.hook.parameters, launch.spec.hook)

@@ -34,7 +34,7 @@ _MAX_NAMES: Final = 3
 
 @dataclass
 class Imported:
-    """What was imported from the job's start file ``source``. ``model``: a sentence for the report. ``optimizer``: state still to
+    """What was imported from the job's start file ``source``. ``model``: a clause for the report. ``optimizer``: state still to
     be loaded. ``has_hook``: the file has a hook's state."""
 
     source: str
@@ -44,8 +44,8 @@ class Imported:
 
 
 def load(launch: LaunchFile, module: nn.Module) -> Imported:
-    """Load the model in the job's start file into ``module``, and return what was imported. Raises ``UserError`` if it does not
-    fit."""
+    """Load the model in the job's start file into ``module``, and return what was imported. Raises ``UserError`` if the file is
+    unusable, lacks a wanted optimizer, or does not fit."""
     start = launch.spec.start_from
     assert start is not None and launch.start_file is not None
     data = read(Path(launch.start_file), start.path)
@@ -203,8 +203,8 @@ def _check(key: str, value: Any, live: Any, name: str) -> None:
 
 def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], others: Iterable[str], *, stateful_hook: bool
            ) -> list[ComponentReport]:  # fmt: skip
-    """Load the imported optimizer's state, if any, and return what each component starts with. Raises ``UserError`` if the state
-    does not fit."""
+    """Load the imported optimizer's state, if any, into the optimizer named ``optimizer``, and return what each component starts
+    with. Raises ``UserError`` if there is no such optimizer, or the state does not fit."""
 
     def of(component: str, reason: str, *, taken: bool = False) -> ComponentReport:
         status: Any = "imported" if taken else "absent"

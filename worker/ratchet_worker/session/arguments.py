@@ -19,15 +19,15 @@ _POLICY: Final = "on_hook_mismatch"
 @dataclass(frozen=True)
 class SessionArguments:
     """The arguments that a script passed to ``Session()``. ``directory``: where a run without a service saves. ``specified``: the
-    other ones, by the spec's keys."""
+    other ones, by the spec's keys. ``yields_to_script``: an open Session's arguments take precedence."""
 
     directory: Path = Path(RUN_DIRECTORY)
     specified: dict[str, Any] = field(default_factory=dict)
     yields_to_script: bool = False
 
     def spec(self, data: Mapping[str, Any]) -> JobSpec:
-        """Return the spec ``data`` with the script's arguments in place of its values. Raises ``UserError`` if that is not
-        valid."""
+        """Return the spec ``data`` with the script's arguments in place of its values; mappings other than ``hook`` are merged.
+        Raises ``UserError`` if that is not valid."""
         out = {**data}
         for key, value in self.specified.items():
             if key == _POLICY:

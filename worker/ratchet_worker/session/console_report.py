@@ -80,7 +80,8 @@ class ConsoleReport(Spool):
         return [head, *(f"note: {note}" for note in notes)]
 
     def _compared_lines(self, message: m.RedoneSteps) -> list[str]:
-        """Return one line on the comparison of redone steps, or none if there is nothing new to report."""
+        """Record the comparison of redone steps, and call ``all_ranks_proved``, once, if all are equal. Return the line to print,
+        or none if there is nothing new to report."""
         before, self._last_redone = self._last_redone, message
         if message.first_difference is not None:
             told = before is not None and before.first_difference is not None

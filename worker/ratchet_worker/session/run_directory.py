@@ -33,7 +33,7 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 class StandaloneDirectory:
     """The directory of a run without a service, created if missing, and locked until ``close``. Raises ``UserError`` if another
-    process holds the lock, or if the directory has checkpoints but no run's id."""
+    process holds the lock, or if the directory has parts of a run but no run's id; ``OSError`` if it cannot be used."""
 
     def __init__(self, root: Path) -> None:
         self.paths = JobPaths(root)
@@ -62,7 +62,7 @@ class StandaloneDirectory:
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
         """Create the next attempt: write its ``launch.json``, with ``facts`` among its fields, and return the content. Raises
-        ``UserError`` and ``CheckpointError``."""
+        ``UserError`` if no attempt is recorded for the checkpoints, ``CheckpointError`` and ``OSError``."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
         segments = lineage(self._run.bases())
@@ -87,7 +87,8 @@ class StandaloneDirectory:
         return launch
 
     def _read_or_create_id(self) -> str:
-        """Return the run's id, a new one for an empty directory. Raises ``UserError`` if there are checkpoints but no id."""
+        """Return the run's id, a new one for a directory without a run. Raises ``UserError`` if it has parts of a run but no
+        id."""
         if found := self._run.id():
             return found
         theirs = [path for path in (self.paths.checkpoints, self.paths.root / "attempts") if path.exists()]

@@ -248,7 +248,8 @@ class _Run:
             )
 
     def _launch(self, exchange: Exchange) -> LaunchFile:
-        """Have rank 0 create the attempt, and return its launch file. An error of rank 0 is raised on all ranks."""
+        """Have rank 0 create the attempt, and return its launch file. An error of rank 0 is raised on all ranks, as ``UserError``
+        on the others. Raises ``UserError`` if this rank's arguments differ from rank 0's."""
         told: dict[str, Any] = {}
         spec = error = None
         try:
@@ -271,7 +272,8 @@ class _Run:
         return launch
 
     def _begin(self, spec: JobSpec) -> dict[str, Any]:
-        """On rank 0, lock the directory and create the attempt. Return the message for the other ranks. Raises ``UserError``."""
+        """On rank 0, lock the directory and create the attempt. Return the message for the other ranks. Raises ``UserError`` and
+        ``CheckpointError``."""
         place = self._place
         directory = self._arguments.directory.absolute()
         facts = {
@@ -354,7 +356,7 @@ class _Run:
         self._delete_surplus()
 
     def _all_ranks_proved(self) -> bool:
-        """Count this rank as one that has compared all its redone steps. Return True if all ranks are counted now."""
+        """Count this rank as one whose redone steps are all equal. Return True if all ranks are counted now."""
         return self._clients.main.add("proved", 1) == self._place.identity.world_size
 
     # --- ends ----------------------------------------------------------------------------------------------------------

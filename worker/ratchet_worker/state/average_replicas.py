@@ -38,7 +38,7 @@ class Mean:
 
 def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
     """Return the mean of ``components`` over all ranks' snapshots, in rank order. Raises ``StateError`` if names, shapes or
-    dtypes differ."""
+    dtypes differ, or without snapshots."""
     out: Mean | None = None
     sums: Tensors = {}
     count = 0

@@ -81,8 +81,8 @@ def _merge_reason(spec: HookSpec) -> str:
 
 
 def reset_by_policy(policy: str, recorded: HookSpec | None, why: str) -> str | None:
-    """Return the reason to reset the hook because of ``why`` if ``policy`` (``on_hook_mismatch``) demands that; None without a
-    reset."""
+    """Return the reason to reset the hook because of ``why``; None unless ``policy`` (``on_hook_mismatch``) is ``reset``, or if
+    the recorded hook keeps no state."""
     if policy != "reset" or (recorded is not None and not is_stateful(recorded)):
         return None
     return f"{why}, and on_hook_mismatch is reset"

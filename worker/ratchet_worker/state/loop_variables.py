@@ -19,7 +19,7 @@ _AROUND: Final = (ast.For, ast.AsyncFor, ast.While, *_FUNCTIONS, ast.Module)
 
 def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
     """Find the user's loop, in ``frame`` or its callers, that has requested its next item. Return its place and the variables
-    that it carries, except merely printed ones; ``("", [])`` without a loop."""
+    that it carries, except merely printed or logged ones; ``("", [])`` without a loop."""
     while frame is not None:
         if _is_users(frame):
             file, line = frame.f_code.co_filename, frame.f_lineno

@@ -156,7 +156,7 @@ class Walked:
 @dataclass(frozen=True)
 class Roots:
     """The objects from which a walk starts, by path, for three of its regions. ``covered_attributes``: by path of an object,
-    names of attributes that the walk leaves out, since its ``state_dict`` covers them."""
+    names of attributes that the walk leaves out, since the object's ``state_dict`` covers them."""
 
     own: Mapping[str, Any] = field(default_factory=dict)
     registered: Mapping[str, Any] = field(default_factory=dict)

@@ -75,8 +75,8 @@ def digest(packages: Sequence[str]) -> str:
 
 
 def changes(recorded: Sequence[str], current: Sequence[str], excluded: Collection[str]) -> list[EnvironmentDifference]:
-    """Return a difference, with the key ``package:NAME``, for each package whose version differs, except ``excluded``; sorted by
-    name."""
+    """Return a difference, with the key ``package:NAME``, for each package that was added, removed or has another version, except
+    ``excluded``; sorted by name."""
     then, now = dict(map(_split, recorded)), dict(map(_split, current))
     return [
         EnvironmentDifference(key=f"package:{name}", recorded=then.get(name), current=now.get(name))

@@ -26,8 +26,9 @@ class EqualState:
         self._plan: _Plan | None = None
 
     def capture(self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool) -> object:
-        """Add the model's parameters and the optimizers' state to ``out``, as live tensors; without ``equal`` all are private.
-        Return an object that is the same only while the parameters' forms are the same; None if changes may go unnoticed."""
+        """Add the model's parameters and the optimizers' state to ``out``, as live tensors: with ``equal``, what DDP keeps equal
+        is shared, else all is private. Return an object that is the same only while the parameters' forms are the same; None if
+        changes may go unnoticed."""
         names = walk.cached("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model.replicated_names(walk)
         captures = {component: self._capture_of(component, optimizer) for component, optimizer in optimizers.items()}

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 
 class EpochLoop:
-    """One rank's loop over epochs and batches. ``epoch``: the epoch that ``epochs`` has yielded last; None before the first."""
+    """One rank's loop over epochs and batches. ``epoch``: the epoch that ``epochs`` has yielded last; None before the first and
+    after the last."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime

@@ -69,8 +69,8 @@ def preserving_state(
     *,
     broadcast: bool,
 ) -> Iterator[None]:
-    """Run the block in eval mode without gradients, and restore modes, buffers and generators afterwards. Differing parameters
-    are replaced by their mean, with ``broadcast`` buffers by rank 0's. Entering may be a collective."""
+    """Run the block in eval mode without gradients, with differing parameters replaced by their mean and, with ``broadcast``,
+    buffers by rank 0's. Restore all this and the generators afterwards. Entering may be a collective."""
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync
     named = sorted(ddp.module.named_buffers())

@@ -246,7 +246,8 @@ def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None,
 
 
 def describe_inexact(report: ResumeReport) -> str:
-    """Return a sentence on what is not exact in a resume: the first differences, and a component that lost something."""
+    """Return a part of a sentence on what is not exact in a resume: the first differences, and a component that lost
+    something."""
     found = []
     if report.differences:
         found.append(describe_differences(report.differences, _MAX_NAMED))
@@ -294,7 +295,7 @@ def _line(runtime: Runtime, report: ResumeReport) -> str:
 
 
 def _advice(launch: LaunchFile) -> str:
-    """Return advice, for an error text, on how to go on after a step that differs in a strict run."""
+    """Return the end of an error text: how to go on after a step that differs in a strict run."""
     if launch.is_standalone:
         return 'start it in another directory. To continue anyway, with other bits: Session(determinism="warn")'
     return (

@@ -38,8 +38,8 @@ def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list
 
 
 def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
-    """Raise ``StateError`` unless the restored tensors have the digests of the live tensors at the save. Skipped where replicas
-    differ."""
+    """Raise ``StateError`` unless the restored shared tensors have the digests of the live tensors at the save. Skipped where
+    replicas differ."""
     state = runtime.state
     if not manifest.replicas == state.require_wrapped()[1].replicas == "equal":
         return

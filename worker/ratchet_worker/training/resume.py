@@ -66,8 +66,8 @@ class Notes:
 def build(
     launch: LaunchFile, chosen: Chosen, module: nn.Module, device: torch.device, notes: Notes, ddp: DdpSpec
 ) -> tuple[ManagedDDP, ManagedHook]:
-    """Wrap ``module`` in DDP under the job's hook, with the recorded bucket layout if possible, and fill ``notes``. A collective.
-    Raises ``UserError`` if something does not fit."""
+    """Wrap ``module`` in DDP under the job's hook, with the recorded bucket layout if possible, and fill ``notes``. Without a
+    checkpoint, first loads the start file's model, if any. A collective. Raises ``UserError`` if something does not fit."""
     spec, manifest = launch.spec, chosen.manifest
     if manifest is None and launch.start_file is not None:
         notes.imported = imported.load(launch, module)
@@ -100,7 +100,7 @@ def build(
 
 
 def _model_difference(manifest: Manifest, module: nn.Module) -> str | None:
-    """Return a text on a parameter that only the checkpoint or only the model has; None if none is found."""
+    """Return a clause on a parameter that only the checkpoint or only the model has; None if none is found."""
     trained, present = {*chain.from_iterable(manifest.bucket_layout or ())}, {n for n, _ in module.named_parameters()}
     if lost := trained - present:
         return f"it has {min(lost)}, and the model does not"
@@ -112,7 +112,7 @@ def _model_difference(manifest: Manifest, module: nn.Module) -> str | None:
 
 
 def _new_run(launch: LaunchFile) -> str:
-    """Return advice, for an error text, on how to start a new run."""
+    """Return the end of an error text: how to start a new run."""
     return 'Session("another-directory")' if launch.is_standalone else "as a new job (of `ratchet run`: --new)"
 
 
@@ -244,7 +244,8 @@ def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:
-    """Return the reports on what was loaded from the file of ``start_from``. Raises ``UserError`` if nothing was loaded."""
+    """Load the optimizer's state from the file of ``start_from``, if wanted, and return reports on all that was loaded. Raises
+    ``UserError`` if the model was not loaded, or the state does not fit."""
     found, state = runtime.notes.imported, runtime.state
     if found is None:
         raise UserError(
@@ -335,7 +336,7 @@ def _check_strict(launch: LaunchFile, reports: list[ComponentReport]) -> None:
 
 
 def _nonstrict_advice(launch: LaunchFile) -> str:
-    """Return advice, for an error text, on how to continue without ``determinism: strict``."""
+    """Return the end of an error text: how to continue without ``determinism: strict``."""
     if launch.is_standalone:
         return 'Session(determinism="warn")'
     return f"as a new job, `ratchet fork {launch.job_id} --set determinism=warn`"

@@ -172,7 +172,7 @@ class Runtime:
 
     @property
     def is_judged(self) -> bool:
-        """True if the last step is saved or being saved, and that checkpoint is judged by a metric
+        """True if the newest step is saved or being saved, and that checkpoint is judged by a metric
         (``checkpoint.keep_best``)."""
         return self.launch.spec.checkpoint.keep_best is not None and self.checkpointer.metric_step == self.step
 

@@ -20,7 +20,7 @@ from ratchet_worker.training.runtime import Runtime
 
 def run_task(runtime: Runtime, task: Task) -> None:
     """Build the task's parts, restore the state, train and evaluate to the end. Raises ``Stopped``, ``UserError``,
-    ``CheckpointError``, and what the task raises."""
+    ``StateError``, ``CheckpointError``, and what the task raises."""
     parts = _build(runtime, task)
     total = _steps(parts)
     check_parts(parts, static_graph=runtime.launch.spec.ddp.static_graph)

@@ -119,8 +119,8 @@ class Trial:
     def inject_fault(
         self, step: int, drain: Callable[[], object], start_step: Callable[[int], None], agreement: Agreement
     ) -> None:
-        """Inject the fault that is planned for this rank after ``step`` steps, if any: a kill of the rank or its agent, or a
-        stop."""
+        """Inject the fault that is planned for this rank after ``step`` steps, if any: a kill of the rank or its agent, where
+        this never returns, or a stop."""
         if self._due(step, "kill-rank"):
             drain()
             _kill_self()
