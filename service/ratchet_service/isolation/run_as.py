@@ -28,6 +28,7 @@ from ratchet_service.isolation.sandbox import Limits, Sandbox, User, minimal_env
 
 _CHECK_SECONDS: Final = 60.0
 _UMASK: Final = 0o077
+_MAX_ID: Final = 2**32 - 2  # 2**32 - 1 means "no change" to setresuid(2)
 _CHECK_SCRIPT: Final = """
 import os, resource, sys, threading
 import ratchet_worker.agent
@@ -93,7 +94,7 @@ def _lookup_group(text: str, group: str) -> int:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) < 10
+    return text.isascii() and text.isdigit() and len(text) <= 10 and int(text) <= _MAX_ID
 
 
 def restrict_process() -> None:

@@ -44,7 +44,13 @@ def test_sandbox_command_keeps_user_variables_out_of_roots_environment(tmp_path:
 
 @pytest.mark.parametrize(
     ("given", "words"),
-    [("no-such-user", "has no user"), ("4000000", "name a group, too"), ("0:no-such-group", "has no group")],
+    [
+        ("no-such-user", "has no user"),
+        ("4294967295", "has no user"),  # the number that means "no change" to setresuid(2)
+        ("4000000", "name a group, too"),
+        ("1078400003", "name a group, too"),
+        ("0:no-such-group", "has no group"),
+    ],
 )
 def test_run_as_with_an_unknown_user_or_group_is_refused(given: str, words: str) -> None:
     with pytest.raises(StartError, match=words):
@@ -138,6 +144,11 @@ def test_serve_command_with_run_as_requires_tokens_by_option_or_variable(
     monkeypatch.setenv("RATCHET_AUTH", "token")
     assert main([*arguments, "--host", "no.such.host.invalid"]) == 2  # gets as far as that
     assert "admin of the service" not in capsys.readouterr().err
+
+
+@AS_ROOT
+def test_run_as_accepts_the_large_ids_of_directory_services() -> None:
+    assert run_as.parse_user("1078400003:4294967294") == User(1078400003, 4294967294, (4294967294,), "/", "1078400003")
 
 
 @AS_ROOT
