@@ -46,6 +46,7 @@ class RatchetDDPStrategy(DDPStrategy):
     ``reset_hook`` True: accept a checkpoint without hook state. ``redistribute`` True: accept a checkpoint of another number of
     ranks, with a warning (``rank_state.redistribute_ranks``).
 
+    Raises ``MisconfigurationException`` for arguments that exclude each other.
     ``Trainer.fit`` raises the errors of ``ratchet_hooks.register``, and ``MisconfigurationException`` for manual optimization.
     """
 
@@ -64,6 +65,13 @@ class RatchetDDPStrategy(DDPStrategy):
     ) -> None:
         if hook is not None and ddp_comm_hook is not None:
             raise MisconfigurationException("give hook or ddp_comm_hook, not both")
+        if ddp_comm_state is not None and ddp_comm_hook is None:
+            raise MisconfigurationException(
+                "ddp_comm_state is the state of ddp_comm_hook, which is missing: give ddp_comm_hook too and no hook, or hook "
+                'with its parameters, such as hook={"name": "powerSGD", "matrix_approximation_rank": 4}'
+            )
+        if wrapper is not None and ddp_comm_wrapper is not None:
+            raise MisconfigurationException("give wrapper or ddp_comm_wrapper, not both")
         super().__init__(**kwargs)
         self._requested_hook: Hook = hook or (
             (ddp_comm_state, ddp_comm_hook) if ddp_comm_hook is not None else "allreduce"

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 
 from tests.support.full_matrix import full
 from tests.support.gloo_ranks import Named, Ranks
@@ -64,6 +66,35 @@ def test_unresumable_lightning_training_is_refused(two_ranks: Ranks, tmp_path: P
     """``ratchet`` and ``reset``: a checkpoint that Lightning's own strategy wrote. ``redistribute``: rank 0 warns."""
     first, second = two_ranks.run(runs.refusal_message, str(tmp_path), what)
     assert answer in first and (answer in second or what == "redistribute")
+
+
+STATE = power_sgd.PowerSGDState(None, matrix_approximation_rank=4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        ({"hook": "powerSGD", "ddp_comm_hook": power_sgd.powerSGD_hook}, "give hook or ddp_comm_hook, not both"),
+        (
+            {"hook": "powerSGD", "ddp_comm_state": STATE},
+            "give ddp_comm_hook too and no hook, or hook with its parameters",
+        ),
+        ({"ddp_comm_state": STATE}, "ddp_comm_state is the state of ddp_comm_hook, which is missing"),
+        (
+            {
+                "hook": "powerSGD",
+                "wrapper": "fp16_compress_wrapper",
+                "ddp_comm_wrapper": default_hooks.fp16_compress_wrapper,
+            },
+            "give wrapper or ddp_comm_wrapper, not both",
+        ),
+    ],
+)
+def test_strategy_refuses_argument_that_it_would_ignore(arguments: dict[str, Any], answer: str) -> None:
+    from ratchet_hooks.integrations.lightning import MisconfigurationException, RatchetDDPStrategy
+
+    with pytest.raises(MisconfigurationException, match=answer):
+        RatchetDDPStrategy(**arguments)
 
 
 @pytest.mark.parametrize(("recorded_by", "stops"), [("mine", True), ("parent", False)])
