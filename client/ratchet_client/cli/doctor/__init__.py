@@ -31,7 +31,7 @@ def doctor(
     ] = False,
     hooks: Annotated[
         list[str],
-        typer.Option("--hook", help="With --exactness: only this hook; may be repeated. (default: all available)"),
+        typer.Option("--hook", help="With --exactness: only this hook; may be repeated. (default: all but custom)"),
     ] = [],  # noqa: B006
     home: Annotated[
         Path | None, typer.Option(help="Run directory to check. (default: RATCHET_HOME, else ./.ratchet)")
@@ -85,7 +85,7 @@ def _interpreter(value: str) -> str:
 
 
 def _checked_hooks(hooks: list[str]) -> list[str]:
-    """Return ``hooks``, or all available hooks if it is empty. Raises ``typer.BadParameter`` if one is unknown or unavailable."""
+    """Return ``hooks``, or all hooks but ``custom`` if it is empty. Raises ``typer.BadParameter`` if one is not among these."""
     from ratchet_client.cli.doctor.exactness import available
 
     known = available()

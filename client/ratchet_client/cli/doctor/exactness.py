@@ -23,11 +23,12 @@ from ratchet_client.cli.shared.service_process import was_started_below
 from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.api.views import AttemptView, JobView
 from ratchet_contract.doctor.findings import Finding, failed, ok
-from ratchet_contract.errors import RatchetError
+from ratchet_contract.errors import Conflict, RatchetError, Refused, SpecError
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths
 from ratchet_contract.phases import Cause, JobPhase
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.counter_layout import finished_step
+from ratchet_hooks.specs.hook_specs import CustomSpec
 from ratchet_hooks.specs.registry import HOOKS, HookEntry
 
 Device = Literal["cpu", "cuda"]
@@ -125,8 +126,8 @@ def _devices(diagnosis: Diagnosis) -> tuple[Device, ...]:
 
 
 def available() -> list[str]:
-    """Return the names of all available hooks."""
-    return [entry.name for entry in HOOKS.values() if entry.available]
+    """Return the names of all available hooks except ``custom``, which is only a frame for a function of the user's."""
+    return [entry.name for entry in HOOKS.values() if entry.available and entry.spec is not CustomSpec]
 
 
 def _planned_proofs(diagnosis: Diagnosis, device: Device, hooks: Collection[str]) -> list[Proof]:
@@ -175,11 +176,16 @@ def _run(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: str | None, report_progress: Progress
 ) -> None:
     """Run the jobs of ``proofs``, which are for one device, and fill in the results. Blocks for minutes."""
+    accepted = []
     for proof in proofs:
-        proof.killed = client.submit(spec_of(proof, python)).id
-        proof.undisturbed = client.submit(spec_of(proof, python)).id
-    jobs = _wait_until_ended(client, paths, proofs, report_progress)
-    for proof in proofs:
+        try:
+            proof.killed = client.submit(spec_of(proof, python)).id
+            proof.undisturbed = client.submit(spec_of(proof, python)).id
+            accepted.append(proof)
+        except (SpecError, Conflict, Refused) as error:
+            _mark_blocked(proof, f"its job was refused: {error}")
+    jobs = _wait_until_ended(client, paths, accepted, report_progress)
+    for proof in accepted:
         report_progress(f"exactness: comparing {proof.hook} on {proof.device} ...")
         _evaluate(client, proof, jobs)
 

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from ratchet_client.cli.doctor.exactness import Proof, _run
+from ratchet_client.cli.doctor.progress import Progress
+from ratchet_client.cli.doctor.throwaway import temporary_service
 from tests.support.docs import ROOT
 from tests.support.doctor import FORGETS_RESIDUALS, Doctor, by_name, file_digests
 from tests.support.fork_server import Interpreter
@@ -74,10 +77,21 @@ def test_doctor_exactness_detects_a_hook_that_loses_its_residuals(
     assert [p for p in idle_server.home.parent.iterdir() if p != idle_server.home] == []
 
 
+@pytest.mark.slow
+def test_hook_whose_job_is_refused_says_why_and_other_hooks_are_proved(tmp_path: Path) -> None:
+    """``custom`` without a function of the user's is refused by the service; the command line does not offer it."""
+    refused, proved = Proof("custom", "cpu", "here", 2), Proof("allreduce", "cpu", "here", 2)
+    with temporary_service(tmp_path / "home") as (client, paths), Progress() as progress:
+        _run(client, paths, [refused, proved], None, progress)
+    assert proved.identical and proved.problems == [] and proved.tensors >= 50
+    assert refused.identical is None and refused.problems == ["its job was refused: /hook/hook: this key is required"]
+
+
 WAITS = """
 import sys, time
 from pathlib import Path
 from ratchet_client.cli.doctor.exactness import Proof, spec_of
+from ratchet_client.cli.doctor.progress import Progress
 from ratchet_client.cli.doctor.throwaway import temporary_service
 
 with temporary_service(Path(sys.argv[1])) as (client, paths):

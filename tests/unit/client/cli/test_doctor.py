@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import typer
 from pydantic import ValidationError
 
 from ratchet_client.cli import doctor
@@ -20,6 +21,7 @@ from ratchet_client.cli.doctor.disk import file_system
 from ratchet_client.cli.doctor.machine import CgroupLimits, cgroup_limits, cores, shared_memory
 from ratchet_contract.doctor.findings import Finding, not_checked, ok, warning
 from ratchet_contract.doctor.installed_packages import release_tuple, required_packages, satisfies
+from ratchet_hooks.specs.registry import HOOKS
 from ratchet_hooks.torch_versions import OLDEST, TESTED, untested
 from ratchet_worker.doctor.gpus import findings_without_torch, query_smi
 from tests.support.server import processes_below, wait_for
@@ -190,6 +192,12 @@ def test_doctor_summary_line_counts_findings_by_status(capsys: pytest.CaptureFix
     ):
         doctor._summary(findings)
         assert capsys.readouterr().err.splitlines() == [words]
+
+
+def test_exactness_without_hook_option_proves_every_hook_that_needs_no_code_of_the_user() -> None:
+    assert set(doctor._checked_hooks([])) == HOOKS.keys() - {"custom"}
+    with pytest.raises(typer.BadParameter, match="--hook custom: available are allreduce, "):
+        doctor._checked_hooks(["custom"])
 
 
 def test_doctor_warns_about_a_network_file_system_only_if_the_database_is_sqlite(
