@@ -3,6 +3,7 @@ of its state."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -12,11 +13,13 @@ from ratchet_contract.errors import Conflict, FieldProblem
 from ratchet_contract.script.unmanaged_script import SESSION_PACKAGE, is_unmanaged, unapplied_hook_message
 from ratchet_contract.spec.checkpoint import CheckpointSpec
 from ratchet_contract.spec.job import JobSpec
+from ratchet_service.isolation.file_access import open_read
 
 WARNING: Final = "unmanaged-script"
 NO_CHECKPOINT: Final = "checkpoint-needs-session"
 UNMANAGED: Final = "unmanaged"
 """The verdict of such a script's resume reports."""
+_MAX_BYTES: Final = 16 << 20
 
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
@@ -57,9 +60,18 @@ def read_main_file(spec: JobSpec) -> bytes | None:
     if spec.script is None or spec.snapshot_code is None:
         return None
     try:
-        return (Path(spec.snapshot_code.path) / spec.script[0]).read_bytes()
+        return read_source(Path(spec.snapshot_code.path) / spec.script[0])
     except OSError:
         return None
+
+
+def read_source(path: Path) -> bytes:
+    """Return the content of a script. Raises ``OSError``, also for more than ``_MAX_BYTES`` or anything but a regular file."""
+    with open_read(path) as file:
+        content = file.read(_MAX_BYTES + 1)
+    if len(content) > _MAX_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {_MAX_BYTES >> 20} MiB. Move data out of it into other files")
+    return content
 
 
 def is_reported_unmanaged(report: Mapping[str, Any] | None) -> bool:

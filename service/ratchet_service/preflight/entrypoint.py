@@ -13,12 +13,16 @@ from ratchet_contract.errors import FieldProblem
 from ratchet_contract.spec.job import TaskSpec
 from ratchet_contract.spec.parse import suggestion
 
+MAX_SOURCE_BYTES: Final = 2 << 20
+"""Maximum bytes of a source that is parsed. The tree of 2 MiB of short statements takes 2 GiB of memory."""
 _PARSE_LOCK: Final = threading.Lock()
 
 
 def parse(source: bytes, name: str = "<source>") -> ast.Module:
     """Return the syntax tree of ``source``. Raises ``SyntaxError`` and ``ValueError``; ``RecursionError`` or ``MemoryError`` if
-    it is nested too deeply."""
+    it is nested too deeply, ``MemoryError`` beyond ``MAX_SOURCE_BYTES``."""
+    if len(source) > MAX_SOURCE_BYTES:
+        raise MemoryError
     with _PARSE_LOCK:
         # CPython 3.11 has one depth counter for all trees under construction: if another thread makes a tree meanwhile, either
         # may end with "SystemError: AST constructor recursion depth mismatch" (as in github.com/python/cpython/issues/106905).
@@ -46,7 +50,7 @@ def check(source: bytes, task: TaskSpec, *, package: bool = False) -> FieldProbl
         return _check(parse(source), task, package)
     except (SyntaxError, ValueError):  # perhaps newer syntax than this Python's; the job's interpreter has parsed it
         return None
-    except (RecursionError, MemoryError):  # nested too deeply to be parsed: long chains of elif or of operators
+    except (RecursionError, MemoryError):  # too long, or nested too deeply: long chains of elif or of operators
         return None
 
 

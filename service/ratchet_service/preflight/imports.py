@@ -20,7 +20,6 @@ from ratchet_service.user_code.interpreter_probe import pip_install_command
 from ratchet_service.user_code.snapshot import exists
 
 _MAX_FILES: Final = 300
-_MAX_BYTES: Final = 2 << 20
 _OWN_PATHS: Final = (b"sys.path", b"sys.modules", b"meta_path", b"path_hooks", b"addsitedir")
 """Code with one of these may find modules in places that are not searched here."""
 
@@ -67,7 +66,7 @@ def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
             continue
         seen[file] = certain
         try:
-            if not file.is_file() or file.stat().st_size > _MAX_BYTES:
+            if not file.is_file() or file.stat().st_size > entrypoint.MAX_SOURCE_BYTES:
                 continue
             source = file.read_bytes()
             tree = entrypoint.parse(source, file.name)

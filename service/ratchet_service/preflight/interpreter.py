@@ -7,7 +7,6 @@ import os
 import shutil
 import stat
 from pathlib import Path
-from typing import Final
 
 from ratchet_contract.spec.job import JobSpec, TaskSpec
 from ratchet_contract.spec.parse import suggestion
@@ -20,9 +19,6 @@ from ratchet_service.preflight.report import Report
 from ratchet_service.scheduling.machine import Machine
 from ratchet_service.user_code import snapshot
 from ratchet_service.user_code.interpreter_probe import Findings, Interpreters, find_interpreter, python_fault
-
-_MAX_SOURCE_BYTES: Final = 16 << 20
-"""Maximum bytes of a module's source that are read. The submitter's own interpreter names the file, which may have no end."""
 
 
 def check(
@@ -100,8 +96,9 @@ def _check_entrypoint(task: TaskSpec, origin: Path, sandbox: Sandbox, report: Re
         with as_user(sandbox.user):
             fd = os.open(origin, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
-            source = file.read(_MAX_SOURCE_BYTES + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-        if not 0 < len(source) <= _MAX_SOURCE_BYTES:
+            # the submitter's own interpreter names the file, which may have no end
+            source = file.read(entrypoint.MAX_SOURCE_BYTES + 1) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+        if not source:
             return
     except (OSError, ValueError):  # the interpreter could read it; the first attempt will show
         return

@@ -196,9 +196,9 @@ def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> No
         report.refuse("/script/0", "script-not-found", f"{text}{meant}")
         return
     try:
-        source = script.read_bytes()
+        source = unmanaged_script.read_source(script)
     except OSError as error:
-        report.refuse("/script/0", "unreadable", f"cannot read {str(script)!r}: {error.strerror}")
+        report.refuse("/script/0", "unreadable", f"cannot read {str(script)!r}: {error.strerror or error}")
         return
     fault = _syntax_fault(source, script.name)
     if fault is not None and version[:2] <= sys.version_info[:2]:
@@ -216,7 +216,7 @@ def _syntax_fault(source: bytes, name: str) -> str | None:
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         return f"{name}{line}: {getattr(error, 'msg', error)}"
-    except (RecursionError, MemoryError):  # nested too deeply to be parsed here; the ranks' own compiler may manage
+    except (RecursionError, MemoryError):  # too long, or nested too deeply; the ranks' own compiler may manage
         return None
     return None
 

@@ -66,3 +66,9 @@ def test_entrypoint_parse_works_while_other_threads_parse(threads_take_turns: No
 def _from_a_depth(calls: int) -> ast.Module:
     """The count goes wrong between threads of different depths."""
     return _from_a_depth(calls - 1) if calls else entrypoint.parse(SOURCE.encode())
+
+
+def test_source_of_several_mebibytes_is_not_parsed() -> None:
+    """The tree takes a thousand times the memory of its source: 2 MiB of short statements give 2 GiB."""
+    with pytest.raises(MemoryError):
+        entrypoint.parse(b"#" * (3 << 20))

@@ -14,6 +14,7 @@ from ratchet_contract.code.tree import Limits
 from ratchet_contract.spec.job import JobSpec, Resolved, TaskSpec
 from ratchet_hooks.specs.registry import HOOKS
 from ratchet_hooks.torch_versions import TESTED
+from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.preflight import entrypoint
 from ratchet_service.preflight.resolve import resolve
 from ratchet_service.scheduling.machine import Machine, read_machine, write_machine
@@ -270,6 +271,16 @@ def test_task_entrypoint_is_checked_without_import(code: Path, job: dict[str, An
     made = JobSpec.model_validate({"name": "a", "code": {"path": str(code)}, **job})
     _, _, problems = resolve(made, CPU)
     assert [f"{p.pointer} {p.code}" for p in problems] == ([] if problem is None else [problem])
+
+
+def test_huge_sparse_script_is_refused_without_reading_it_whole(code: Path) -> None:
+    (code / "huge.py").touch()
+    os.truncate(code / "huge.py", 1 << 40)
+    (code / ".ratchetignore").write_text("huge.py\n")  # so that the limits of a snapshot do not apply
+    made = JobSpec.model_validate({"name": "a", "code": {"path": str(code)}, "script": ["huge.py"], "hook": "noop"})
+    (problem,) = resolve(made, CPU, interpreters=Told())[2]
+    assert (problem.pointer, problem.code) == ("/script/0", "unreadable") and "more than 16 MiB" in problem.detail
+    assert unmanaged_script.read_main_file(made) is None
 
 
 @pytest.mark.parametrize(
