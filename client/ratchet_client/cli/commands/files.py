@@ -35,7 +35,7 @@ def files(
         str, typer.Argument(metavar="[PATH]", help="Only this file or directory. (default: all)", show_default=False)
     ] = "",
     everything: All = False,
-    limit: Annotated[int, typer.Option(min=1, help="Largest number of names to list.")] = 1000,
+    limit: Annotated[int, typer.Option(min=1, max=10**9, help="Largest number of names to list.")] = 1000,
     as_json: JsonFlag = False,
 ) -> None:
     """List the files that a job wrote to its working directory, its outputs; `ratchet cp` fetches them."""

@@ -56,7 +56,7 @@ def list_jobs(
     active: Annotated[bool, typer.Option("--active", help="Only running and queued jobs.")] = False,
     owner: Annotated[str | None, typer.Option(help="Only jobs of this owner.")] = None,
     sort: Sort = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of jobs.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=10**9, help="Maximum number of jobs.")] = 100,
     as_json: JsonFlag = False,
 ) -> None:
     """List jobs, newest first."""

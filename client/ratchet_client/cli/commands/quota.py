@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ratchet_contract.api.quotas import QuotaView
 
 Owner = Annotated[str, typer.Argument(metavar="OWNER", help="An owner, or '*': each owner without a quota of its own.")]
+_MOST = 2**31 - 1
+"""Largest limit that the service takes (``QuotaRequest``, whose module is not imported for ``--help``)."""
 _KINDS = ("queued", "jobs", "ranks", "gpus")
 
 
@@ -45,10 +47,12 @@ def get(ctx: typer.Context, owner: Owner, as_json: JsonFlag = False) -> None:
 def set_(
     ctx: typer.Context,
     owner: Owner,
-    queued: Annotated[int | None, typer.Option(min=0, help="Jobs that have not ended, running ones included.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=0, help="Jobs with an attempt that has not ended.")] = None,
-    ranks: Annotated[int | None, typer.Option(min=0, help="Ranks of such attempts.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of such attempts.")] = None,
+    queued: Annotated[
+        int | None, typer.Option(min=0, max=_MOST, help="Jobs that have not ended, running ones included.")
+    ] = None,
+    jobs: Annotated[int | None, typer.Option(min=0, max=_MOST, help="Jobs with an attempt that has not ended.")] = None,
+    ranks: Annotated[int | None, typer.Option(min=0, max=_MOST, help="Ranks of such attempts.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, max=_MOST, help="GPUs of such attempts.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Set all limits of an owner: an omitted option means no limit. Running jobs are not stopped."""

@@ -56,7 +56,7 @@ def _days(text: str | None) -> float | Literal["never"] | None:
     ``typer.BadParameter`` for other texts."""
     if text is None or text == "never":
         return None if text is None else "never"
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([hd])", text)
+    match = re.fullmatch(r"(\d{1,9}(?:\.\d+)?)([hd])", text)
     if match is None:
         raise typer.BadParameter(f"--expires takes 12h, 30d or never, not {text!r}")
     return float(match[1]) / (24 if match[2] == "h" else 1)

@@ -59,7 +59,7 @@ def top(
     name: Name = None,
     sort: Sort = None,
     limit: Annotated[int, typer.Option(min=1, max=100, help="Maximum number of jobs.")] = 20,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two refreshes.")] = 2.0,
+    every: Annotated[float, typer.Option(min=0.2, max=86400, help="Seconds between two refreshes.")] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print one table and exit.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
