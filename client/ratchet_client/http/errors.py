@@ -57,7 +57,7 @@ def error_from_response(response: httpx.Response) -> RatchetError:
     status = response.status_code
     problem = _problem(response)
     if problem is None:
-        return no_service(response)
+        return _no_upstream(response) if status in (502, 503, 504) else no_service(response)
     return _class_of(status, problem)(problem.detail, code=problem.code, errors=problem.errors, status=status)
 
 
@@ -65,16 +65,30 @@ def no_service(response: httpx.Response) -> ServiceFault:
     """Return, and do not raise, the ``ServiceFault`` for a response that is not from Ratchet's API, with the code
     ``NOT_A_SERVICE``."""
     url = response.request.url
-    address = str(url.copy_with(path="/", query=None)).rstrip("/")
     https = ", or does it want https://?" if url.scheme == "http" and response.status_code == 400 else ""
     lacks = "a protocol's number" if response.is_success else "a problem document"
     return ServiceFault(
-        f"{address} is not a Ratchet service: {response.request.method} {url.path} answered {response.status_code} without "
-        f"{lacks}{https}. Another program listens there: check --server and RATCHET_SERVER (`ratchet serve` prints its "
+        f"{_address(response)} is not a Ratchet service: {response.request.method} {url.path} answered {response.status_code} "
+        f"without {lacks}{https}. Another program listens there: check --server and RATCHET_SERVER (`ratchet serve` prints its "
         "address when it starts)",
         code=NOT_A_SERVICE,
         status=response.status_code,
     )
+
+
+def _no_upstream(response: httpx.Response) -> ServiceFault:
+    """Return, and do not raise, the ``ServiceFault`` for the response of a proxy without a service behind it."""
+    status = response.status_code
+    return ServiceFault(
+        f"{_address(response)} answers {status}: a proxy there gets no response from the service. Check that the service runs "
+        "(`ratchet serve`), and that the proxy has its address",
+        status=status,
+    )
+
+
+def _address(response: httpx.Response) -> str:
+    """Return the address of the server that sent the response."""
+    return str(response.request.url.copy_with(path="/", query=None)).rstrip("/")
 
 
 def _problem(response: httpx.Response) -> Problem | None:

@@ -201,8 +201,8 @@ class Following(Calls):
         """Wait until the job's phase is one of ``until``, or the job has ended, and return the job. ``on_change`` is called with
         the first state, and at every new phase or reason.
 
-        Raises ``DeadlineReached`` after ``deadline`` seconds, and ``ServiceUnreachable`` if there is no deadline and the service
-        does not respond for ``retry_for`` seconds.
+        Raises ``DeadlineReached`` after ``deadline`` seconds. Without a deadline, raises ``ServiceUnreachable`` or
+        ``ServiceFault`` if the service does not respond for ``retry_for`` seconds, or has an internal error.
 
         >>> client.wait(job_id, deadline=60).phase.value
         'SUCCEEDED'
@@ -219,8 +219,8 @@ class Following(Calls):
         """Yield a snapshot of the job about every ``every`` seconds. The last snapshot is the one in which the job has ended or
         is in a phase of ``until``.
 
-        Raises ``DeadlineReached`` after ``deadline`` seconds, and ``ServiceUnreachable`` if there is no deadline and the service
-        does not respond for two minutes.
+        Raises ``DeadlineReached`` after ``deadline`` seconds. Without a deadline, raises ``ServiceUnreachable`` or
+        ``ServiceFault`` if the service does not respond, or fails, for two minutes.
 
         >>> for now in client.poll(job_id, every=0.5, deadline=60):
         ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)

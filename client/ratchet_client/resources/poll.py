@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ratchet_client.http.errors import DeadlineReached, ServiceUnreachable
+from ratchet_client.http.errors import NOT_A_SERVICE, DeadlineReached, ServiceFault, ServiceUnreachable
 from ratchet_contract.api.views import HookView, JobView
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.plural import pluralize
@@ -17,6 +17,7 @@ from ratchet_contract.plural import pluralize
 T = TypeVar("T")
 WhichAttempt: TypeAlias = int | Literal["all"] | None
 """The attempt whose logs are read. None: the newest (and, when following, later ones)."""
+Outage: TypeAlias = ServiceUnreachable | ServiceFault
 TERMINAL: Final = frozenset(phase for phase in JobPhase if phase.terminal)
 _GROWTH = 1.5
 _SHOWN = 5
@@ -66,20 +67,21 @@ class Pace:
     patience: float = 0.0
 
 
-def retry_poll(
-    fetch: Callable[[], T], patience: float, at_first: float | None = None
-) -> Iterator[T | ServiceUnreachable]:
-    """Yield the result of ``fetch`` at each iteration, or the ``ServiceUnreachable`` that ``fetch`` raised. Raises this error
-    after ``patience`` seconds without a response; before the first response, after ``at_first`` seconds (None: ``patience``)."""
+def retry_poll(fetch: Callable[[], T], patience: float, at_first: float | None = None) -> Iterator[T | Outage]:
+    """Yield the result of ``fetch`` at each iteration, or the ``ServiceUnreachable`` or ``ServiceFault`` that ``fetch`` raised.
+    Raises this error after ``patience`` seconds without a result; before the first result, after ``at_first`` seconds (None:
+    ``patience``); and at once if the response is from another program."""
     away, reached = None, False
     while True:
         started = time.monotonic()
-        seen: T | ServiceUnreachable
+        seen: T | Outage
         try:
             seen = fetch()
-        except ServiceUnreachable as error:
+        except (ServiceUnreachable, ServiceFault) as error:
             away = started if away is None else away
-            if time.monotonic() - away >= (patience if reached or at_first is None else at_first):
+            if error.code == NOT_A_SERVICE or time.monotonic() - away >= (
+                patience if reached or at_first is None else at_first
+            ):
                 raise
             seen = error
         else:
@@ -92,13 +94,13 @@ def poll_until(
     deadline: float | None, pace: Pace,
 ) -> Iterator[T]:  # fmt: skip
     """Yield the results of ``fetch`` until the job's phase is one of ``until`` or the job has ended. Sleeps between two calls.
-    Raises ``DeadlineReached`` after ``deadline`` seconds; without a deadline, ``ServiceUnreachable`` after ``pace.patience``
-    seconds without a response."""
+    Raises ``DeadlineReached`` after ``deadline`` seconds; without a deadline, the error of ``retry_poll`` after
+    ``pace.patience`` seconds without a result."""
     started = time.monotonic()
     end = math.inf if deadline is None else started + deadline
     delay, phase, last = pace.first, None, ""
     for seen in retry_poll(fetch, pace.patience if deadline is None else math.inf):
-        if isinstance(seen, ServiceUnreachable):
+        if isinstance(seen, Outage):
             last = seen.detail
         else:
             job = job_of(seen)

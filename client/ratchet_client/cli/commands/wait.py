@@ -50,15 +50,14 @@ def poll(
     fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], object] = print_disconnect
 ) -> Iterator[T]:
     """Yield the result of ``fetch`` every ``interval_seconds``, without an end. ``on_gap``: called with the error when the
-    service stops responding, and at each further failure if it returns True. Raise ``ServiceUnreachable`` if it stays
-    unreachable for too long."""
+    service stops responding, and at each further failure if it returns True. Raise ``ServiceUnreachable`` or ``ServiceFault``
+    if this lasts for too long."""
     from ratchet_client.http.discovery import NEVER_STARTED
-    from ratchet_client.http.errors import ServiceUnreachable
-    from ratchet_client.resources.poll import retry_poll
+    from ratchet_client.resources.poll import Outage, retry_poll
 
     reported, reached = False, False
     for seen in retry_poll(fetch, PATIENCE, at_first=RETRY_FOR):
-        if isinstance(seen, ServiceUnreachable):
+        if isinstance(seen, Outage):
             if not reached and seen.code == NEVER_STARTED:
                 raise seen
             if reached and not reported:

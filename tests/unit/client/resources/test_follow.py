@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ratchet_client.http.errors import DeadlineReached, ServiceUnreachable
+from ratchet_client.http.errors import NOT_A_SERVICE, DeadlineReached, ServiceFault, ServiceUnreachable
 from ratchet_client.resources.client import RatchetClient
 from ratchet_client.resources.spec_file import spec_body
 from ratchet_contract.errors import NotFound, SpecError
@@ -26,9 +26,9 @@ SERIES = [{"name": "loss", "points": [{"step": s, "value": 1.0 / s, **POINT} for
 
 
 class Script:
-    """A job that goes through ``phases``, one per look; ``None`` is a connection that breaks."""
+    """A job that goes through ``phases``, one per look; ``None`` is a connection that breaks, a tuple a reply of its own."""
 
-    def __init__(self, *phases: str | None) -> None:
+    def __init__(self, *phases: str | Reply | None) -> None:
         self.left = list(phases)
 
     def __call__(self, handler: BaseHTTPRequestHandler, _: int) -> Reply:
@@ -38,6 +38,8 @@ class Script:
         if path.endswith("/metrics"):
             return ok({"job_id": "job-000000000001", "series": SERIES})
         phase = self.left[0] if len(self.left) == 1 else self.left.pop(0)
+        if isinstance(phase, tuple):
+            return phase
         return (0, "", b"") if phase is None else ok({**JOB, "phase": phase})
 
 
@@ -51,6 +53,39 @@ def test_poll_survives_outage_and_stops_at_job_end() -> None:
         seen[-1].metrics["loss"] = 0.0  # type: ignore[index]
     with pytest.raises(AttributeError):
         seen[-1].job = seen[0].job  # type: ignore[misc]
+
+
+PROXY = 502, "text/html", b"<html>Bad Gateway</html>"
+"""As a proxy answers while the service behind it restarts."""
+
+
+@pytest.mark.parametrize("outage", [PROXY, problem(503, "database-unavailable"), problem(500, "internal-error")])
+def test_poll_wait_and_followed_events_survive_server_errors(outage: Reply) -> None:
+    with (
+        serving(Script("RUNNING", outage, outage, "SUCCEEDED")) as server,
+        RatchetClient(server.url, retry_for=0.0) as c,
+    ):
+        assert [now.job.phase for now in c.poll("job-000000000001", every=0.01)] == ["RUNNING", "SUCCEEDED"]
+    with (
+        serving(Script("RUNNING", outage, outage, "SUCCEEDED")) as server,
+        RatchetClient(server.url, retry_for=0.0) as c,
+    ):
+        assert c.wait("job-000000000001", deadline=20).phase == "SUCCEEDED"
+    replies = [outage, outage, (200, "text/event-stream", b"event: end\ndata: {}\n\n")]
+    with serving(lambda _, n: replies[n - 1]) as server, RatchetClient(server.url) as c:
+        assert list(c.follow_events("job-000000000001")) == [] and len(server.requests) == 3
+
+
+def test_wait_reports_a_lasting_server_error_and_another_program_at_once() -> None:
+    with serving(Script("RUNNING", PROXY)) as server, RatchetClient(server.url, retry_for=0.0) as client:
+        with pytest.raises(ServiceFault, match="answers 502: a proxy there gets no response from the service"):
+            client.wait("job-000000000001")
+        with pytest.raises(DeadlineReached, match="answers 502"):
+            client.wait("job-000000000001", deadline=0.2)
+    foreign = Script("RUNNING", (404, "text/html", b""))
+    with serving(foreign) as server, RatchetClient(server.url) as client, pytest.raises(ServiceFault) as caught:
+        client.wait("job-000000000001", deadline=20)
+    assert caught.value.code == NOT_A_SERVICE
 
 
 def test_poll_stops_at_requested_phase_or_deadline() -> None:
