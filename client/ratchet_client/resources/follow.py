@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import closing
@@ -17,6 +16,7 @@ from pydantic import BaseModel
 from ratchet_client.http import sse
 from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.http.transport import Params
+from ratchet_client.resources.export_download import temporary_sibling
 from ratchet_client.resources.poll import TERMINAL, Pace, Series, Snapshot, WhichAttempt, poll_until
 from ratchet_client.resources.requests import PAGE, Calls
 from ratchet_contract.api import views
@@ -129,16 +129,11 @@ class Following(Calls):
         """
         target, job = Path(file), self.job_id(job)
         end = time.monotonic() + self._transport.retry_for
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as part:
-            partial = Path(part.name)
-            try:
+        with temporary_sibling(target) as temporary:
+            with (temporary / "whole").open("xb") as part:
                 while not self._download(job, part, {"rank": rank, "attempt": attempt}, time.monotonic() >= end):
                     time.sleep(0.5)
-                part.close()
-                partial.chmod(0o644)
-                return partial.replace(target)
-            finally:
-                partial.unlink(missing_ok=True)
+            return (temporary / "whole").replace(target)
 
     def _download(self, job: str | Job, part: IO[bytes], params: Params, last: bool) -> bool:
         part.seek(0)

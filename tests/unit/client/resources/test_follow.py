@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -173,6 +175,17 @@ def test_broken_log_download_is_restarted_and_leaves_no_partial_file(tmp_path: P
         file = client.download_logs("job-000000000001", tmp_path / "job.log")
         assert file.read_text() == "[1.0] one\n[1.0] two\n" and "attempt=all" in server.requests[0][1]
         assert [path.name for path in tmp_path.iterdir()] == ["job.log"]
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o077, 0o600), (0o022, 0o644), (0o002, 0o664)])
+def test_downloaded_log_has_the_permissions_of_the_umask(tmp_path: Path, mask: int, mode: int) -> None:
+    before = os.umask(mask)
+    try:
+        with serving(lambda *_: (200, "text/plain", b"secret\n")) as server, RatchetClient(server.url) as client:
+            file = client.download_logs("job-000000000001", tmp_path / "job.log")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == mode
 
 
 def test_service_with_database_unavailable_is_not_ready() -> None:
