@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -184,7 +185,8 @@ def _read_patterns(path: Path) -> list[str]:
         raise TreeError("ignore-file", f"{str(path)!r} cannot be read: {error.strerror}") from None
     if len(content) > _MAX_BYTES:
         raise TreeError("ignore-file", f"{str(path)!r} is longer than {_MAX_BYTES >> 10} KiB")
-    lines = [line.removesuffix("\r") for line in content.decode("utf-8", "surrogateescape").split("\n")]
+    text = content.removeprefix(codecs.BOM_UTF8).decode("utf-8", "surrogateescape")
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
     for number, line in enumerate(lines, 1):
         pattern = "" if line.startswith("#") else line
         if pattern.count("**") > _MAX_STARS or any(p.count("*") > _MAX_STARS for p in pattern.split("/")):

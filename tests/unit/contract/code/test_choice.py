@@ -115,6 +115,14 @@ def test_gitignore_holds_as_in_git(tmp_path: Path) -> None:
     assert not ours & {"runs/a/log.txt", "data/x.bin", "docs/build/index.html", "pkg/tmp/z", "a#b"}
 
 
+@GIT
+@pytest.mark.parametrize("text", ["\ufefftrain.py\nbuild\n", "\ufeff!train.py\r\nbuild", "\ufeff\ufefftrain.py\n"])
+def test_byte_order_mark_at_the_start_of_an_ignore_file_is_skipped_as_in_git(tmp_path: Path, text: str) -> None:
+    root = project(tmp_path / "code", gitignore=text)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    assert {entry.path for entry in choose(root).entries} == by_git(root)
+
+
 def test_ratchetignore_overrides_gitignore_and_note_names_left_out_files(tmp_path: Path) -> None:
     root = project(tmp_path, gitignore="runs/\n*.pt\n", ratchetignore="data/\n!weights.pt\n")
     assert taken(root) == set(FILES) - {"runs/a/log.txt", "pkg/best.pt", "data/x.bin", "data/keep/y.bin"}
