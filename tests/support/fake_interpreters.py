@@ -21,6 +21,9 @@ class Hiding:
 sys.meta_path[:] = [Hiding if finder is PathFinder else finder for finder in sys.meta_path]
 """
 
+_WHERE = """/proc/self/fd/$(sed -n 's/.*"answer": *\\([0-9]*\\).*/\\1/p')"""
+"""The descriptor that the question names."""
+
 
 def environment_hiding_packages(directory: Path, *packages: str) -> dict[str, str]:
     """Variables under which every Python of this environment has everything but ``packages``: they are not found."""
@@ -28,6 +31,11 @@ def environment_hiding_packages(directory: Path, *packages: str) -> dict[str, st
     shim.mkdir(exist_ok=True)
     (shim / "sitecustomize.py").write_text(_HIDING)
     return {"PYTHONPATH": str(shim), "TEST_HIDDEN": ",".join(packages)}
+
+
+def python_with_answer_of(directory: Path, file: Path) -> Path:
+    """An interpreter that answers every question with the content of ``file``."""
+    return _script(directory / "answering-python", f"cat {shlex.quote(str(file))} > {_WHERE}")
 
 
 def python_without_packages(directory: Path, *packages: str) -> Path:
@@ -39,10 +47,7 @@ def python_without_packages(directory: Path, *packages: str) -> Path:
 def python_with_fake_answer(directory: Path, rank: str = "exit 1", **findings: Any) -> Path:
     """An interpreter that answers the service's question with ``findings``, and runs ``rank`` (shell) for anything else."""
     answer = {"version": [3, 11, 9], "protocol": 1, "torch": True, "torch_version": "2.13.0+cpu", **findings}
-    where = (
-        """/proc/self/fd/$(sed -n 's/.*"answer": *\\([0-9]*\\).*/\\1/p')"""  # the descriptor that the question names
-    )
-    body = f'if [ "$1" = -c ]; then printf %s {shlex.quote(json.dumps(answer))} > {where}; exit; fi\n{rank}'
+    body = f'if [ "$1" = -c ]; then printf %s {shlex.quote(json.dumps(answer))} > {_WHERE}; exit; fi\n{rank}'
     return _script(directory / f"python-{len(list(directory.iterdir()))}", body)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Annotated, Any, Final
+
+from pydantic import Field, TypeAdapter
 
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.spec.job import JobSpec
@@ -14,6 +16,8 @@ from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox, inherited_env
 
 HOOK_SECONDS: Final = 10.0
 START_SECONDS: Final = 60.0  # for the interpreter and torch, which may come from a cold disk
+_Shape = Annotated[list[Annotated[int, Field(ge=0, lt=2**63)]], Field(max_length=64)]
+_SHAPES: Final = TypeAdapter[list[list[int]] | None](list[_Shape] | None)
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,9 @@ class Probe:
         if task is None:
             return None
         try:
-            shapes = self._query({"task": task.entrypoint, "task_args": task.args})["shapes"]
-        except (OSError, ValueError, KeyError, TypeError):  # TimeoutError is an OSError
+            return _SHAPES.validate_python(self._query({"task": task.entrypoint, "task_args": task.args})["shapes"])
+        except (OSError, ValueError, KeyError):  # TimeoutError is an OSError
             return None
-        return None if shapes is None else [[int(n) for n in shape] for shape in shapes]
 
     def _query(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """Return the interpreter's answer to ``request``. Raise ``StartTimeout``, ``TimeoutError``, ``OSError``, or

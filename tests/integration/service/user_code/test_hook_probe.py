@@ -29,6 +29,7 @@ from ratchet_service.user_code import hook_probe
 from ratchet_service.user_code.hook_probe import Probe
 from ratchet_service.user_code.interpreter_probe import Interpreters
 from ratchet_service.user_code.snapshot import snapshot
+from tests.support.fake_interpreters import python_with_answer_of
 from tests.support.server import wait_for
 from tests.unit.service.preflight.test_resolve import Told
 
@@ -312,6 +313,16 @@ def test_hook_is_not_blamed_for_an_interpreter_that_cannot_be_started(code: Path
     assert isinstance(spec.hook, CustomSpec)
     (problem,) = Probe("/nowhere/python", spec, [str(code)], os.environ).check_hook(spec.hook)
     assert "no process could be started" in problem.detail and "ended" not in problem.detail
+
+
+@pytest.mark.parametrize(
+    "shapes", ["[1]", '[["x"]]', "[[Infinity]]", "[[-1]]", "[null]", "{}", f"[[{'9' * 4000}, {'9' * 4000}]]"]
+)
+def test_malformed_shapes_of_user_code_are_unknown_shapes(tmp_path: Path, shapes: str) -> None:
+    (tmp_path / "answer").write_text(f'{{"shapes": {shapes}}}')
+    python = python_with_answer_of(tmp_path, tmp_path / "answer")
+    spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "mine:Mine"}, "hook": "powerSGD"})
+    assert Probe(str(python), spec, [], os.environ).shapes() is None
 
 
 def test_hook_is_not_probed_for_jobs_of_other_machines(code: Path) -> None:
