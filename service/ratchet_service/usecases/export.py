@@ -12,6 +12,8 @@ from io import BufferedRandom
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+
 from ratchet_contract.errors import CheckpointError, Conflict, RatchetError, Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_service.checkpoints import object_store
@@ -73,11 +75,11 @@ class Exporter:
             file = _unnamed_file(self.homes.job(job_id).root)
             try:
                 answer = _Asked(python, self.seconds, abandoned, self.sandbox).run(request, file)
-                if "error" in answer:
+                if isinstance(answer, _Failure):
                     raise _export_error(answer, row.name, directory)
                 size = file.seek(0, os.SEEK_END)
                 file.seek(0)
-                return Exported(file, size, bytes.fromhex(answer["digest"]), [str(note) for note in answer["notes"]])
+                return Exported(file, size, bytes.fromhex(answer.digest), answer.notes)
             except BaseException:
                 file.close()
                 raise
@@ -116,6 +118,23 @@ def _unnamed_file(directory: Path) -> BufferedRandom:
         raise
 
 
+class _Success(BaseModel):
+    """The export process has written the file. ``digest``: its SHA-256; ``notes``: sentences for the reader."""
+
+    digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    notes: list[str]
+
+
+class _Failure(BaseModel):
+    """Why there is no file."""
+
+    error: str
+    code: str
+
+
+_ANSWER: Final = TypeAdapter[_Failure | _Success](_Failure | _Success)
+
+
 @dataclass(frozen=True)
 class _Asked:
     """The export process. It has no variables of a job and no credentials, and uses no GPU."""
@@ -125,13 +144,12 @@ class _Asked:
     abandoned: Callable[[], bool]
     sandbox: Sandbox
 
-    def run(self, request: Mapping[str, Any], file: BufferedRandom) -> dict[str, Any]:
-        """Have the process write the export into ``file``, and return its answer. A failure is a dict with ``error`` and
-        ``code``."""
+    def run(self, request: Mapping[str, Any], file: BufferedRandom) -> _Success | _Failure:
+        """Have the process write the export into ``file``, and return its answer."""
         directory = str(Path(request["checkpoint"]).parent)
         with tempfile.TemporaryFile() as stderr:
             try:
-                return subprocess_query.query_process(
+                answer = subprocess_query.query_process(
                     [self.python, "-P", "-m", "ratchet_worker.export"],
                     {**request, "fd": file.fileno()},
                     cwd="/",
@@ -142,21 +160,25 @@ class _Asked:
                     pass_fds=[file.fileno()],
                     sandbox=self.sandbox,
                 )
+                return _ANSWER.validate_python(answer)
             except TimeoutError:
-                return {"error": f"it took longer than {self.seconds:g} s", "code": "export-timeout"}
+                return _Failure(error=f"it took longer than {self.seconds:g} s", code="export-timeout")
             except subprocess_query.Abandoned:
-                return {"error": "the client disconnected", "code": "export-failed"}
+                return _Failure(error="the client disconnected", code="export-failed")
             except OSError as error:
-                return {"error": f"{self.python} cannot be started: {error.strerror}", "code": "export-failed"}
+                return _Failure(error=f"{self.python} cannot be started: {error.strerror}", code="export-failed")
+            except ValidationError:
+                text = f"{self.python} ended, its answer is malformed: install the service's version of ratchet-train there"
+                return _Failure(error=text, code="export-failed")
             except ValueError as error:
                 last = subprocess_query.last_line(stderr)
                 said = f": {last[:500]}" if last else ""
-                return {"error": f"{self.python} ended, {error}{said}", "code": "export-failed"}
+                return _Failure(error=f"{self.python} ended, {error}{said}", code="export-failed")
 
 
-def _export_error(answer: Mapping[str, Any], name: str, directory: Path) -> RatchetError:
-    """Return the error for a failed export's ``answer``; it is not raised. ``name``: the checkpoint's."""
-    code, detail = str(answer["code"]), str(answer["error"])
+def _export_error(failure: _Failure, name: str, directory: Path) -> RatchetError:
+    """Return the error for a failed export; it is not raised. ``name``: the checkpoint's."""
+    code, detail = failure.code, failure.error
     if code == "disk-full":
         return disk_space.disk_full_error(directory, "nothing was exported")
     if code == "export-timeout":

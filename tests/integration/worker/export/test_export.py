@@ -51,6 +51,7 @@ from tests.support.export_service import (
     have_ended,
     store_checkpoint_for_export,
 )
+from tests.support.fake_interpreters import python_with_answer_of
 from tests.support.full_matrix import full
 from tests.support.launch import Job
 from tests.support.pickle_reader import read_pickled
@@ -373,6 +374,21 @@ def test_export_runs_without_env_and_interpreter_of_the_job(jobs: dict[str, Job]
             assert (answer.status_code, answer.content) == (200, _export(jobs["power"], "safetensors")[0])
             assert not ran.exists()
     assert not LocalSubmission(api.settings.paths, Machine(), Launchers({}), reconciler_here=False).trains_here("local")
+
+
+def test_malformed_answer_of_the_jobs_interpreter_is_export_failed(jobs: dict[str, Job], tmp_path: Path) -> None:
+    digest = "0" * 64
+    malformed = [{}, {"error": "torn"}, {"digest": "zz", "notes": []}, {"digest": 3, "notes": []}, {"digest": digest}]
+    malformed += [{"digest": digest, "notes": None}, {"digest": digest, "notes": [1]}, {"error": [], "code": 7}]
+    answer = tmp_path / "answer"
+    python = python_with_answer_of(tmp_path, answer)
+    with export_service(tmp_path / "home") as api:
+        url = store_checkpoint_for_export(api, jobs["power"].newest(), python=str(python))
+        for given in malformed:
+            answer.write_text(json.dumps(given))
+            found = api.client.get(url)
+            assert (found.status_code, found.json()["code"]) == (409, "export-failed"), given
+            assert f"{python} ended, its answer" in found.json()["detail"], given
 
 
 def test_export_environment_has_no_credential_of_the_service() -> None:
