@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "[::1]", "0.0.0.0")
+LOOPBACK: Final = ("localhost", "127.0.0.1", "::1", "0.0.0.0")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ def _nodes(value: str) -> Keep | Drop | Refuse:
 
 def _local_address(value: str) -> Keep | Drop | Refuse:
     """Return ``Drop`` for a loopback address, 0.0.0.0 or an empty value, and ``Refuse`` for another machine's address."""
-    host = value.rsplit(":", 1)[0] if value.count(":") == 1 or value.startswith("[") else value
+    host = value.partition(":")[0] if value.count(":") == 1 else value
+    if value.startswith("["):
+        host = value[1:].partition("]")[0]
     return Drop(_RENDEZVOUS) if host in ("", *LOOPBACK) else Refuse(f"{value} names another machine; {_ONE_MACHINE}")
 
 

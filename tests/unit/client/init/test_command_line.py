@@ -77,12 +77,20 @@ def test_unneeded_torchrun_options_are_dropped_with_reason() -> None:
 
 
 @pytest.mark.parametrize(
+    "address", ["localhost", "localhost:0", "127.0.0.1:29500", "0.0.0.0:1", "::1", "[::1]", "[::1]:29500", ":29500"]
+)
+def test_rendezvous_at_an_address_of_this_machine_is_dropped(address: str) -> None:
+    assert set(parse(f"torchrun --rdzv-endpoint {address} train.py").dropped) == {f"--rdzv-endpoint={address}"}
+
+
+@pytest.mark.parametrize(
     ("line", "said"),
     [
         ("torchrun --nnodes 2 train.py", "--nnodes=2: leave it out, and give the spec its world.nodes"),
         ("torchrun --nnodes 1:4 train.py", "--nnodes=1:4"),
         ("torchrun --rdzv-backend etcd-v2 train.py", "--rdzv-backend=etcd-v2: .* leave it out"),
         ("torchrun --rdzv-endpoint node0:29500 train.py", "--rdzv-endpoint=node0:29500: .*another machine"),
+        ("torchrun --rdzv-endpoint [2001:db8::1] train.py", r"--rdzv-endpoint=\[2001:db8::1\]: .*another machine"),
         ("torchrun --master-addr 10.0.0.1 train.py", "--master-addr=10.0.0.1: .*another machine"),
         ("torchrun --node-rank 1 train.py", "--node-rank=1: leave it out"),
         ("torchrun -m pkg.train --lr 1", r'run_train.py: `import runpy; runpy.run_module\("pkg.train"'),
