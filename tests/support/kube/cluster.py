@@ -77,12 +77,14 @@ class Cluster:
         version = 0
         try:
             while not self._closing.is_set():
+                newest = self.store.version  # above that of the last change, if there is none yet or the history is compacted
                 for change in self.store.since(version):
-                    version = change.version
+                    newest = max(newest, change.version)
                     if change.resource == JOBS and change.type != "DELETED":
                         self.jobs.job_changed(change.object)
                     elif change.resource == PODS:
                         self.jobs.pod_changed(change.object)
+                version = newest
                 self.jobs.run_due()
                 self._collect()
                 self._schedule()

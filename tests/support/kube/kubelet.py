@@ -88,7 +88,9 @@ class Kubelet:
         return min((r.due for r in self._running.values() if r.due is not None), default=None)
 
     def has_news(self) -> bool:
-        return bool(self._ended or self._failed)
+        """True if ``sync_pods`` has an end to handle. Those of a lost machine wait until it is back."""
+        uids = [*self._ended, *self._failed]
+        return any((r := self._running.get(uid)) is not None and r.node not in self.lost for uid in uids)
 
     def sync_pods(self) -> None:
         """Look at every pod once."""
@@ -105,6 +107,8 @@ class Kubelet:
     def _sync_pod(self, uid: str, pod: Object) -> None:
         wanted = "deletionTimestamp" not in pod["metadata"]
         if pod["status"]["phase"] in ENDED:
+            if self._ended.pop(uid, None) is not None:  # after the pod's phase was set by somebody else
+                self._running.pop(uid, None)
             if not wanted and not pod["metadata"].get("finalizers"):
                 with suppress(ApiError):  # it may be gone
                     self._store.remove(PODS, pod["metadata"]["namespace"], pod["metadata"]["name"])
