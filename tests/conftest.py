@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from tests.support import fork_server
 from tests.support.api import api, api_server
 from tests.support.cli import cli
 from tests.support.control_plane import Plane
-from tests.support.databases import database, migrated_database, postgres_url
+from tests.support.databases import ENGINES, database, migrated_database, postgres_url
 from tests.support.gloo_ranks import Ranks
 from tests.support.launch import jobs
 from tests.support.server import idle_server, server, token_required_server
@@ -40,6 +41,23 @@ def pytest_configure(config: pytest.Config) -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         fork_server.export_fork_server_addresses()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests of both databases take turns: by their names, one half runs on SQLite, the other one on PostgreSQL.
+    RATCHET_TEST_DATABASES=all: each runs on both."""
+    if os.environ.get("RATCHET_TEST_DATABASES") == "all":
+        return
+    every, left = {item.nodeid for item in items}, []
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("takes_turns"):
+            ours, other = ENGINES if zlib.crc32(item.originalname.encode()) % 2 else reversed(ENGINES)
+            if other in item.nodeid and item.nodeid.replace(other, ours) in every:
+                left.append(item)
+    if left:
+        gone = {id(item) for item in left}
+        items[:] = [item for item in items if id(item) not in gone]
+        config.hook.pytest_deselected(items=left)
 
 
 @contextmanager

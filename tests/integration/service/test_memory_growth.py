@@ -19,6 +19,8 @@ from ratchet_service.launchers.local.launcher import LocalLauncher
 from tests.support.control_plane import Plane
 from tests.support.server import wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 JOBS = int(os.environ.get("RATCHET_TEST_JOBS", "40"))
 
 

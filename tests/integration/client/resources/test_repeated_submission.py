@@ -27,6 +27,8 @@ from tests.support.control_plane import Plane, trainer_spec
 from tests.support.faulty_proxy import FAULTS, FaultyProxy
 from tests.support.server import wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 POSTS = int(os.environ.get("RATCHET_TEST_POSTS", "12"))
 
 

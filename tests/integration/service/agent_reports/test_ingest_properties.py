@@ -31,6 +31,8 @@ from tests.integration.service.agent_reports.test_ingest import hook_message
 from tests.support.api import TOKEN, Api, checkpoint_message, message, training_message
 from tests.support.launch import RESOLVED
 
+pytestmark = pytest.mark.takes_turns
+
 BOUNDS = Bounds(points=16, series=4, notes=25)
 _OF_THE_MOMENT = {
     "created_at", "updated_at", "at", "reported_at", "id", "job_id", "spec_digest", "phase_since", "queued_at",

@@ -20,6 +20,8 @@ from ratchet_service.usecases import metrics
 from tests.integration.service.agent_reports.test_ingest import hook_message
 from tests.support.api import Api, checkpoint_message, message, training_message
 
+pytestmark = pytest.mark.takes_turns
+
 BOUNDS = Bounds(points=40, series=5, notes=10, samples=20)
 
 

@@ -10,6 +10,8 @@ from ratchet_service.observability.metrics import Instruments
 from tests.integration.service.observability.test_metrics import samples
 from tests.support.api import Api, message, training_message
 
+pytestmark = pytest.mark.takes_turns
+
 REPORT = {"verdict": "exact", "base": {"step": 10, "attempt": 1, "digest": "d10"}, "world_size": 2}
 
 

@@ -24,6 +24,8 @@ with warnings.catch_warnings():
     from schemathesis.checks import not_a_server_error
     from schemathesis.specs.openapi import checks
 
+pytestmark = pytest.mark.takes_turns
+
 EXAMPLES = int(os.environ.get("RATCHET_TEST_EXAMPLES", "4"))
 CHECKS = [
     not_a_server_error,

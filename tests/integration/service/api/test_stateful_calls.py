@@ -39,6 +39,8 @@ from tests.support.sim.processes import QUIET, SimDatabase
 from tests.support.sim.stage_pool import stage_directory
 from tests.support.sim.world import World
 
+pytestmark = pytest.mark.takes_turns
+
 EXAMPLES = int(os.environ.get("RATCHET_TEST_EXAMPLES", "4"))
 _SPEC = spec(hook={"name": "allreduce"}, world={"ranks_per_node": 1, "device": "cpu"}, policy={"stop_grace": 5.0})
 _ACTIONS = st.sampled_from(["suspend", "resume", "cancel", "preempt", "checkpoint"])

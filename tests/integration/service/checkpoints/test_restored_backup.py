@@ -22,6 +22,8 @@ from tests.support.control_plane import Plane
 from tests.support.database_restore import dump_rows, restore_rows
 from tests.support.server import processes_below, wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 
 @pytest.fixture
 def control_plane(tmp_path: Path, database: Database) -> Iterator[Plane]:

@@ -17,6 +17,8 @@ from tests.support.api import Api, checkpoint_message, message, training_message
 from tests.support.checkpoints import list_names, make_checkpoint, write_ranks
 from tests.support.retention import run_retention_for_attempt
 
+pytestmark = pytest.mark.takes_turns
+
 
 class Told:
     """One job of which attempts tell; sequence numbers are counted here."""

@@ -24,6 +24,8 @@ from tests.support.api import Api, spec
 from tests.support.control_plane import Plane, trainer_spec
 from tests.support.tokens import bearer
 
+pytestmark = pytest.mark.takes_turns
+
 PASSWORD, VALUE, FROM_ENV = "planted-database-password", "planted-env-value", "planted-from-env"
 
 

@@ -13,6 +13,8 @@ from ratchet_contract.protocol.messages import LaunchFile
 from tests.support.control_plane import Plane
 from tests.support.tokens import bearer
 
+pytestmark = pytest.mark.takes_turns
+
 PARTS = ("queued", "launching", "useful", "lost", "stall", "stopping", "unseen")
 RULES = [{"codes": [code], "action": action} for code, action in ((42, "retry"), (43, "fail"), (44, "preempted"))]
 

@@ -28,6 +28,8 @@ from ratchet_service.reconciler.ttl import Expiry
 from tests.support.control_plane import Plane
 from tests.support.server import wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 
 class SetClock(Clock):
     """Of this machine; with SQLite the server's, too."""

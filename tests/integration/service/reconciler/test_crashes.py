@@ -26,6 +26,8 @@ from ratchet_service.reconciler.drain_spools import batches
 from tests.support.control_plane import Plane, trainer_launcher
 from tests.support.server import agent_pid, wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 
 @pytest.fixture
 def control_plane(tmp_path: Path, database: Database) -> Iterator[Plane]:

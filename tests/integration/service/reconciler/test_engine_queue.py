@@ -32,6 +32,8 @@ from ratchet_service.scheduling import queue_queries
 from tests.support.control_plane import Plane, trainer_launcher
 from tests.support.server import processes_below, wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 one_database = pytest.mark.parametrize("migrated_database", ["sqlite"], indirect=True)
 """What is under test asks the database nothing of its own."""
 

@@ -22,6 +22,8 @@ from ratchet_service.reconciler.ttl import Expiry
 from tests.support.control_plane import Plane
 from tests.support.server import agent_pid, wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Plane]:

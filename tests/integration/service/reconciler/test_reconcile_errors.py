@@ -27,6 +27,8 @@ from tests.support.control_plane import Plane
 from tests.support.run_as import AS_ROOT, UID, open_directory
 from tests.support.server import processes_below, wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 LONG = {"steps": 100_000}
 NOWHERE = "n" * 300  # a link to it can neither be followed nor listed, whoever asks
 

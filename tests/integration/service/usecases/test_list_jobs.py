@@ -20,6 +20,8 @@ from ratchet_service.usecases import list_jobs as listing
 from ratchet_service.usecases.list_jobs import JobFilter, list_jobs
 from tests.support.api import SPEC
 
+pytestmark = pytest.mark.takes_turns
+
 SORTS: list[listing.Sort] = ["created", "-created", "name", "-name", "priority", "-priority"]
 
 
