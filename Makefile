@@ -28,9 +28,12 @@ demo: $(RUNS)
 	@echo "==> main job on real data: killed, preempted, service restarted; compared with an undisturbed run"
 	$(BIN)/python -m examples.demo
 
+# pytest rewrites every test's assertions: once, not in each of its processes
+CACHE_TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n0 --collect-only
 test: $(STAMP)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
+	@ls tests/__pycache__/conftest.*-pytest-*.pyc >/dev/null 2>&1 || { $(CACHE_TESTS) tests/unit tests/architecture >/dev/null & $(CACHE_TESTS) tests/e2e tests/integration >/dev/null; wait; }
 	$(BIN)/python -m pytest -n $(or $(JOBS),5) --dist loadfile --no-loadscope-reorder
 
 # the rules without I/O and the small parts: no torch, no processes, within a minute
@@ -74,11 +77,11 @@ serve: $(RUNS)
 quick-start: $(STAMP)
 	RATCHET_TEST_QUICK_START=slow $(BIN)/python -m pytest -v -n0 --timeout=3600 tests/e2e/test_quick_start.py
 
-GATED_TESTS = $(shell grep -rlE "full_matrix|ON_ENGINES|RATCHET_TEST_(STRIKES|PROVE|SEEDS|OPTIONS)" tests --include="test_*.py" | sort)
+GATED_TESTS = $(shell grep -rlE "full_matrix|takes_turns|ON_ENGINES|RATCHET_TEST_(STRIKES|PROVE|SEEDS|OPTIONS)" tests --include="test_*.py" | sort)
 exactness: $(STAMP)
 	$(BIN)/python -m tests.e2e.exactness --n $(or $(N),24)
 	$(BIN)/python -m tests.support.planted_runs
-	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all $(BIN)/python -m pytest -v --timeout=7200 $(GATED_TESTS)
+	RATCHET_TEST_STRIKES=all RATCHET_TEST_PROVE=all RATCHET_TEST_SEEDS=5 RATCHET_TEST_OPTIONS=all RATCHET_TEST_DATABASES=all $(BIN)/python -m pytest -v --timeout=7200 $(GATED_TESTS)
 	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/integrations/test_lightning_exact.py
 	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/state/test_public_models_strict.py
 
