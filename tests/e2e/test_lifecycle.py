@@ -334,7 +334,7 @@ def test_signal_to_every_process_at_once_is_one_agreed_stop(world: World, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "base"), [("auto", 1), ("off", 0)])
+@pytest.mark.parametrize(("first", "base"), [("auto", 1), pytest.param("off", 0, marks=full)])
 def test_kills_in_first_interval_do_not_end_a_job_below_max_failures(
     world: World, tmp_path: Path, first: str, base: int
 ) -> None:

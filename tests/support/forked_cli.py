@@ -38,7 +38,7 @@ _IMPORTED = (
     "rich.progress",
 )
 # Variables that mean nothing to the imports, beside RATCHET_...
-_OWN = ("COLUMNS", "NO_COLOR", "PYTEST_CURRENT_TEST", "TERM", "XDG_RUNTIME_DIR")
+_OWN = ("COLUMNS", "HOME", "NO_COLOR", "PYTEST_CURRENT_TEST", "TERM", "XDG_RUNTIME_DIR")
 
 
 def import_environment(environment: Mapping[str, str]) -> dict[str, str]:

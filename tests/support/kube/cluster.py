@@ -77,7 +77,9 @@ class Cluster:
         version = 0
         try:
             while not self._closing.is_set():
-                newest = self.store.version  # above that of the last change, if there is none yet or the history is compacted
+                newest = (
+                    self.store.version
+                )  # above that of the last change, if there is none yet or the history is compacted
                 for change in self.store.since(version):
                     newest = max(newest, change.version)
                     if change.resource == JOBS and change.type != "DELETED":

@@ -17,7 +17,8 @@ from ratchet_client.cli.doctor.throwaway import temporary_service
 from ratchet_client.cli.shared.options import Settings
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes import service_pointers
-from tests.support.cli import EXECUTABLE, Result
+from tests.support.cli import EXECUTABLE, FORKS, Result
+from tests.support.forked_cli import import_environment
 from tests.support.server import wait_for
 
 
@@ -28,8 +29,8 @@ class User:
         self.place = place
         home = self.directory("home")
         home.chmod(0o500)
-        self.environment = {"PATH": os.environ["PATH"], "LANG": "C.UTF-8", "COLUMNS": "200", "HOME": str(home)}
-        self.environment["XDG_RUNTIME_DIR"] = str(runtime)
+        own = {"COLUMNS": "200", "HOME": str(home), "XDG_RUNTIME_DIR": str(runtime)}
+        self.environment = {**import_environment(os.environ), **own}
 
     def directory(self, name: str) -> Path:
         (self.place / name).mkdir(exist_ok=True)
@@ -59,14 +60,8 @@ class User:
 
     def __call__(self, name: str, *arguments: str) -> Result:
         """``ratchet ...`` in that directory."""
-        done = subprocess.run(
-            [str(EXECUTABLE), *arguments],
-            cwd=self.directory(name),
-            env=self.environment,
-            capture_output=True,
-            text=True,
-        )
-        return Result(done.returncode, done.stdout, done.stderr)
+        assert FORKS.can_fork(self.environment)
+        return Result(*FORKS.run(arguments, cwd=self.directory(name), env=self.environment, stdin="", deadline=60))
 
 
 @pytest.fixture

@@ -182,9 +182,7 @@ ACCELERATE: Final[dict[str, dict[str, Any]]] = {
     "tracker": {"accelerator": {"log_with": "tensorboard", "project_dir": "logs"}},
     "rng_types": {"accelerator": {"rng_types": ["torch", "generator"]}},
 }
-FEW: Final = {
-    "EarlyStoppingCallback", "reduce_lr_on_plateau", "neftune_noise_alpha", "an evaluation",
-}  # fmt: skip
+FEW: Final = {"an evaluation"}
 
 IN_EVERY_CASE: Final = {"per_device_train_batch_size", "learning_rate", "use_cpu"}
 REFUSED: Final[dict[str, Any]] = {
@@ -403,6 +401,14 @@ def test_trainer_with_option_resumes_exactly(jobs: list[Job], tmp_path: Path, na
     if name == "torch_compile" and shutil.which("g++") is None:
         pytest.skip("no g++, which inductor needs on the CPU: apt-get install g++")
     assert_exact(jobs, tmp_path, "trainer_options.py", trainer({}, **OPTIONS[name]))
+
+
+@pytest.mark.skipif(FULL, reason="each of them has a job of its own")
+def test_trainer_with_callback_scheduler_and_option_resumes_exactly(jobs: list[Job], tmp_path: Path) -> None:
+    arguments = {**STOPPING, **SCHEDULERS["reduce_lr_on_plateau"], **OPTIONS["neftune_noise_alpha"]}
+    callbacks = {"EarlyStoppingCallback": CALLBACKS["EarlyStoppingCallback"]}
+    arguments["lr_scheduler_type"] = "reduce_lr_on_plateau"
+    assert_exact(jobs, tmp_path, "trainer_options.py", trainer(callbacks, **arguments))
 
 
 def test_trainer_resumes_on_another_number_of_ranks(jobs: list[Job], tmp_path: Path) -> None:

@@ -124,7 +124,7 @@ def drawn(place: Path) -> Any:
         pytest.param("behind", ("torch",), marks=full),
         pytest.param("before", ("numpy", "random"), marks=full),
         ("before", ("torch", "numpy", "random")),
-        ("state", ("numpy",)),
+        pytest.param("state", ("numpy",), marks=full),
         pytest.param("refused", ("torch", "numpy", "random"), marks=full),
     ],
 )

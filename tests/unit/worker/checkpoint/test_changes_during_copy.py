@@ -12,6 +12,7 @@ from ratchet_contract.errors import StateError
 from ratchet_worker.checkpoint.copy_sources import Lister
 from ratchet_worker.state.live_memory import LiveTensors, SafeReader
 from ratchet_worker.state.replica_digests import slice_digests
+from tests.support.full_matrix import full
 from tests.unit.worker.state.test_name_caches import Job
 
 pytestmark = pytest.mark.usefixtures("no_small_tensors")
@@ -55,7 +56,7 @@ TOLD: dict[str, Callable[[torch.Tensor], object]] = {
 """What it cannot know, or has lost."""
 
 
-@pytest.mark.parametrize("kind", ["parameter", "average"])
+@pytest.mark.parametrize("kind", [pytest.param("parameter", marks=full), "average"])
 @pytest.mark.parametrize("name", [*KEPT, *TOLD])
 def test_changes_during_copy_are_not_in_saved_checkpoint(name: str, kind: str) -> None:
     job = Job()

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from ratchet_worker.data.order import epoch_order
+from tests.support.full_matrix import full
 
 ROOT = Path(__file__).parents[4]
 
@@ -95,7 +96,7 @@ def test_process_group_signals_do_not_kill_dataloader_workers() -> None:
         wait_until_gone(pids)
 
 
-@pytest.mark.parametrize("busy", ["starting", "loading"])
+@pytest.mark.parametrize("busy", [pytest.param("starting", marks=full), "loading"])
 def test_workers_die_with_a_rank_that_is_killed(busy: str) -> None:
     with rank("wait") as (process, wait_for):
         pids = wait_for("workers")["pids"]
