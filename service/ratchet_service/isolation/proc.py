@@ -86,8 +86,8 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Send SIGKILL to the processes that ``find_pids`` finds, calling it again until it finds no more or time is up. Return all
-    their pids, without waiting for their end."""
+    """Send SIGKILL to the processes that ``find_pids`` finds, calling it again until it finds no more or time is up; from the
+    second call on, also to their process groups. Return all pids found, without waiting for their end."""
     found = find_pids()
     for pid in found:
         kill(pid)
@@ -98,23 +98,23 @@ def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
     # step of the kernel: a stopped process forks no more, and still counts towards its user's limit.
     while found and (more := [pid for pid in find_pids() if pid not in known]):
         for pid in more:
-            _stop_group(pid)
+            _signal_group(pid, signal.SIGSTOP)
         known.update(more)
         stopped += more
         if time.monotonic() > deadline:
             break
     for pid in stopped:
-        kill(pid)
+        _signal_group(pid, signal.SIGKILL)  # else those of the group that were not found would stay stopped
     return sorted(known)
 
 
-def _stop_group(pid: int) -> None:
-    """Send SIGSTOP to the process and its process group, or to the process alone if it is in this process's session."""
+def _signal_group(pid: int, signal_number: int) -> None:
+    """Send the signal to the process and its process group, or to the process alone if it is in this process's session."""
     with suppress(ProcessLookupError):
         if os.getsid(pid) == os.getsid(0):
-            os.kill(pid, signal.SIGSTOP)
+            os.kill(pid, signal_number)
         else:
-            os.killpg(os.getpgid(pid), signal.SIGSTOP)
+            os.killpg(os.getpgid(pid), signal_number)
 
 
 def _stat(pid: int) -> list[str] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -150,8 +151,25 @@ def test_end_all_stops_newly_found_processes_before_killing_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Else there is always one more, made while the last list was read."""
-    looks, done = iter([[1], [1, 2], [2, 3], [3], [3]]), list[tuple[str, int]]()
-    monkeypatch.setattr(proc, "kill", lambda pid: done.append(("killed", pid)))
-    monkeypatch.setattr(proc, "_stop_group", lambda pid: done.append(("stopped", pid)))
+    looks, done = iter([[1], [1, 2], [2, 3], [3], [3]]), list[tuple[int, int]]()
+    monkeypatch.setattr(proc, "kill", lambda pid: done.append((signal.SIGKILL, pid)))
+    monkeypatch.setattr(proc, "_signal_group", lambda pid, number: done.append((number, pid)))
     assert proc.kill_all(lambda: next(looks)) == [1, 2, 3]
-    assert done == [("killed", 1), ("stopped", 2), ("stopped", 3), ("killed", 2), ("killed", 3)]
+    stop, kill = signal.SIGSTOP, signal.SIGKILL
+    assert done == [(kill, 1), (stop, 2), (stop, 3), (kill, 2), (kill, 3)]
+
+
+def test_end_all_leaves_no_stopped_process_without_the_variable() -> None:
+    """In the group of a process that a later list names: a child that has dropped the variable is in no list."""
+    script = "env -i sleep 3600 & echo $!; wait"
+    first = subprocess.Popen(["sleep", "3600"])
+    late = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with first, late:
+        assert late.stdout is not None
+        child = int(late.stdout.readline())
+        try:
+            looks = iter([[first.pid], [late.pid], []])
+            assert proc.kill_all(lambda: next(looks)) == sorted([first.pid, late.pid])
+            wait_for(lambda: proc.start_time(child) is None, "the child to end", 10)
+        finally:
+            proc.kill(child)
