@@ -223,7 +223,9 @@ def count_gpus() -> int:
     if program is None:
         return 0
     try:
-        done = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [program, "-L"], capture_output=True, text=True, errors="replace", timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())

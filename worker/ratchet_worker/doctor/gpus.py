@@ -76,7 +76,7 @@ def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         names = [torch.cuda.get_device_name(i) for i in range(count)]
     except Exception as error:  # drivers fail in many ways
-        return [], [broken or _unusable(rows, str(error).splitlines()[0]), *each]
+        return [], [broken or _unusable(rows, _first_line(error)), *each]
     if not names:
         return [], [broken or _unusable(rows, "torch sees no CUDA device"), *each]
     driver = f", driver {rows[0].driver}" if rows else ""
@@ -84,6 +84,11 @@ def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
     if rows:
         return names, [summary, *each]
     return names, [summary, *(_from_torch(torch, i, name) for i, name in enumerate(names))]
+
+
+def _first_line(error: Exception) -> str:
+    """Return the first line of the error's message; its type's name if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _no_cuda_build(rows: list[Gpu]) -> Finding:
@@ -152,7 +157,7 @@ def _from_torch(torch: Any, index: int, name: str) -> Finding:
         return failed(
             f"gpu {index}",
             name,
-            detail=str(error).splitlines()[0],
+            detail=_first_line(error),
             cure="free it, or leave it out with CUDA_VISIBLE_DEVICES before `ratchet serve`",
         )
     return ok(f"gpu {index}", f"{name}, {free} of {total} MiB free", detail="nvidia-smi is missing or fails")
@@ -188,7 +193,11 @@ def _smi(query: str) -> str:
         return ""
     try:
         done = subprocess.run(
-            [program, query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20
+            [program, query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20,
         )
     except (OSError, subprocess.SubprocessError) as error:
         raise SmiError(str(error)) from error

@@ -32,6 +32,7 @@ class Peer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",
         )
 
     def reduce(self) -> Finding:

@@ -70,7 +70,7 @@ def start_probe(probe: Probe) -> Iterator[ProbeResult]:
     try:
         process = subprocess.Popen(
             probe.command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            start_new_session=True,
+            errors="replace", start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         detail, cure = f"{probe.python}: {error.strerror}", "name an interpreter with --python PATH"

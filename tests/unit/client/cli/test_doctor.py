@@ -143,6 +143,15 @@ def test_hanging_probe_is_killed_with_child_processes(tmp_path: Path) -> None:
     wait_for(lambda: not processes_below(tmp_path), "what it had started to go", 10)
 
 
+def test_failed_probe_whose_output_is_no_utf8_is_a_finding(tmp_path: Path) -> None:
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\nprintf 'caf\\351\\n' >&2\nexit 3\n")
+    script.chmod(0o755)
+    with probes.start_probe(probes.Probe("worker python", [str(script)], "worker", 20)) as answer:
+        (found,) = answer().findings
+    assert (found.value, found.detail) == ("no answer", f"{script}: caf\ufffd")
+
+
 def test_worker_python_too_old_is_a_failed_finding(tmp_path: Path) -> None:
     """As Python 3.9 answers: it does not know -P."""
     script = tmp_path / "python3.9"

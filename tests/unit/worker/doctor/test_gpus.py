@@ -68,6 +68,28 @@ def test_gpu_without_a_number_for_its_memory_is_busy_if_a_process_uses_it(smi: P
     assert (finding.status, finding.detail) == ("warning", "2 processes hold memory")
 
 
+def test_nvidia_smi_output_that_is_no_utf8_is_read(smi: Path) -> None:
+    row = "0, NVIDIA \\351, 143771, 0, Default, Disabled, 580.65.06, GPU-a"
+    smi.write_text(f"#!/bin/sh\ncase $1 in --query-gpu*) printf '{row}\\n' ;; esac\n")
+    (finding,) = findings_without_torch()
+    assert (finding.status, finding.value) == ("ok", "NVIDIA \ufffd, 143771 of 143771 MiB free")
+
+
+def test_errors_of_torch_without_a_message_are_named_by_their_type(smi: Path) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError
+
+    smi.write_text("#!/bin/sh\n")
+    torch = SimpleNamespace(version=SimpleNamespace(cuda="13.0"), cuda=SimpleNamespace(is_available=fails))
+    ((finding,),) = findings_with_torch(torch)[1:]
+    assert (finding.status, finding.detail) == ("ok", "RuntimeError: jobs run on the CPU, over gloo")
+    torch.cuda = SimpleNamespace(
+        is_available=lambda: True, device_count=lambda: 1, get_device_name=lambda _: "H200", mem_get_info=fails
+    )
+    _, (_, finding) = findings_with_torch(torch)
+    assert (finding.name, finding.status, finding.detail) == ("gpu 0", "failed", "RuntimeError")
+
+
 def test_driver_without_devices_is_a_machine_without_gpu(smi: Path) -> None:
     smi.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     assert findings_without_torch() == []
