@@ -107,6 +107,8 @@ def delete(store: Store, resource: Resource, namespace: str, name: str, options:
         return delete_pod(store, namespace, name, options.get("gracePeriodSeconds"))
     if options.get("propagationPolicy") == "Foreground" and resource == JOBS:
         return store.update(resource, namespace, name, _foreground)
+    if resource != JOBS and found["metadata"].get("finalizers"):
+        return store.update(resource, namespace, name, lambda o: o["metadata"].setdefault("deletionTimestamp", now()))
     if options.get("propagationPolicy") == "Orphan":
         for pod in store.select(PODS, namespace):
             if owner(pod) == found["metadata"]["uid"]:

@@ -43,7 +43,12 @@ def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, s
         if secret is not None and _create_if_absent(api, SECRETS, secret) is None:
             # Left by an interrupted launch, of a process that perhaps had other values.
             api.delete(_object_path(SECRETS, secret))
-            _create_if_absent(api, SECRETS, secret)
+            if _create_if_absent(api, SECRETS, secret) is None:
+                metadata = secret["metadata"]
+                raise EngineUnreachable(
+                    f"the old Secret {metadata['name']} in {metadata['namespace']} is still being deleted: if this lasts, remove "
+                    "its finalizers"
+                )
         if service is not None:
             _create_if_absent(api, SERVICES, service)
         job = _create_job(api, site, launch)

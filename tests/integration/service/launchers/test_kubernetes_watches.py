@@ -187,6 +187,22 @@ def test_kubernetes_secret_is_deleted_with_the_attempt_and_never_read(site: Site
     assert {verb for verb, kind in site.asked() if kind == "secrets"} == {"create", "patch", "delete"}
 
 
+def test_job_is_not_created_while_an_old_secret_is_being_deleted(site: Site) -> None:
+    """One of an interrupted launch, perhaps with other values; a finalizer keeps it for some time."""
+    site.launcher = site.launcher_of({"KEY": "new"})
+    plan = site.plan(secrets={"API_KEY": {"from_env": "KEY"}}, **HELD)
+    metadata = {"name": plan.ref.name, "finalizers": ["example.com/backup"]}
+    site.cluster.store.create(SECRETS, "default", {"metadata": metadata, "stringData": {"API_KEY": "old"}})
+    with pytest.raises(EngineUnreachable, match=f"the old Secret {plan.ref.name} in default is still being deleted"):
+        site.launcher.submit(plan)
+    assert site.cluster.store.select(JOBS) == []
+    site.cluster.store.update(SECRETS, "default", plan.ref.name, lambda secret: secret["metadata"].pop("finalizers"))
+    site.launcher.submit(plan)
+    (secret,) = site.cluster.store.select(SECRETS)
+    assert secret["stringData"] == {"API_KEY": "new"} and site.launcher.poll(plan.ref).alive
+    gone(site, plan.ref)
+
+
 def test_secret_and_service_are_garbage_collected_with_the_kubernetes_job(site: Site) -> None:
     site.launcher = site.launcher_of({"KEY": "hidden"})
     plan = site.plan(secrets={"API_KEY": {"from_env": "KEY"}}, world={"nodes": 2}, **HELD)
