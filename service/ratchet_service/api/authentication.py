@@ -42,17 +42,18 @@ class Gate:
     async def authenticate_caller(self, request: Request) -> Principal:
         """Return the caller of ``request``, and count the request for the rate limit of the caller's owner. The caller is
         ``LOCAL`` without a token, if none is required. Raises ``Refused``."""
-        token = bearer_token(request.headers.get("authorization"))
-        if token is None and not self._token_required:
+        if "authorization" not in request.headers and not self._token_required:
             found = LOCAL
         else:
-            found = await self._authenticate_token(request, token)
+            found = await self._authenticate_token(request)
         self._request_buckets.take(found.owner, time.monotonic())  # not by token: more tokens must not raise the limit
         return found
 
-    async def _authenticate_token(self, request: Request, token: str | None) -> Principal:
-        """Return the caller with ``token``. Raises ``Refused``; each refusal counts for a limit of the client's address."""
+    async def _authenticate_token(self, request: Request) -> Principal:
+        """Return the caller whose token the request has. Raises ``Refused``; each refusal counts for a limit of the client's
+        address."""
         try:
+            token = bearer_token(request.headers.get("authorization"))
             if token is None:
                 raise Refused(
                     "this service requires a token: Authorization: Bearer rt_... (an admin creates one with `ratchet token "
@@ -68,12 +69,12 @@ class Gate:
     async def authenticate_agent(self, request: Request) -> None:
         """Authenticate an agent by the attempt's token, and count the request for the attempt's rate limit. Raises ``Refused``
         and ``NotFound``."""
-        token = bearer_token(request.headers.get("authorization"))
         job_id, number = request.path_params["job_id"], request.path_params["number"]
         attempt = (job_id, int(number) if number.isascii() and number.isdigit() and len(number) < 19 else 0)
-        digest = hash_token(token or "")
         known, nodes = self._attempts.get(attempt, ("", 1))
         try:
+            token = bearer_token(request.headers.get("authorization"))
+            digest = hash_token(token or "")
             if known != digest:
                 nodes = await run_in_threadpool(self._check_attempt_token, attempt, token)
         except RatchetError:

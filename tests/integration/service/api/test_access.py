@@ -257,6 +257,17 @@ def test_rate_limit_answers_429_with_retry_after_per_caller(api: Api, tmp_path: 
         assert client.get("/healthz").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/jobs", f"/v1/jobs/{{}}/attempts/1/code/{'0' * 64}"])
+def test_malformed_authorization_header_counts_as_a_refusal(api: Api, tmp_path: Path, path: str) -> None:
+    settings = Settings(home=tmp_path, tokens_required=True, refused_rate=0.01, refused_burst=2)
+    job_id = api.submit()
+    api.attempt(job_id)
+    with Server(create_app(settings, FakePorts(), api.database)) as url, httpx.Client(base_url=url) as client:
+        headers = {"Authorization": "Basic YTpi"}
+        answers = [client.get(path.format(job_id), headers=headers).status_code for _ in range(3)]
+        assert answers == [401, 401, 429]
+
+
 def test_report_rate_limit_is_separate_for_each_node_of_a_job(api: Api, tmp_path: Path) -> None:
     settings = Settings(home=tmp_path, report_rate=0.01, report_burst=3)
     job_id = api.submit()
