@@ -111,7 +111,8 @@ def service(settings: Settings) -> list[Finding]:
             now = datetime.now(UTC)
     except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
         return [_unresponsive(url, home, described, error)]
-    if health.status_code != 200 or not health.headers.get("content-type", "").startswith("application/json"):
+    version = _stated_version(health)
+    if health.status_code != 200 or version is None:
         return [
             failed(
                 "service",
@@ -121,7 +122,7 @@ def service(settings: Settings) -> list[Finding]:
             )
         ]
     found = [_check_ready(url, ready, is_loopback(url))]
-    found.append(_version(health.headers.get(PROTOCOL_HEADER), str(health.json().get("version"))))
+    found.append(_version(health.headers.get(PROTOCOL_HEADER), version))
     return [*found, _check_clock_skew(health.headers.get("date"), now)]
 
 
@@ -152,6 +153,14 @@ def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, erro
         detail=f"{url}: {error or type(error).__name__}",
         cure=f"{start_hint(home.home)}, or check --server / {env_vars.SERVER} and the network",
     )
+
+
+def _stated_version(answer: httpx.Response) -> str | None:
+    """Return the version in a response of ``/healthz``; None if the response is not from Ratchet."""
+    try:
+        return str(answer.json()["version"])
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _problem(answer: httpx.Response) -> tuple[str, str]:
@@ -201,11 +210,12 @@ def _check_clock_skew(header: str | None, now: datetime) -> Finding:
     name = "service clock"
     try:
         there = parsedate_to_datetime(header or "")
-    except ValueError:
+    except (ValueError, OverflowError):
         return not_checked(
-            name, "unknown", detail="the service sends no Date header", cure="compare `date -u` on both machines"
+            name, "unknown", detail="the service sends no valid Date header", cure="compare `date -u` on both machines"
         )
-    seconds = (there - now).total_seconds()
+    # A date with the zone -0000, or without one, is UTC, and has no tzinfo.
+    seconds = ((there if there.tzinfo else there.replace(tzinfo=UTC)) - now).total_seconds()
     if abs(seconds) > MAX_SKEW:
         return warning(
             name,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,14 +17,17 @@ import typer
 from pydantic import ValidationError
 
 from ratchet_client.cli import doctor
-from ratchet_client.cli.doctor import disk, probes
+from ratchet_client.cli.doctor import disk, network, probes
 from ratchet_client.cli.doctor.disk import file_system
 from ratchet_client.cli.doctor.machine import CgroupLimits, cgroup_limits, cores, shared_memory
+from ratchet_client.cli.shared.options import Settings
 from ratchet_contract.doctor.findings import Finding, not_checked, ok, warning
 from ratchet_contract.doctor.installed_packages import release_tuple, required_packages, satisfies
 from ratchet_hooks.specs.registry import HOOKS
 from ratchet_hooks.torch_versions import OLDEST, TESTED, untested
 from ratchet_worker.doctor.gpus import findings_without_torch, query_smi
+from tests.support.scripted_server import Reply, serving
+from tests.support.scripted_server import ok as ok_reply
 from tests.support.server import processes_below, wait_for
 
 MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
@@ -141,6 +145,29 @@ def test_hanging_probe_is_killed_with_child_processes(tmp_path: Path) -> None:
     with probes.start_probe(probes.Probe("worker python", [str(script)], "worker", 0.3)) as answer:
         assert answer().findings[0].value == "hangs"
     wait_for(lambda: not processes_below(tmp_path), "what it had started to go", 10)
+
+
+@pytest.mark.parametrize(
+    ("header", "value"),
+    [
+        ("Mon, 05 Jan 2026 12:00:00 GMT", "agrees"),
+        ("Mon, 05 Jan 2026 12:00:00 -0000", "agrees"),  # RFC 5322: UTC, of an unknown time zone
+        ("Mon, 05 Jan 2026 13:00:00", "+3600 s"),
+        ("Mon, 05 Jan 2026 12:00:00 +99999999999999999999", "unknown"),
+        ("yesterday", "unknown"),
+        (None, "unknown"),
+    ],
+)
+def test_service_clock_is_compared_by_any_date_header(header: str | None, value: str) -> None:
+    now = datetime(2026, 1, 5, 12, tzinfo=UTC)
+    assert network._check_clock_skew(header, now).value == value
+
+
+@pytest.mark.parametrize("reply", [ok_reply([]), ok_reply({}), (200, "application/json", b"{")])
+def test_json_of_another_program_is_a_failed_finding(tmp_path: Path, reply: Reply) -> None:
+    with serving(lambda *_: reply) as server:
+        (found,) = network.service(Settings(server.url, tmp_path))
+    assert (found.name, found.status, found.value) == ("service", "failed", "not Ratchet's")
 
 
 def test_failed_probe_whose_output_is_no_utf8_is_a_finding(tmp_path: Path) -> None:
