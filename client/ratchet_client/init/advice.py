@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -236,12 +237,13 @@ def _is_relative_path(where: Where) -> bool:
 
 def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
     """Yield serious notes on arguments that the script requires and the command lacks."""
-    flags = [word.partition("=")[0] for word in command.arguments if word.startswith("-")]
+    words = takewhile(lambda word: word != "--", command.arguments)
+    flags = [word.partition("=")[0] for word in words if word.startswith("-") and word != "-"]
     lacking = [
         option.flags[-1]
         for option in facts.options
         if option.required and option.flags[0].startswith("-")
-        and not any(flag.startswith(given) for flag in option.flags for given in flags)
+        and not any(_is_given(flag, given) for flag in option.flags for given in flags)
     ]  # fmt: skip
     if way != "task" and lacking:
         text = f"the script needs {', '.join(lacking)}, which is not among its arguments: add it after the script"
@@ -249,6 +251,11 @@ def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
     needed = [option.flags[0] for option in facts.options if option.required and not option.flags[0].startswith("-")]
     if way != "task" and needed and not command.arguments:
         yield Note("argument-missing", f"the script needs the argument {', '.join(needed)}", serious=True)
+
+
+def _is_given(flag: str, word: str) -> bool:
+    """Return True if argparse takes ``word`` for the option ``flag``: abbreviated, or with the value behind a short one."""
+    return flag.startswith(word) or (len(flag) == 2 and word.startswith(flag))
 
 
 def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[Note]:

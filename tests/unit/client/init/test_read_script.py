@@ -185,6 +185,29 @@ def test_init_notes_missing_modules_arguments_and_unsafe_calls() -> None:
     assert "argument-missing" not in look("train.py --data=x")[1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "lacking"),
+    [
+        ("--data=x -n 3", []),
+        ("--da x -n3", []),  # as argparse takes an abbreviation, and a value behind a short option
+        ("--epochs 3", ["--data", "-n"]),
+        ("more -- --data x -n 3", ["--data", "-n"]),  # behind -- there are no options
+        ("more --", ["--data", "-n"]),
+        ("- more", ["--data", "-n"]),
+    ],
+)
+def test_init_notes_required_options_that_the_command_lacks(arguments: str, lacking: list[str]) -> None:
+    write("""
+        import argparse
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--data", required=True)
+        parser.add_argument("-n", required=True)
+    """)
+    note = look(f"train.py {arguments}")[1].get("argument-missing")
+    assert note == (f"the script needs {', '.join(lacking)}, which is not among its arguments: add it after the script"
+                    if lacking else None)  # fmt: skip
+
+
 def test_init_of_script_in_subdirectory_suggests_code_option() -> None:
     write("import sibling", "pkg/train.py")
     write("", "pkg/sibling.py")
