@@ -146,5 +146,5 @@ def _decode_sort_value(key: str, raw: Any) -> Any:
     except (ValueError, OverflowError):
         at = None
     if at is None or at.tzinfo is None:
-        raise Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
+        raise pagination.unknown_cursor_error()
     return at

@@ -216,7 +216,7 @@ def _hex_parts(text: str) -> list[str]:
     (``bad-cursor``)."""
     parts = text.split(".")
     if not all(part and len(part) % 2 == 0 and set(part) <= set("0123456789abcdef") for part in parts):
-        raise Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
+        raise pagination.unknown_cursor_error()
     return parts
 
 

@@ -30,7 +30,7 @@ def decode(cursor: str | None, query: str, kinds: tuple[type, ...]) -> list[Any]
     Raise ``Refused`` for a cursor that does not fit."""
     if cursor is None:
         return None
-    wrong = Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
+    wrong = unknown_cursor_error()
     try:
         padded = cursor.encode("ascii") + b"=" * (-len(cursor) % 4)
         data = json.loads(base64.b64decode(padded, altchars=b"-_", validate=True))
@@ -46,6 +46,11 @@ def decode(cursor: str | None, query: str, kinds: tuple[type, ...]) -> list[Any]
         if type(value) is not kind or not _storable(value):
             raise wrong
     return data[1:]
+
+
+def unknown_cursor_error() -> Refused:
+    """Return the error for a cursor that this server cannot have issued; it is not raised."""
+    return Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
 
 
 def _storable(value: Any) -> bool:

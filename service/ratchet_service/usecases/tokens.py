@@ -103,9 +103,10 @@ def list_tokens(
     ordered = query.order_by(ApiToken.created_at.desc(), ApiToken.id.desc())
     if after is not None:
         last = session.get(ApiToken, after[0])
-        if last is not None:
-            position = sa.tuple_(sa.literal(last.created_at, ApiToken.created_at.type), last.id)
-            ordered = ordered.where(sa.tuple_(ApiToken.created_at, ApiToken.id) < position)
+        if last is None:
+            raise pagination.unknown_cursor_error()
+        position = sa.tuple_(sa.literal(last.created_at, ApiToken.created_at.type), last.id)
+        ordered = ordered.where(sa.tuple_(ApiToken.created_at, ApiToken.id) < position)
     rows: Sequence[ApiToken] = list(session.scalars(ordered.limit(limit + 1)))
     page = rows[:limit]
     following = pagination.encode(digest, [page[-1].id]) if len(rows) > limit else None

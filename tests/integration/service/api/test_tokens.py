@@ -15,6 +15,7 @@ from ratchet_contract.errors import Refused
 from ratchet_service.db.api_tokens import Principal
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Base
+from ratchet_service.usecases import pagination
 from ratchet_service.usecases import tokens as usecases
 from tests.support.team import Team, problem_status_and_code, team, token_required_service
 from tests.support.tokens import bearer
@@ -205,5 +206,6 @@ def test_token_list_is_paged_newest_first_and_limited_to_own_tokens(team: Team) 
     assert owners == {"ann", "bob", "eve", "root"}
     of_bob = team.root.get("/v1/tokens", params={"owner": "bob"}).json()["items"]
     assert [t["owner"] for t in of_bob] == ["bob"]
-    wrong = team.ann.get("/v1/tokens", params={"gone": "true", "cursor": "x"})
-    assert problem_status_and_code(wrong) == (400, "bad-cursor")
+    of_no_token = pagination.encode(pagination.query_digest(of="tokens", owner=None, gone=False), ["zzzzzzzz"])
+    for wrong in ({"gone": "true", "cursor": "x"}, {"cursor": of_no_token}):
+        assert problem_status_and_code(team.ann.get("/v1/tokens", params=wrong)) == (400, "bad-cursor")
