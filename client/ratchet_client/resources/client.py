@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.http.transport import Params, Transport
@@ -26,6 +26,7 @@ from ratchet_client.resources.tokens import Access
 from ratchet_contract.api import queue as api_queue
 from ratchet_contract.api import quotas as api_quotas
 from ratchet_contract.api import requests, views
+from ratchet_contract.spec.parse import problem_of, spec_error
 
 __all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
@@ -163,13 +164,17 @@ class RatchetClient(Following, Access):
         job = self.job_id(job)
         given: dict[str, Any] = {"from_step": from_step, "hook": hook, "on_hook_mismatch": on_hook_mismatch}
         if world is not None:
-            given["world"] = requests.WorldChange(ranks_per_node=world, nodes=nodes)
+            given["world"] = {"ranks_per_node": world, "nodes": nodes}
         if code is not None:
             named = {"path": str(Path(code).expanduser().absolute())}
             if include is None:
                 include = (self.view(job).spec.get("code") or {}).get("include", [])
             given["code"] = with_code(self._transport, {"code": {**named, "include": include}}, upload, note)["code"]
-        request = requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
+        try:
+            request = requests.ResumeRequest.model_validate({k: v for k, v in given.items() if v is not None})
+        except ValidationError as error:
+            faults = error.errors(include_url=False)
+            raise spec_error([problem_of(fault, requests.ResumeRequest) for fault in faults], given) from None
         return self._act(job, "resume", request)
 
     def cancel(self, job: str | Job) -> views.JobView:

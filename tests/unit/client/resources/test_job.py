@@ -124,3 +124,21 @@ def test_resume_refuses_nodes_without_world_and_include_without_code() -> None:
         client.resume("job", nodes=2)
     with pytest.raises(ValueError, match="include requires code"):
         client.resume("job", include=["data"])
+
+
+@pytest.mark.parametrize(
+    ("change", "pointer"),
+    [
+        ({"on_hook_mismatch": "rest"}, "/on_hook_mismatch"),
+        ({"world": 0}, "/world/ranks_per_node"),
+        ({"world": 2, "nodes": 0}, "/world/nodes"),
+        ({"from_step": -1}, "/from_step"),
+        ({"hook": ["powerSGD"]}, "/hook"),
+    ],
+)
+def test_resume_with_an_invalid_change_raises_spec_error_that_names_the_field(
+    change: dict[str, Any], pointer: str
+) -> None:
+    with pytest.raises(SpecError, match=f"^{pointer}: ") as caught:
+        RatchetClient("http://127.0.0.1:1").resume(ID, **change)
+    assert [problem.pointer for problem in caught.value.errors] == [pointer]
