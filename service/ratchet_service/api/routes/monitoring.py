@@ -89,8 +89,8 @@ def get_events(
     accept: Annotated[str | None, Header()] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | Page[EventView]:
-    """The job's events, oldest first: a page (JSON), or a stream of events. The stream ends with `event: end` when the job has
-    ended. A request with `Last-Event-ID` gets the stream of the events after that one."""
+    """The job's events, oldest first: a page (JSON), or with `follow=true` or `Accept: text/event-stream` a stream of events. The
+    stream begins after the event that `Last-Event-ID` names, and ends with `event: end` when the job has ended."""
     if (
         dependencies.negotiate_media_type(
             accept, [dependencies.EVENTS] if follow else [dependencies.JSON, dependencies.EVENTS]
