@@ -234,7 +234,9 @@ GOOD_TENSORS, GOOD = encode({"t": torch.arange(4.0), "r": np.random.RandomState(
         {"dict": [["a", 1], ["a", 2]]}, {"RandomState": {"dict": []}}, {"array": {"name": "t", "dtype": "O", "shape": [4]}}, 1.5,
         {"tensor": {"storage": "t", "dtype": "float32", "offset": 3, "shape": [4], "stride": [1], "bits": [False, False]}},
         {"tensor": {"name": "t", "stride": [1, 2]}}, {"scalar": ["<f8", "00"]}, {"scalar": ["<U2", "61000000"]},
-        {"nan": []}, {"dict": [[[], 1]]},
+        {"nan": []}, {"dict": [[[], 1]]}, {"float": 3}, {"float": "0x1p99999"}, {"complex": [1, 2]}, {"deque": [10**30, []]},
+        {"scalar": ["00000040", "00"]}, {"list": 1}, {"defaultdict": ["list", 1]},
+        {"RandomState": {"dict": [["bit_generator", "MT19937"], ["state", {"dict": [["key", 10**30], ["pos", 10**30]]}]]}},
     ],
     ids=str,
 )  # fmt: skip
