@@ -1,6 +1,6 @@
-"""PowerSGD's state by parameter name: tensors ``residual/<parameter>``, ``p/<parameter>`` and ``q/<parameter>``, cut out of
-torch's flat bucket tensors and copied into any layout. The rest of ``PowerSGDState.__getstate__()`` is JSON, and tensors
-``state/<path>``."""
+"""Cuts torch's flat bucket tensors of PowerSGD into one tensor per parameter, and copies these into any layout. The callers in
+``powersgd`` and ``batched`` name them: ``residual/<parameter>``, ``p/<parameter>``, ``q/<parameter>``. The rest of
+``PowerSGDState.__getstate__()`` is JSON, and tensors ``state/<path>``."""
 
 from __future__ import annotations
 
