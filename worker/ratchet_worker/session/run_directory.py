@@ -14,14 +14,17 @@ import json
 import os
 import secrets
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths, NodePaths
 from ratchet_contract.protocol.lineage import lineage
-from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.protocol.messages import LaunchFile, Metrics
 from ratchet_contract.spec.checkpoint import BestSpec, CheckpointSpec
 from ratchet_store.format.manifest_file import checkpoint_dirs, read_manifest
 from ratchet_store.read.run_directory import RunDirectory
@@ -134,17 +137,17 @@ class StandaloneDirectory:
                 # At its base's step an attempt may log a value for the base; a newer attempt's value replaces an older one's.
                 at = (step, attempt) if (step, attempt) in found else (base.step, base.attempt)
                 if at in found and at[0] == step and best.metric in logged:
-                    values[step, at[1] or 0] = float(logged[best.metric])
+                    values[step, at[1] or 0] = logged[best.metric]
         return values
 
-    def _logged_metrics(self, attempt: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield (step, metrics by name) for each metrics message of rank 0 in ``attempt``; nothing without a spool."""
+    def _logged_metrics(self, attempt: int) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yield (step, metrics by name) for each undamaged metrics message of rank 0 in ``attempt``; nothing without a spool."""
         spool = self.paths.attempt(attempt).spool(0)
         if not spool.exists():
             return
         with spool.open("rb") as lines:
             for line in lines:
                 if b'"metrics"' in line and line.endswith(b"\n"):
-                    message = json.loads(line)
-                    if message["kind"] == "metrics":
-                        yield message["step"], message["values"]
+                    with suppress(ValidationError):  # a line of another kind, or one that a power loss has damaged
+                        message = Metrics.model_validate_json(line)
+                        yield message.step, message.values

@@ -63,6 +63,8 @@ def test_run_directory_numbers_starts_as_attempts_and_applies_retention(root: Pa
     make_checkpoint(directory.paths.checkpoints, 25, 1, job_id="job-2")
     (directory.paths.checkpoints / "step-000000000025.a0001").rename(directory.paths.checkpoints / "step-000000000025")
     (directory.paths.checkpoints / "notes.txt").write_text("mine")
+    with directory.paths.attempt(1).spool(0).open("ab") as spool:  # as a power loss leaves them
+        spool.write(b'{"kind":"metrics","rank":0,\0\0\0\n' + b'{"kind":"metrics","rank":0}\n')
     half = directory.paths.checkpoint(35, 1)
     half.mkdir()
 
