@@ -30,6 +30,7 @@ _PARAMETER_SHAPED: Final = frozenset(
 )
 """Optimizer state of torch that has the parameter's shape; ``load_state_dict`` does not check shapes."""
 _MAX_NAMES: Final = 3
+_WRONG_PATHS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 @dataclass
@@ -64,14 +65,14 @@ def load(launch: LaunchFile, module: nn.Module) -> Imported:
 
 def read(file: Path, name: str) -> Mapping[str, Any]:
     """Return the content of ``file``, without running code from it. The ending of ``name`` decides the format. Raises
-    ``UserError`` for a bad file."""
+    ``UserError`` for a bad or missing file, ``OSError`` if the disk fails, as a shared one may for a while."""
     if name.endswith(".safetensors"):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         try:
             return load_file(file)
-        except (SafetensorError, ValueError, OSError) as error:
+        except (SafetensorError, ValueError, *_WRONG_PATHS) as error:
             raise _import_error("import-unreadable", f"{name} is not a complete safetensors file: {error}") from error
     try:
         # With weights_only=True, torch.load builds tensors, plain values and objects of these classes, and calls nothing else
@@ -85,7 +86,7 @@ def read(file: Path, name: str) -> Mapping[str, Any]:
             "save a file for torch.load "
             "with weights_only=True, torch.save(model.state_dict(), ...), or safetensors",
         ) from error
-    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (RuntimeError, EOFError, ValueError, KeyError, TypeError, AttributeError, *_WRONG_PATHS) as error:
         raise _import_error(
             "import-unreadable", f"{name} is not a complete PyTorch checkpoint: {_first_line(error)}"
         ) from error

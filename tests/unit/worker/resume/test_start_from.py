@@ -115,6 +115,16 @@ def test_start_from_truncated_file_is_refused(tmp_path: Path) -> None:
             assert caught.value.code in ("import-unreadable", "import-refused")
 
 
+@pytest.mark.parametrize("name", ["m.pt", "m.safetensors"])
+def test_start_from_file_that_the_disk_does_not_deliver_is_no_users_error(name: str) -> None:
+    """Linux refuses to deliver the first bytes of this file (EIO), or to map it; a missing one is the user's error."""
+    with pytest.raises(OSError, match=r"Input/output error|\(os error"):
+        read(Path("/proc/self/mem"), name)
+    with pytest.raises(UserError) as caught:
+        read(Path("/proc/self/missing"), name)
+    assert caught.value.code == "import-unreadable"
+
+
 def test_start_from_mismatched_model_is_refused_by_key() -> None:
     state = dict(_net(1).state_dict())
     assert "lacks 'norm.weight'" in _refusal({k: v for k, v in state.items() if k != "norm.weight"})
