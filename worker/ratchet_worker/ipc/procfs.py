@@ -138,13 +138,14 @@ class OomWatch:
         """True if the kernel has killed a process for lack of memory since the previous call (at first: since the creation), or a
         call less than ``seconds`` ago found that."""
         count, now = self._count(), time.monotonic()
-        if count > self._last:
-            self._grew_at = now
-        self._last = count
+        if count is not None:
+            if self._last is not None and count > self._last:
+                self._grew_at = now
+            self._last = count
         return self._grew_at is not None and now - self._grew_at < seconds
 
-    def _count(self) -> int:
-        """Return the current count; 0 if it cannot be read."""
+    def _count(self) -> int | None:
+        """Return the current count; None if it cannot be read."""
         try:
             for line in self._source.read_text().splitlines():
                 name, _, value = line.partition(" ")
@@ -152,7 +153,7 @@ class OomWatch:
                     return int(value)
         except (OSError, ValueError):
             pass
-        return 0
+        return None
 
 
 def _oom_source() -> Path:
