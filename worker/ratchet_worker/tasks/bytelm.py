@@ -136,9 +136,10 @@ class ByteLMTask:
         batch_is: BatchIs = "per_rank",
         evaluate_every: int | None = None,
     ) -> None:
-        if min(steps, context, width, layers, heads, grams) < 1 or width % heads:
+        if min(steps, context, width, layers, heads, grams, train_bytes, held_back_bytes) < 1 or width % heads:
             raise UserError(
-                "bytelm: steps, context, width, layers, heads and grams are at least 1, and heads divides width"
+                "bytelm: steps, context, width, layers, heads, grams, train_bytes and held_back_bytes are at least 1, and heads "
+                "divides width"
             )
         self.steps, self.batch_size, self.batch_is, self.context = steps, batch_size, batch_is, context
         self.width, self.layers, self.heads, self.grams, self.dropout = width, layers, heads, grams, dropout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -104,6 +105,13 @@ def test_corpus_excludes_secrets_and_splits_files_deterministically(tmp_path: Pa
 def test_corpus_without_python_sources_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no Python source files"):
         load_corpus(1000, 1000, tmp_path)
+
+
+@pytest.mark.parametrize("cap", ["train_bytes", "held_back_bytes"])
+def test_bytelm_without_bytes_is_refused(cap: str) -> None:
+    options: dict[str, Any] = {cap: 0}
+    with pytest.raises(UserError, match="train_bytes and held_back_bytes are at least 1"):
+        ByteLMTask(**options).build(context())
 
 
 def test_order_two_model_is_witten_bell() -> None:
