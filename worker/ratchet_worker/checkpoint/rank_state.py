@@ -311,8 +311,8 @@ class JobState:
         self, own: Snapshot, old: Sequence[Snapshot], seed: int, transfer: StateTransfer
     ) -> list[ComponentReport]:
         """Restore, as far as possible, what a group of ``len(old)`` ranks has saved; return the reports. ``own``: the state of
-        the old rank whose private state this rank takes; ``old``: data and hook of all old ranks. Generators are seeded from
-        ``seed`` and the rank. Raises as ``restore``."""
+        the old rank whose private state this rank takes; ``old``: data and hook of all old ranks. Of the generators, only the
+        process's own (torch, numpy, ``random``) are seeded, from ``seed`` and the rank. Raises as ``restore``."""
         reason = f"the group had {pluralize(len(old), 'rank')}; this is the state of one of them"
         reports = self._restore_common(own, "redistributed", reason, transfer)
         if self.data is not None and "data" in own.state:

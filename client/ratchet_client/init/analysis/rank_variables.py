@@ -118,8 +118,8 @@ class RankVariables:
         return False
 
     def needs_session(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
-        """Return True if ``statement`` must use attributes of the Session, for a device or a rank. ``gone``: nodes that the patch
-        removes."""
+        """Return True if the Session must exist before ``statement``: it chooses the rank's device, or is a plain assignment from
+        RANK, LOCAL_RANK or WORLD_SIZE that is read outside of ``gone``, the nodes that the patch removes."""
         if self.device(statement) is not None:
             return True
         reads = {id(read) for read, _ in self.reads() if self.is_whole(read)}
