@@ -170,8 +170,8 @@ class _Mended:
         return any(places) or len(self.uncertain_keys) > known
 
     def _blank_arguments(self, locations: Sequence[tuple[str | int, ...]]) -> bool:
-        """Replace the script's arguments at ``locations`` by empty texts and return True. If a location is the script's file, or the
-        script as a whole, or none is in the script, return False."""
+        """Replace the script's arguments at ``locations`` by empty texts and return True. If a location is the script's file, or
+        the script as a whole, or none is in the script, return False."""
         wrong = [loc[1:] for loc in locations if loc[:1] == ("script",)]
         arguments = (
             [index for (index, *rest) in wrong if isinstance(index, int) and index > 0 and not rest]

@@ -325,8 +325,8 @@ class _Run:
     # --- stops ---------------------------------------------------------------------------------------------------------
 
     def _listen(self, seconds: float) -> StopRequests:
-        """Wait at most ``seconds`` for a signal; return the stop that signals have requested so far, if any. A second interrupt may
-        end the process."""
+        """Wait at most ``seconds`` for a signal; return the stop that signals have requested so far, if any. A second interrupt
+        may end the process."""
         before = self._listener.interrupt_count
         cause, requests = self._listener.wait(seconds)
         if before == 0 < self._listener.interrupt_count and self._place.identity.rank == 0:

@@ -115,9 +115,10 @@ async def export_checkpoint(
         ),
     ] = "safetensors",
 ) -> Response:
-    """The checkpoint as files for other programs. safetensors and dcp: if the ranks' replicas differ, the model is their mean, and
-    buffers are rank 0's. torch: each rank's file has the rank's own model. The files are made with the job's own interpreter if the job runs on the service's machine, else with the service's. The
-    response begins when they are complete, which takes as long as reading and writing the files takes."""
+    """The checkpoint as files for other programs. safetensors and dcp: if the ranks' replicas differ, the model is their mean,
+    and buffers are rank 0's. torch: each rank's file has the rank's own model. The files are made with the job's own
+    interpreter if the job runs on the service's machine, else with the service's. The response begins when they are complete,
+    which takes as long as reading and writing the files takes."""
     async with disconnect_event(request) as disconnect:
         exported = await run_in_threadpool(service.exporter.export, job_id, checkpoint_id, format, disconnect.is_set)
     headers = {
