@@ -7,6 +7,7 @@ from __future__ import annotations
 import codecs
 import errno
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -26,6 +27,12 @@ _MAX_STARS: Final = 3
 """Within one part of a pattern: with more stars, matching one name may take minutes."""
 _MAX_NAMES: Final = 100_000
 """Examined for one snapshot: names in a directory that is ignored as a whole do not count, files ignored one by one do."""
+_CLASSES: Final = {
+    "alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "blank": " \t", "cntrl": "\x01-\x1f\x7f", "digit": "0-9", "graph": '"-.0-~!',
+    "lower": "a-z", "print": " -.0-~", "punct": '"-.:-@[-`{-~!', "space": " \t\r", "upper": "A-Z",
+    "xdigit": "0-9A-Fa-f",
+}  # fmt: skip
+"""The ASCII characters of each class in git. None begins with a !, which would negate the bracket, or contains a slash."""
 
 
 Allowed = Callable[[Path], bool]
@@ -195,7 +202,16 @@ def _read_patterns(path: Path) -> list[str]:
                 f"{str(path)!r}, line {number}: {line!r} has more than {_MAX_STARS} stars in a part, or ** in all, and may take "
                 "minutes to be compared: write it with fewer, or remove it",
             )
-    return [line for line in lines if _is_valid(line)]  # git ignores invalid ones too
+    return [line for line in map(_with_ranges, lines) if _is_valid(line)]  # git ignores invalid ones too
+
+
+def _with_ranges(pattern: str) -> str:
+    """Return the pattern with each class of characters, like ``[:digit:]``, as ranges, since pathspec knows only these."""
+
+    def expand(bracket: re.Match[str]) -> str:
+        return re.sub(r"\[:([a-z]+):\]", lambda name: _CLASSES.get(name[1], name[0]), bracket[0])
+
+    return re.sub(r"(?<=(?<!\\)\[)[!^]?(?:[^][\\]|\[:[a-z]+:\])+(?=\])", expand, pattern)
 
 
 def _is_valid(pattern: str) -> bool:

@@ -116,6 +116,25 @@ def test_gitignore_holds_as_in_git(tmp_path: Path) -> None:
 
 
 @GIT
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        *(f"x[[:{name}:]]" for name in ("alnum", "alpha", "blank", "cntrl", "digit", "graph", "lower", "print", "punct")),
+        "x[[:space:]]", "x[[:upper:]]", "x[[:xdigit:]]", "x[^[:alpha:]]", "x[![:digit:]_]", "x[_[:lower:][:digit:]]",
+        "x[:alpha:]", "x\\[[:alpha:]]",
+    ],
+)  # fmt: skip
+def test_character_classes_of_ignore_patterns_match_as_in_git(tmp_path: Path, pattern: str) -> None:
+    root = project(tmp_path / "code", gitignore=f"{pattern}\n")
+    for character in ["", *map(chr, range(1, 127))]:
+        if character not in "/\r\n":
+            (root / f"x{character}").write_text("")
+    (root / "x[a]").write_text("")
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    assert {entry.path for entry in choose(root).entries} == by_git(root)
+
+
+@GIT
 @pytest.mark.parametrize("text", ["\ufefftrain.py\nbuild\n", "\ufeff!train.py\r\nbuild", "\ufeff\ufefftrain.py\n"])
 def test_byte_order_mark_at_the_start_of_an_ignore_file_is_skipped_as_in_git(tmp_path: Path, text: str) -> None:
     root = project(tmp_path / "code", gitignore=text)
