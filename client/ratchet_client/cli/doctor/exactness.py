@@ -193,10 +193,10 @@ def _run(
 def _wait_until_ended(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], report_progress: Progress
 ) -> dict[str, JobView]:
-    """Block until all jobs of ``proofs`` have ended, or for ``TIMEOUT_SECONDS``, and return the jobs as last read, by id.
+    """Block until all jobs of ``proofs`` have ended, or none has for ``TIMEOUT_SECONDS``; return the jobs as last read, by id.
     Meanwhile kill a rank of each job ``killed`` once and set ``struck``, unless the moment is missed."""
     ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
-    end, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0.0, ""
+    end, ended, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0, 0.0, ""
     jobs: dict[str, JobView] = {}
     while time.monotonic() < end:
         for proof in proofs:
@@ -204,7 +204,9 @@ def _wait_until_ended(
                 proof.struck = _kill_rank(paths, proof)
         if time.monotonic() - asked >= _STATUS_POLL_SECONDS:
             jobs = {job.id: job for job in client.jobs() if job.id in ids}
-            ended = sum(job.phase.terminal for job in jobs.values())
+            before, ended = ended, sum(job.phase.terminal for job in jobs.values())
+            if ended > before:
+                end = time.monotonic() + TIMEOUT_SECONDS
             if ended == len(ids):
                 break
             struck = sum(proof.struck for proof in proofs)
@@ -255,7 +257,7 @@ def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> 
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
     for job in unfinished:
         role = "killed" if job.id == proof.killed else "undisturbed"
-        why = job.message or job.reason or f"did not end within {TIMEOUT_SECONDS:g} s"
+        why = job.message or job.reason or f"no job has ended for {TIMEOUT_SECONDS:g} s"
         bad(f"the {role} job is {job.phase} at step {job.progress.step}: {why}")
     if unfinished:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import subprocess
@@ -11,18 +12,23 @@ import threading
 import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 from pydantic import ValidationError
 
 from ratchet_client.cli import doctor
-from ratchet_client.cli.doctor import disk, network, probes
+from ratchet_client.cli.doctor import disk, exactness, network, probes
 from ratchet_client.cli.doctor.disk import file_system
 from ratchet_client.cli.doctor.machine import CgroupLimits, cgroup_limits, cores, shared_memory
+from ratchet_client.cli.doctor.progress import Progress
 from ratchet_client.cli.shared.options import Settings
 from ratchet_contract.doctor.findings import Finding, not_checked, ok, warning
 from ratchet_contract.doctor.installed_packages import release_tuple, required_packages, satisfies
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import JobPhase
 from ratchet_hooks.specs.registry import HOOKS
 from ratchet_hooks.torch_versions import OLDEST, TESTED, untested
 from ratchet_worker.doctor.gpus import findings_without_torch, query_smi
@@ -30,6 +36,7 @@ from tests.support.scripted_server import Reply, serving
 from tests.support.scripted_server import ok as ok_reply
 from tests.support.server import processes_below, wait_for
 
+RUNNING, SUCCEEDED = JobPhase.RUNNING, JobPhase.SUCCEEDED
 MOUNTS = r"""22 1 254:0 / / rw,relatime - ext4 /dev/vda rw
 30 22 0:50 / /data rw - nfs4 server:/export rw
 31 30 0:51 / /data/fast\040disk rw - xfs /dev/nvme0 rw
@@ -234,6 +241,23 @@ def test_exactness_without_hook_option_proves_every_hook_that_needs_no_code_of_t
     assert set(doctor._checked_hooks([])) == HOOKS.keys() - {"custom"}
     with pytest.raises(typer.BadParameter, match="--hook custom: available are allreduce, "):
         doctor._checked_hooks(["custom"])
+
+
+def test_exactness_waits_as_long_as_jobs_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The client is a stand-in for a slow machine: one more job ends at each poll, and together they exceed the time limit."""
+    proofs = [exactness.Proof(name, "cpu", "here", 2, f"{name}-a", f"{name}-b", struck=True) for name in ("one", "two")]
+    ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
+    looks = itertools.count()
+
+    def jobs() -> list[SimpleNamespace]:
+        ended = next(looks)
+        return [SimpleNamespace(id=job, phase=SUCCEEDED if i < ended else RUNNING) for i, job in enumerate(ids)]
+
+    monkeypatch.setattr(exactness, "TIMEOUT_SECONDS", 0.8)
+    client: Any = SimpleNamespace(jobs=jobs)
+    with Progress() as progress:
+        found = exactness._wait_until_ended(client, HomePaths(tmp_path), proofs, progress)
+    assert [found[job].phase for job in ids] == [SUCCEEDED] * 4
 
 
 def test_doctor_warns_about_a_network_file_system_only_if_the_database_is_sqlite(
