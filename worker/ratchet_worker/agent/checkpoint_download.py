@@ -131,12 +131,10 @@ class _Work(threading.Thread):
         recorded = self._launch.recorded
         if recorded is not None and (local is None or local < (recorded.step, recorded.attempt or 0)):
             return False
-        what = (
-            "nothing was committed yet"
-            if local is None
-            else f"{checkpoint_dir_name(*local)} of this disk is the newest one"
+        newer = "" if local is None else f" newer than {checkpoint_dir_name(*local)} of this disk"
+        self.notes.append(
+            f"the object store could not be queried ({self.reason}); the service has recorded no checkpoint{newer}"
         )
-        self.notes.append(f"the object store could not be queried ({self.reason}); according to the service, {what}")
         return True
 
     def _record_result(self, result: FetchResult, local: tuple[int, int] | None) -> None:

@@ -199,7 +199,7 @@ def test_attempt_starts_from_the_recorded_local_checkpoint_while_the_object_stor
     wait_for(lambda: second.fetch_notes_file.exists() or second.result_file.exists(), "the store to be given up", 30)
     assert second.fetch_notes_file.exists(), attempts.end(second)
     (note,) = json.loads(second.fetch_notes_file.read_text())
-    assert "could not be queried" in note and "step-000000000020.a0001 of this disk is the newest one" in note
+    assert "could not be queried" in note and "no checkpoint newer than step-000000000020.a0001 of this disk" in note
     s3.fault = None
     result = attempts.end(second)
     assert (result.cause, result.base) == ("completed", known["recorded"])

@@ -21,7 +21,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.parse import parse_spec
 from ratchet_store.object_store import download
-from ratchet_store.object_store.client import ObjectStore, Patience, open_store
+from ratchet_store.object_store.client import REMOTE, ObjectStore, Patience, open_store
 from ratchet_store.object_store.remote_checkpoints import RemoteCheckpoints
 from ratchet_store.object_store.upload import Mirror, Step, Uploaded
 from ratchet_store.retention.delete import delete
@@ -190,6 +190,22 @@ def test_download_failure_of_any_kind_ends_with_checkpoint_error(
         checkpoint_download.download_checkpoint(launch, HomePaths(tmp_path).job(JOB).attempt(1), soon, Told())  # type: ignore[arg-type]
     assert caught.value.conclusion.cause == "checkpoint-error"
     assert "Panic: in a thread" in str(caught.value.conclusion.message)
+
+
+@pytest.mark.parametrize("step", [None, 10])
+def test_note_on_unreachable_store_says_only_what_the_service_has_recorded(
+    step: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> RemoteCheckpoints:
+        raise CheckpointError("it does not answer", code=REMOTE)
+
+    monkeypatch.setattr(checkpoint_download, "open_job_checkpoints", unreachable)
+    bases = make_chain(HomePaths(tmp_path).job(JOB).checkpoints, 10, 20)
+    recorded = next((one.base for one in bases if one.base.step == step), None)
+    launch = launch_in(tmp_path, lineage=[Segment(attempt=1, after_step=0)], recorded=recorded)
+    told = Told()
+    checkpoint_download.download_checkpoint(launch, HomePaths(tmp_path).job(JOB).attempt(1), soon, told)  # type: ignore[arg-type]
+    assert "the service has recorded no checkpoint newer than step-000000000020.a0001 of this disk" in told.rows[-1]
 
 
 @pytest.mark.parametrize("url", ["http://user:its-password@127.0.0.1:9", "http://user:its-password@127.0.0.1:9:no"])
