@@ -19,6 +19,7 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 WRITTEN, REMOVED, LOST, LOGS, ENDED = "written", "removed", "lost", "logs", "ended"
 _UNKNOWN: Final = object()
+_SPARE_LINES: Final = 100
 _WORKDIR_PLACEHOLDER: Final = "{workdir}"
 
 
@@ -29,6 +30,7 @@ class CheckpointFiles:
     def __init__(self, journal: Path, step: Callable[[], int]) -> None:
         self._journal, self._step = journal, step
         self._entries: list[dict[str, Any]] = []
+        self._lines = 0  # of the journal, which keeps entries that are done until it is rewritten
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
@@ -59,7 +61,7 @@ class CheckpointFiles:
                 left.append({**entry, "kind": LOST})
         self._entries = left[::-1]
         if left or self._journal.exists():
-            write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
+            self._write()
 
     def versions(self, found: list[Any]) -> list[Any]:
         """Return the recorded versions in the loggers' directory names, else record and return ``found``. Call it after
@@ -86,10 +88,17 @@ class CheckpointFiles:
 
     def finalize(self, step: int) -> None:
         """Delete the files that steps up to ``step`` have hidden, or that were moved aside for them."""
-        done = [entry for entry in self._entries if entry["kind"] in (REMOVED, LOST) and entry["step"] <= step]
-        for entry in done:
-            _delete(_aside_path(entry))
-            self._entries.remove(entry)
+        left, deleted = [], set[str]()
+        for entry in reversed(self._entries):
+            if entry["kind"] in (REMOVED, LOST) and entry["step"] <= step:
+                _delete(_aside_path(entry))
+                if entry["kind"] == REMOVED:
+                    deleted.add(entry["path"])
+            elif entry["kind"] != WRITTEN or entry["path"] not in deleted:
+                left.append(entry)
+        self._entries = left[::-1]
+        if self._lines > 2 * len(left) + _SPARE_LINES:
+            self._write()
 
     def record_end(self) -> None:
         """Record that the training has ended: the final checkpoint, and all files, exist."""
@@ -100,6 +109,11 @@ class CheckpointFiles:
         text = self._journal.read_text() if self._journal.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
+    def _write(self) -> None:
+        """Replace the journal by one that has only the present entries, durably and atomically."""
+        write_atomic(self._journal, "".join(map(_line, self._entries)).encode(), durable=True)
+        self._lines = len(self._entries)
+
     def _add(self, entry: dict[str, Any]) -> None:
         """Append an entry to the journal, durably."""
         self._entries.append(entry)
@@ -107,6 +121,7 @@ class CheckpointFiles:
             journal.write(_line(entry))
             journal.flush()
             os.fsync(journal.fileno())
+        self._lines += 1
 
 
 def _line(entry: dict[str, Any]) -> str:

@@ -84,6 +84,18 @@ def test_lightning_files_of_ended_training_stay_when_restarted(tmp_path: Path) -
     assert again.seen() == ["3.ckpt", "4.ckpt"] and again.files.versions([1]) == [1]
 
 
+def test_lightning_journal_stays_short_if_each_step_writes_and_deletes_a_file(tmp_path: Path) -> None:
+    training = Training(tmp_path, 0)
+    for step in range(1, 401):
+        training.train(step, saved=step)
+    assert len((tmp_path / "journal.jsonl").read_text().splitlines()) < 250  # of 798
+    assert len(training.files._entries) < 10
+    training.train(403, saved=400)
+    again = Training(tmp_path, 401)
+    assert again.seen() == ["400.ckpt", "401.ckpt"]
+    assert Training(tmp_path, 399).seen() == []  # 398 and 399 are gone for good
+
+
 def test_lightning_journal_torn_line_is_skipped(tmp_path: Path) -> None:
     training = Training(tmp_path, 0)
     training.train(2)
