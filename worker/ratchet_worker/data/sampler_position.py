@@ -252,8 +252,7 @@ class SamplerPosition(LoaderPosition):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a recorded position, to which ``reach`` moves. Raises ``ValueError`` for another kind of state or another number
         of workers."""
-        if state.get("kind") != self._kind:
-            raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is {self._kind!r}")
+        self.check_kind(state)
         if self._workers is not None or state["workers"] is not None:
             self._load_workers(state["workers"])
         self.epoch, self.position, self._recorded = state["epoch"], state["position"], state
@@ -262,6 +261,11 @@ class SamplerPosition(LoaderPosition):
         if "before" in state:
             self._before, self._reload_ahead = generator_positions.Point.from_state(state["before"]), True
         self._compare_length(state)
+
+    def check_kind(self, state: dict[str, Any]) -> None:
+        """Raise ``ValueError`` unless ``state`` was recorded for this kind of data."""
+        if state.get("kind") != self._kind:
+            raise ValueError(f"the data position was recorded for {state.get('kind')!r}, this is {self._kind!r}")
 
     def restart_epoch(self, state: dict[str, Any]) -> bool:
         """Move to the beginning of the epoch in ``state``. Returns True if batches of that epoch had been taken."""

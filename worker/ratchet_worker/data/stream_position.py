@@ -26,17 +26,18 @@ class StreamPosition(LoaderPosition):
 
     @property
     def epoch(self) -> int:
-        """The number of completed epochs, which is the number of the current epoch, from 0."""
+        """The number of the current epoch, from 0."""
         return self.stream.epoch
 
     @property
     def position(self) -> int:
-        """Number of batches of the epoch that were handed out. A batch that was read ahead does not count."""
+        """Number of batches of the epoch that were handed out. A batch that was read ahead does not count. After
+        ``load_state_dict``, valid once ``reach`` has run."""
         return self.stream.position - len(self._ahead)
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None if a resume repeats every batch exactly."""
+        """A sentence for the resume report that says why a resume is not exact; None if no reason is known."""
         return (
             self.stream.inexact_reason
             or (self.numbering_problem if self._resumed_within_epoch else None)
@@ -62,7 +63,8 @@ class StreamPosition(LoaderPosition):
         self._source = iter(self.stream)
 
     def has_more(self) -> bool:
-        """True if the epoch has another batch, which is read ahead. If there is none, the epoch has ended."""
+        """True if the pass that ``begin`` or ``reach`` has begun has another batch, which is read ahead. At the end of the pass,
+        the epoch has ended."""
         if not self._ahead:
             self._ahead = list(islice(self._source, 1))
         return bool(self._ahead)
@@ -81,8 +83,8 @@ class StreamPosition(LoaderPosition):
             self.stream.epoch += 1
 
     def reach(self) -> None:
-        """Move to the recorded position by reading batches again. If they differ, ``inexact_reason`` says so. Raises
-        ``ValueError`` if the stream ends too early."""
+        """Move to the recorded position; within an epoch, by reading batches again. If a difference is found, ``inexact_reason``
+        says so. Raises ``ValueError`` if the stream ends too early."""
         self.stream.reach()
         if not self.stream.position:
             return
@@ -110,17 +112,22 @@ class StreamPosition(LoaderPosition):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a recorded position; the caller then calls ``reach`` to move to it. Raises ``ValueError`` for another kind of
         state."""
-        if "ahead" not in state:
-            raise ValueError(
-                f"the data position was recorded for {state.get('kind')!r}, this is a loader that is read ahead"
-            )
+        self.check_kind(state)
         own = ("ahead", "numbers", "length")
         self.stream.load_state_dict({name: value for name, value in state.items() if name not in own})
         self._compare_length(state)
         self._ahead, self._ahead_recorded = [], bool(state["ahead"]) and self.stream.position > 0
         self.numbering_problem, self._resumed_within_epoch = state["numbers"], False
 
+    def check_kind(self, state: dict[str, Any]) -> None:
+        """Raise ``ValueError`` unless ``state`` was recorded for this kind of data."""
+        if state.get("kind") != "stream" or "ahead" not in state:
+            raise ValueError(
+                f"the data position was recorded for {state.get('kind')!r}, this is a loader that is read ahead"
+            )
+
     def restart_epoch(self, state: dict[str, Any]) -> bool:
-        """Move to the beginning of the epoch in ``state``. Returns True if batches of that epoch had been read."""
+        """Make the epoch in ``state`` the current one; the position must be 0. Returns True if batches of that epoch had been
+        read."""
         self.stream.epoch = state["epoch"]
         return bool(state.get("taken"))
