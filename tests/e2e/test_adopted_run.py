@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
+from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_service.job_files.delete_job import sweep_deleted
 from ratchet_store.read.compare import compare, render
 from tests.support.cli import Cli
 from tests.support.fork_server import RANKS
@@ -63,6 +65,25 @@ def train():
 if __name__ == "__main__":
     train()
 """
+ADOPTING = """
+import json, sys, time
+from contextlib import ExitStack
+from pathlib import Path
+
+from ratchet_contract.paths import HomePaths
+from ratchet_service.launchers.registry import load
+from ratchet_service.scheduling.machine import Machine
+from ratchet_service.submission.local_submission import LocalSubmission
+from ratchet_service.usecases import adopt_run
+
+homes = HomePaths(Path(sys.argv[1]))
+ports = LocalSubmission(homes, Machine((), 2), load(homes, None))
+with ExitStack() as until_stored:
+    adopt_run.prepare(json.loads(sys.argv[2]), sys.argv[3], ports, homes, until_stored)
+    print("copied", flush=True)
+    time.sleep(600)
+"""
+"""An adoption whose job is not stored yet."""
 POWER = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 4}
 LOCAL = {"name": "post_localSGD", "start_localSGD_iter": 6, "model_averaging_period": 3}
 CASES = [(2, POWER)]
@@ -188,6 +209,24 @@ def test_adopt_that_does_not_match_the_run_is_refused(server: Server, tmp_path: 
     with (run / "agent.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=4).errors
+
+
+def test_copy_for_a_job_that_was_never_stored_is_deleted_at_the_next_start(server: Server, tmp_path: Path) -> None:
+    project = _project(tmp_path / "project", POWER)
+    assert _train(project, kill="0 17").returncode != 0
+    spec = json.dumps(_spec(project, 1, POWER))
+    argv = [sys.executable, "-c", ADOPTING, str(server.home), spec, str(project / "ratchet-checkpoints")]
+    before = set(server.paths.jobs.glob("*"))
+    database = Database(sqlite_url(server.paths.database))
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as adopting:
+        try:
+            assert adopting.stdout is not None and adopting.stdout.readline() == "copied\n"
+            (job,) = {*server.paths.jobs.iterdir()} - before
+            assert sweep_deleted(database, server.paths) == [] and (job / "adopted").is_dir()
+        finally:
+            adopting.kill()
+    assert sweep_deleted(database, server.paths) == [job.name] and not job.exists()
+    database.dispose()
 
 
 def test_adopt_of_an_ended_run_is_refused_unless_more_steps_may_follow(server: Server, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 import fcntl
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from pydantic import BaseModel
@@ -26,6 +27,7 @@ from ratchet_service.db.queries import find_job_for_update, require_match, waiti
 from ratchet_service.db.transitions import check_transition
 from ratchet_service.isolation.file_access import as_owner, open_read, replace_file
 from ratchet_service.job_files import kept_outputs
+from ratchet_service.launchers.attempt_files import lock_is_held
 from ratchet_service.observability import disk_space
 from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
 from ratchet_store.retention.delete import delete_all
@@ -129,13 +131,31 @@ def _delete_row(
         session.delete(job)
 
 
+@contextmanager
+def deleted_unless_stored(paths: JobPaths) -> Iterator[None]:
+    """Create the directory of a job whose row the block commits. It is deleted if the block raises ``RatchetError`` or
+    ``OSError``; if the block ends in another way, such as by SIGKILL, ``sweep_deleted`` deletes it unless the row exists."""
+    paths.root.mkdir(mode=0o700, parents=True)
+    marker = paths.root / MARKER_NAME
+    with marker.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep leaves it while this process lives
+        handle.write(_Mark().model_dump_json())
+        handle.flush()
+        try:
+            yield
+        except (RatchetError, OSError):  # an error of the database may have come after the commit
+            remove_tree(paths.root)
+            raise
+        marker.unlink(missing_ok=True)
+
+
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
-    """Finish interrupted deletions, and return the ids of the jobs concerned. A job whose files cannot be deleted is only
-    logged."""
+    """Finish interrupted deletions and submissions, and return the ids of the jobs concerned. A job whose files cannot be deleted
+    is only logged."""
     done = []
     for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
         job_id = mark.parent.name
-        if not is_job_id(job_id):
+        if not is_job_id(job_id) or lock_is_held(mark):
             continue
         with database.read() as session:
             there = session.get(Job, job_id) is not None

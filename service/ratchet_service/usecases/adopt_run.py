@@ -23,6 +23,7 @@ from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.run_without_service import differing_leaves, standalone_spec, value_text
 from ratchet_service.db.models import Job
 from ratchet_service.db.transitions import add_event
+from ratchet_service.job_files.delete_job import deleted_unless_stored
 from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.observability import disk_space
 from ratchet_service.submission.ports import SubmissionPorts
@@ -56,21 +57,21 @@ def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
 
 
-def prepare(data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths) -> PreparedAdoption:
+def prepare(
+    data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths, until_stored: ExitStack
+) -> PreparedAdoption:
     """Check the spec ``data`` and take its snapshots as at submission, and copy the run's newest checkpoint into the directory of
-    a new job, for ``store``. Raises as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``."""
+    a new job, for ``store``. Raises as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``.
+
+    ``until_stored``: closed by the caller after the commit; if it is closed by an error, it deletes the copy."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
         prepared = submit.prepare(data, ports)
         warnings = _compare(run, manifest, prepared, directory)
         job = homes.job(job_id)
-        job.root.mkdir(mode=0o700, parents=True)
-        try:
-            _copy_checkpoint(run, manifest, job.adopted, directory)
-        except BaseException:
-            remove_tree(job.root)
-            raise
+        until_stored.enter_context(deleted_unless_stored(job))
+        _copy_checkpoint(run, manifest, job.adopted, directory)
     prepared = replace(prepared, warnings=[*prepared.warnings, *warnings])
     source = ForkSource(job_root=str(job.adopted.root), adopted=directory, **manifest.base.model_dump())
     return PreparedAdoption(prepared, job_id, source)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Response
@@ -70,10 +71,11 @@ def submit_job(
             lambda session, prepared: job_reply(session, submit.store(session, prepared, caller.owner)),
         )
     else:
-        answer = poster.run(
-            lambda: adoption.prepare(data, adopt, ports, homes),
-            lambda session, prepared: job_reply(session, adoption.store(session, prepared, caller.owner, homes)),
-        )
+        with ExitStack() as until_stored:
+            answer = poster.run(
+                lambda: adoption.prepare(data, adopt, ports, homes, until_stored),
+                lambda session, prepared: job_reply(session, adoption.store(session, prepared, caller.owner, homes)),
+            )
     ports.wake()
     return answer
 
