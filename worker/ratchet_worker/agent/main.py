@@ -190,7 +190,10 @@ class _Attempt:
     def _prepare(self, code: str | None, work: Path, digest: str | None) -> None:
         """Create or update the working directory ``work``, and report files that are kept because the job has changed them."""
         left = working_directory.prepare(
-            None if code is None else Path(code), work, digest or self._launch.resolved.code_digest
+            None if code is None else Path(code),
+            work,
+            digest or self._launch.resolved.code_digest,
+            node=self._launch.node,
         )
         if left:
             names_left = ", ".join(left[:20]).encode("utf-8", "replace").decode() + " ..." * (len(left) > 20)

@@ -19,7 +19,6 @@ from ratchet_contract.paths import JobPaths
 from ratchet_worker.ipc import procfs
 from ratchet_worker.ipc.atomic_files import write_atomic
 
-_PREFIX: Final = ".work-"
 _OTHER: Final = "other"
 """The form of a path that is neither a file nor a link, or that lies below a link: it is no file of the code."""
 
@@ -39,13 +38,15 @@ class CopiedCode:
         return {self.files.get(path), *self.begun.get(path, ())}
 
 
-def prepare(code: Path | None, work: Path, digest: str | None = None) -> list[str]:
+def prepare(code: Path | None, work: Path, digest: str | None = None, *, node: int = 0) -> list[str]:
     """Create ``work`` as a copy of ``code`` (None: empty), or update it if the code's ``digest`` has changed (None: no update).
-    Returns the files that this update left, because the job has changed them. Raises ``OSError``."""
+    ``node``: the caller's, since another node that shares the disk may do the same at this time. Returns the files that this
+    update left, because the job has changed them. Raises ``OSError``."""
+    prefix = f".work-{node}-"
     if work.is_dir():
-        return [] if code is None else _update(code, work, digest)
-    _remove_leftovers(work)
-    copy = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=work.parent))
+        return [] if code is None else _update(code, work, digest, prefix)
+    _remove_leftovers(work, prefix)
+    copy = Path(tempfile.mkdtemp(prefix=prefix, dir=work.parent))
     try:
         copy.chmod(0o755)
         if code is not None:
@@ -68,23 +69,23 @@ def _entries(code: Path) -> list[Entry]:
     return tree.list_entries(code, tree.UNLIMITED)
 
 
-def _remove_leftovers(work: Path) -> None:
-    """Delete the incomplete copies that interrupted calls have left next to ``work``."""
-    for left in work.parent.glob(f"{_PREFIX}*"):
+def _remove_leftovers(work: Path, prefix: str) -> None:
+    """Delete the incomplete copies, named ``prefix`` and more, that interrupted calls have left next to ``work``."""
+    for left in work.parent.glob(f"{prefix}*"):
         if left.is_dir() and not left.is_symlink():
             procfs.remove_tree(left)
         else:
             left.unlink()
 
 
-def _update(code: Path, work: Path, digest: str | None) -> list[str]:
+def _update(code: Path, work: Path, digest: str | None, prefix: str) -> list[str]:
     """Update ``work`` to ``code``, except files that the job has changed. Returns those of them that differ in the new code. A
     deleted file is copied if it differs there."""
     copied = _read_record(work)
     same = copied.digest == digest
     if digest is None or (same and not copied.begun and all(_form_in(work, p) is not None for p in copied.left)):
         return []
-    _remove_leftovers(work)
+    _remove_leftovers(work, prefix)
     found = _entries(code)
     files = _forms(found)
     ours = copied.files.keys() | copied.begun.keys()
@@ -94,7 +95,7 @@ def _update(code: Path, work: Path, digest: str | None) -> list[str]:
     for path in sorted(ours - files.keys(), reverse=True):  # first, since a directory may replace a file
         here = _form_in(work, path)
         if here is not None and here in copied.forms(path):
-            (work / path).unlink()
+            (work / path).unlink(missing_ok=True)
             with suppress(OSError):  # not empty
                 for folder in list((work / path).parents)[: path.count("/")]:
                     folder.rmdir()
@@ -105,7 +106,7 @@ def _update(code: Path, work: Path, digest: str | None) -> list[str]:
         if here == files[path] or (files[path] == copied.files.get(path) and here not in known):
             continue
         if here is None or here in known:
-            _replace_file(entry, work)
+            _replace_file(entry, work, prefix)
         else:
             left.append(path)
             del files[path]
@@ -113,11 +114,11 @@ def _update(code: Path, work: Path, digest: str | None) -> list[str]:
     return [] if same else left
 
 
-def _replace_file(entry: Entry, work: Path) -> None:
+def _replace_file(entry: Entry, work: Path, prefix: str) -> None:
     """Copy one file or link of the code into ``work``, atomically over an existing one."""
     place = work / entry.path
     place.parent.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=work.parent))
+    made = Path(tempfile.mkdtemp(prefix=prefix, dir=work.parent))
     try:
         _write_entry(entry, made / "file")
         (made / "file").replace(place)

@@ -72,6 +72,33 @@ def test_working_directory_interrupted_copy_is_never_used(
     assert names(tmp_path / "job") == ["work", "work.json"]
 
 
+@pytest.mark.parametrize("step", ["copy", "update"])
+def test_working_directory_of_one_node_survives_another_on_the_same_disk(
+    step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 2 begins to prepare the directory, and fails, while node 1 copies its first file."""
+    work, real = tmp_path / "work", shutil.copyfile
+    if step == "update":
+        earlier, digest = snapshot_of(tmp_path, {"train.py": "1", "gone.py": "1"})
+        prepare(earlier, work, digest)
+    code, digest = snapshot_of(tmp_path, {"train.py": "2", "more.py": "2"})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def meanwhile(source: Path, target: Path) -> object:
+        monkeypatch.setattr(shutil, "copyfile", full)
+        with pytest.raises(OSError, match="No space"):
+            prepare(code, work, digest, node=2)
+        monkeypatch.setattr(shutil, "copyfile", real)
+        return real(source, target)
+
+    monkeypatch.setattr(shutil, "copyfile", meanwhile)
+    assert prepare(code, work, digest, node=1) == []
+    assert {p.name: p.read_text() for p in work.iterdir()} == {"train.py": "2", "more.py": "2"}
+    assert not list(tmp_path.glob(".work-*"))
+
+
 def test_working_directory_without_code_is_empty(tmp_path: Path) -> None:
     prepare(None, tmp_path / "work")
     assert list((tmp_path / "work").iterdir()) == []
