@@ -49,7 +49,7 @@ What Ratchet does at every step ``n`` (counted from 1), in this order:
 The model is built on every rank and rank 0's weights are broadcast, so all ranks begin equal. Generators of torch, CUDA, numpy
 and ``random`` are seeded per rank before ``build``. Everything with state belongs into ``Parts``. Of other state, a resume
 restores only attributes of the task and of its parts. Variables of modules, classes and functions are not restored; the
-resume report names those that changed.
+resume report names changes of them that were found.
 """
 
 from __future__ import annotations

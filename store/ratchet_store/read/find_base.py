@@ -39,8 +39,8 @@ def find_base(
     away.
 
     Damaged checkpoints newer than the result are moved to ``quarantine`` (None: the error is raised); one of another job than
-    ``expected_job_id`` counts as damaged. ``check`` verifies a checkpoint. ``root``: what the oldest segment started from; None:
-    any earlier step. Raises ``CheckpointError`` for errors other than damage.
+    ``expected_job_id`` counts as damaged. Uncommitted ones are skipped. ``check`` verifies a checkpoint. ``root``: what the
+    oldest segment started from; None: any earlier step. Raises ``CheckpointError`` for other errors.
     """
     moved: list[Quarantine] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
@@ -71,8 +71,8 @@ def find_adoptable(
     expected_job_id: str | None = None,
     root: Base | None = None,
 ) -> list[Manifest]:
-    """Return the manifests of intact checkpoints in the lineage that are not in ``known``, oldest first. Raises
-    ``CheckpointError`` for errors other than damage."""
+    """Return the manifests of intact checkpoints in the lineage that are not in ``known``, oldest first. Damaged and uncommitted
+    ones are skipped. Raises ``CheckpointError`` for other errors."""
     found: list[Manifest] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):
         if not lineage_contains(lineage, step, attempt) or (step, attempt) in known:
@@ -90,7 +90,7 @@ def find_adoptable(
 
 
 def _sync_names(directory: Path) -> None:
-    """Sync the checkpoint's directory and its parent, so that their names are durable. Raises ``CheckpointError``."""
+    """Sync the checkpoint's directory and its parent, so that the names in both are durable. Raises ``CheckpointError``."""
     try:
         fsync_dir(directory)
         fsync_dir(directory.parent)
@@ -99,7 +99,7 @@ def _sync_names(directory: Path) -> None:
 
 
 def read_valid_manifest(directory: Path, lineage: Sequence[Segment], job_id: str | None, root: Base | None) -> Manifest:
-    """Return the checkpoint's manifest after checking its job (``job_id`` None: any) and its parent. Raises
+    """Return the manifest of a checkpoint of the lineage, after checking its job (``job_id`` None: any) and its parent. Raises
     ``CheckpointError``."""
     refresh(directory)  # otherwise a manifest just committed by another node might appear to be missing
     manifest = read_manifest(directory)
@@ -133,8 +133,8 @@ def _check_parent(directory: Path, manifest: Manifest, lineage: Sequence[Segment
 
 
 def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
-    """Raise ``CheckpointError`` if the parent's manifest in ``sibling`` has another digest than ``parent``. Without a valid
-    manifest nothing is checked."""
+    """Raise ``CheckpointError`` if the parent's manifest in ``sibling`` has another digest than ``parent``. Without a manifest
+    that is readable and valid, nothing is checked."""
     try:
         there = read_manifest(sibling)
     except CheckpointError:
@@ -146,8 +146,8 @@ def _check_parent_digest(directory: Path, sibling: Path, parent: Base) -> None:
 
 
 def move_to_quarantine(directory: Path, quarantine: Path) -> Path:
-    """Move a damaged checkpoint by one rename into ``quarantine``, and return its new path. Raises ``CheckpointError`` when the
-    system refuses."""
+    """Move a checkpoint's directory by one rename into ``quarantine``, and return its new path. Raises ``CheckpointError`` if
+    that fails."""
     try:
         ensure_dir(quarantine)
         for number in range(1000):

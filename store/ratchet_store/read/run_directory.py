@@ -40,7 +40,7 @@ _MAX_BYTES: Final = 16 << 20
 
 class RunDirectory:
     """The directory of a run without a service, read only. ``is_allowed(fd)`` returns True if the open file may be read;
-    manifests of checkpoints are read without it."""
+    ``newest_manifest`` reads manifests without it."""
 
     def __init__(self, paths: JobPaths, is_allowed: Callable[[int], bool] = lambda fd: True) -> None:
         self._paths, self._is_allowed = paths, is_allowed
@@ -93,8 +93,8 @@ class RunDirectory:
             os.close(fd)
 
     def newest_manifest(self) -> Manifest:
-        """Return the manifest of the checkpoint that the next start would continue from; the bytes of rank files are not read.
-        Raises ``CheckpointError`` if there is none or the newest is damaged."""
+        """Return the manifest of the newest checkpoint that the next start may continue from; the bytes of rank files are not
+        read. Raises ``CheckpointError`` if there is none or the newest cannot be used, ``OSError``, and as ``lineage``."""
         # these manifests are read without ``is_allowed``
         found, _ = find_base(
             self._paths.checkpoints,
@@ -109,8 +109,8 @@ class RunDirectory:
         return found
 
     def copy_checkpoint(self, manifest: Manifest, target: JobPaths) -> None:
-        """Copy the checkpoint of ``manifest``, with some step counters and fingerprints, into the directory of the job
-        ``target``, durably, and verify it. Raises ``CheckpointError`` or ``OSError``; what was copied then stays."""
+        """Copy the checkpoint of ``manifest`` durably into the directory of the job ``target``, and verify it; some step counters
+        and fingerprints are copied too. Raises ``CheckpointError`` or ``OSError``; what was copied then stays."""
         source, place = (paths.checkpoint(manifest.step, manifest.attempt) for paths in (self._paths, target))
         for name in (*(file.name for file in manifest.files), MANIFEST_NAME):
             self._copy(source / name, place / name)

@@ -1,5 +1,5 @@
 """Verify checkpoints without a service. ``python -m ratchet_store.verify PATH...`` takes checkpoint directories, or directories
-of them. Exit status: 1 one is damaged; 2 none is damaged, but something could not be read; 0 otherwise."""
+of them. Exit status: 1 a finding is ``damaged``; 2 none is, but one is ``unreadable``, or the usage is wrong; 0 otherwise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Flaw:
 @dataclass(frozen=True)
 class Finding:
     """Result for one checkpoint. ``flaws``: all damage found; ``error``: why it is unreadable or uncommitted; ``size``: bytes of
-    its rank files. ``uncommitted``, without a manifest, is no damage."""
+    its rank files by the manifest. ``uncommitted``, without a manifest, is no damage."""
 
     path: str
     status: Status

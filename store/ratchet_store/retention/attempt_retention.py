@@ -89,8 +89,9 @@ class Keeper:
         self._values.put(step, values)
 
     def on_committed(self, manifest: Manifest) -> Retained:
-        """Delete the attempt's checkpoints that no rule keeps after the commit of ``manifest``, except pinned, protected and the
-        newest verified ones; errors are in ``notes``. Deletes nothing if this attempt is not the current one any more."""
+        """Delete the attempt's checkpoints that no rule keeps after the commit of ``manifest``, except pinned ones, protected
+        ones and the newest verified one. Errors are in ``notes``, each text once. Deletes nothing if a later attempt has a
+        checkpoint or this one is fenced."""
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.attempt)
         try:
             seen = _Own.from_manifest(directory, manifest)
@@ -133,8 +134,8 @@ class Keeper:
                 del self._own_checkpoints[step]
 
     def _surplus(self, values: Mapping[int, float]) -> list[int]:
-        """Return the steps to delete, newest first. ``values``: the metric by step. Also forgets checkpoints that ``keep_every``
-        keeps permanently."""
+        """Return the steps to delete unless pinned, newest first. ``values``: the metric by step. Also forgets older checkpoints
+        that ``keep_every`` keeps permanently."""
         steps = sorted(self._own_checkpoints, reverse=True)
         pinned: set[Id] = set()
         free = 0
@@ -154,7 +155,7 @@ class Keeper:
         return [step for step in found if not self._is_last_verified(step, steps)]
 
     def _is_last_verified(self, step: int, steps: Iterable[int]) -> bool:
-        """True if ``step`` is the newest of the attempt's ``steps`` that has the marker file ``VERIFIED``."""
+        """True if ``step`` is the newest of ``steps`` with the marker file ``VERIFIED``; forgotten checkpoints do not count."""
 
         def verified(one: int) -> bool:
             return self._own_checkpoints[one].has_file(VERIFIED_NAME)
@@ -223,7 +224,7 @@ class _Values:
             return dict(self._saved)
 
     def missing_reason(self) -> str:
-        """Return a sentence for the user on why no saved step has a value that counts."""
+        """Return a text for the user on why no saved step has a value that counts."""
         begin = f"checkpoint.keep_best: no checkpoint is kept as one of the best by {self._name!r}"
         with self._lock:
             if self._last is None:

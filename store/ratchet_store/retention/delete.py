@@ -1,7 +1,7 @@
 """Delete checkpoints: the manifest first, by a durable rename, so that a crash never leaves one that looks whole.
 
 Pinning creates the marker file, then checks for the manifest. ``delete_unless_pinned`` removes the manifest, then checks for the
-marker file, and restores the manifest if it is there. So a pin that found a manifest holds.
+marker file, and restores the manifest if it is there. So ``delete_unless_pinned`` keeps a checkpoint whose pin found a manifest.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 - The newest ``keep_last``, at least two, are kept, and pinned ones in addition.
 - Steps that are multiples of ``keep_every`` are kept permanently.
 - The ``keep_best.count`` best values of the metric are kept.
-- A checkpoint saved before any scheduled one (``first``) counts neither among the newest nor among the best. It is not kept
-  once two other unpinned ones exist.
+- A checkpoint saved before any scheduled one (``first``) counts neither among the newest nor among the best. Once two other
+  unpinned ones exist, only a pin or ``keep_every`` keeps it.
 """
 
 from __future__ import annotations

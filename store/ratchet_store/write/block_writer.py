@@ -21,9 +21,9 @@ BLOCK: Final = 16 << 20  # bytes of the file under one digest: the least that a 
 PAGE: Final = 4096  # bytes; no system requires more
 CHUNK: Final = 1 << 20  # bytes through the page cache: hashed and written while in the CPU's cache; divides a block
 MIN_WRITE_BYTES: Final = 2 << 20
-"""Minimum bytes of a write past the page cache. A disk that accepts them quickly gets twice as many next: after each write the
-thread needs the GIL again, for which training waits. The progress of a slow disk is visible only when a write ends, so it gets no
-more than it accepts in about ``_TARGET_WRITE_SECONDS``, and a disk that has become slow gets less with every write."""
+"""Minimum bytes of a write past the page cache, except the last of a block. A disk that accepts them quickly gets twice as many
+next: after each write the thread needs the GIL again, for which training waits. The progress of a slow disk is visible only when
+a write ends, so a disk that took longer than ``_TARGET_WRITE_SECONDS`` gets half as many next."""
 _MAX_WRITE_FACTOR: Final = 4  # times MIN_WRITE_BYTES: more is hardly faster
 _TARGET_WRITE_SECONDS: Final = 0.05  # seconds, including the thread's wait for the GIL
 _WRITEBACK: Final = 8 << 20  # bytes after which writeback is started: write + fsync then take about half the time
@@ -155,7 +155,7 @@ class Blockwise:
 
 
 def _set_direct_io(fd: int, *, enabled: bool) -> bool:
-    """Switch writing past the page cache on or off for a descriptor. Returns True if it is on afterwards."""
+    """Switch writing past the page cache on or off for a descriptor. Returns True if it has been switched on."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     with suppress(OSError):
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | _O_DIRECT if enabled else flags & ~_O_DIRECT)

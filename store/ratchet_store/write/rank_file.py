@@ -76,10 +76,10 @@ class RankWriter:
     def write(
         self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
     ) -> Written:
-        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, durably. ``data``: the bytes of
+        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, and sync both. ``data``: the bytes of
         ``pieces``, which are in ``file_order``; they must not change meanwhile. ``ranges``: parts of ``data`` for
         ``Written.digests``. Raises ``StateError`` for what cannot be stored, ``CheckpointError`` if it cannot be written or
-        ``directory`` has a committed checkpoint."""
+        ``directory`` has a committed checkpoint, or one being deleted."""
         text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
         if len(view) != layout.size:
             raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")
@@ -118,7 +118,8 @@ class RankWriter:
         return blocks.size, *blocks.finish()
 
     def _layout_for(self, pieces: Sequence[Piece]) -> _Layout:
-        """Return the layout of the pieces; they are checked unless they equal those of the last call. Raises ``StateError``."""
+        """Return the layout of the pieces. Pieces equal to those of a successful last call are not checked again. Raises
+        ``StateError``."""
         if self._layout is None or (self._layout.pieces is not pieces and self._layout.pieces != pieces):
             self._layout = None
             self._layout = _Layout(self._name, pieces)

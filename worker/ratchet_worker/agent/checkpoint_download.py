@@ -34,8 +34,8 @@ class WaitFor(Protocol):
 
 
 def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitFor, messages: AgentMessages) -> None:
-    """Fetch the newest checkpoint from the object store if it is newer than the local ones; does nothing if no attempt has
-    trained. Blocks. Raises ``NotStarted`` if the attempt cannot start or is over."""
+    """Fetch the newest checkpoint from the object store if it is newer than the local ones; does nothing if the lineage is
+    empty. Blocks. Raises ``NotStarted`` if the attempt cannot start or is over."""
     if not launch.lineage:
         return  # no attempt has begun to train: there is no checkpoint to fetch
     work = _Work(launch)
@@ -54,8 +54,8 @@ def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitF
 
 
 def _wait(work: _Work, launch: LaunchFile, wait_for: WaitFor) -> None:
-    """Wait until ``work`` is done, or set ``work.failure`` once ``deadlines.rendezvous`` passes without a byte read or
-    received."""
+    """Wait until ``work`` is done, or set ``work.failure`` after a whole period of ``deadlines.rendezvous`` without a byte read
+    or received."""
     seen = -1
     while work.progress.nbytes > seen:
         seen = work.progress.nbytes
@@ -86,7 +86,7 @@ class _Work(threading.Thread):
 
     def run(self) -> None:
         """Find the newest local checkpoint, then try to fetch a newer one until that is settled. A failure is stored in
-        ``failure``, except an error of the local disk: the ranks report that."""
+        ``failure``, except a ``CheckpointError`` of the local search: the ranks report that."""
         try:
             launch = self._launch
             local = newest_local(

@@ -176,7 +176,7 @@ class Uploader:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 
     def _report_failure(self, error: Exception) -> None:
-        """Count a failure of a whole round. Report it unless one of the same kind was reported recently, and no round has
+        """Count a failure of a whole round. Report it unless the last report was recent and of the same kind, and no round has
         succeeded since."""
         text = error.detail if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         code = getattr(error, "code", type(error).__name__)

@@ -91,7 +91,8 @@ class _Body:
         self._response, self._raise_if_over = response, raise_if_over
 
     def read(self, size: int) -> bytes:
-        """Return at most ``size`` bytes of the body, none at its end. Raises ``Unreachable`` if the connection ends early."""
+        """Return at most ``size`` bytes of the body, none at its end. Raises ``Unreachable`` if the connection ends early, and as
+        ``raise_if_over``."""
         self._raise_if_over()
         try:
             data = self._response.read(size)

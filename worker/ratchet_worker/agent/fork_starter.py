@@ -15,7 +15,7 @@ from ratchet_worker.ipc.atomic_files import log_message
 
 
 class ForkingStarter:
-    """Starts ranks that use no CUDA by forking. ``modules`` are imported once for all ranks."""
+    """Starts ranks that use no CUDA by forking. ``modules`` are imported before the forks."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         self._modules = modules
@@ -52,11 +52,12 @@ class _Server:
         return self._children.get(rank, self._process)
 
     def has_forked(self, rank: int) -> bool:
-        """True if the rank's own process exists."""
+        """True if the server has reported the rank's own process."""
         return self.process_for(rank) is not self._process
 
     def wakeup_fd(self, rank: int) -> int:
-        """Return a descriptor that becomes readable on news of ``rank``. It changes when the rank is forked."""
+        """Return a descriptor that becomes readable on news of ``rank``. It changes when the rank is forked or the server
+        ends."""
         process = self.process_for(rank)
         return self._report if process is self._process and process.exit_code() is None else process.fileno()
 

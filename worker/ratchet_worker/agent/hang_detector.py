@@ -87,8 +87,8 @@ _PAUSE_SECONDS: Final = 5.0  # seconds; a longer pause between two polls means t
 
 
 class Stuck(NamedTuple):
-    """Ranks that make no progress, the longest silent one first. ``halted``: a signal stopped them; ``since``: last progress of
-    the first one (monotonic seconds)."""
+    """Ranks that make no progress, the longest silent one first. ``halted``: a signal or a debugger stopped them; ``since``: last
+    progress of the first one (monotonic seconds)."""
 
     ranks: tuple[int, ...]
     message: str
@@ -211,8 +211,8 @@ class Watch:
         return self._readings[rank].stage is Stage.UNMANAGED
 
     def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
-        """Return the stuck ranks among ``live``: all that a signal has halted, else the late ones furthest behind. None if no
-        rank with a Session has missed its deadline."""
+        """Return the stuck ranks among ``live``: all halted ones, else the late ones furthest behind. None if no rank has missed
+        its deadline. Unmanaged ranks do not count."""
         live = sorted(rank for rank in live if not self._is_unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]

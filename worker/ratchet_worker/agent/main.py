@@ -164,7 +164,8 @@ class _Attempt:
         return exit_code_of(result.cause)
 
     def _start(self) -> None:
-        """Prepare this node, meet the other nodes and start the ranks. Raises ``NotStarted``, ``UserError`` or ``OSError``."""
+        """Prepare this node, meet the other nodes and start the ranks. Raises ``NotStarted``, ``UserError``, ``TreeError`` or
+        ``OSError``."""
         code, work = self._launch.code_dir, Path(self._launch.workdir)
         digest = code_download.download_code(self._launch, self._wait_until, self._supervisor.raise_if_over)
         self._deadline += self._object_store.fetch(self._report_sender, self._supervisor.wait_for)

@@ -17,7 +17,7 @@ _OFFSETS: Final = {
 
 
 class NoAddress(Exception):
-    """Raised if this node has no address that the others could use. The message says what to check."""
+    """Raised if this node has no address that the others could use. The message says why."""
 
 
 class Place(NamedTuple):
@@ -43,8 +43,7 @@ _Entry._fields_ = [
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return the addresses of each interface that is up, IPv4 first, without link-local ones, which other nodes cannot use.
-    Raises ``OSError``."""
+    """Return the addresses of each interface that is up, IPv4 first, without link-local ones. Raises ``OSError``."""
     libc = ctypes.CDLL(None, use_errno=True)
     head = ctypes.POINTER(_Entry)()
     if libc.getifaddrs(ctypes.byref(head)) != 0:

@@ -55,7 +55,7 @@ class SupervisedRank:
         return Target(self.process, self.log)
 
     def end(self, last_step: int) -> Ended:
-        """Return how the dead rank ended; the exit code is None if the agent killed it. ``last_step``: the last one that its
+        """Return how the dead rank ended; the exit code is None if it is marked as killed. ``last_step``: the last one that its
         counter showed."""
         found = read_rank_result(self.result_path)
         result, at = found if found is not None else (None, self.died_at)
@@ -68,7 +68,7 @@ class SupervisedRank:
 def write_stacks(
     ranks: Sequence[SupervisedRank], why: str, timeout: float, kill: Callable[[Sequence[SupervisedRank]], None]
 ) -> str:
-    """Have each of ``ranks``, all marked as killed, write the stacks of its threads to its log under a heading with ``why``.
+    """Mark each of ``ranks`` as killed, and have it write the stacks of its threads to its log under a heading with ``why``.
     Halted ranks write last, after ``kill`` of the others. Returns the end of a message: which ranks wrote none; empty if all
     did."""
     for rank in ranks:

@@ -63,8 +63,8 @@ class NodeRendezvous:
         self, launcher_address: str | None, wait_until: WaitUntil, start_reports: Callable[[], None]
     ) -> Rendezvous:
         """Wait until all nodes are present and node 0 can be reached; return the rendezvous. ``launcher_address``: this node's,
-        if its launcher knows it. Raises ``NotStarted`` if the nodes cannot meet in time or the attempt is over, ``UserError`` for
-        an unusable ``world.interface``, and ``OSError``."""
+        if its launcher knows it. Raises ``NotStarted`` if the nodes cannot meet or the attempt is over, ``UserError`` for an
+        unusable ``world.interface``, and ``OSError``."""
         place = self._find_address(launcher_address, wait_until)
         listener = (
             network_addresses.listen(place.address, _backlog(self._launch.world_size))
@@ -92,8 +92,8 @@ class NodeRendezvous:
             raise
 
     def _find_address(self, launcher_address: str | None, wait_until: WaitUntil) -> network_addresses.Place:
-        """Return this node's address and interface; may wait until the service's address is known. Raises ``NotStarted`` or
-        ``UserError``."""
+        """Return this node's address and interface; may wait until the service's address is known. Raises ``NotStarted``,
+        ``UserError`` or ``OSError``."""
         link, wanted = ServiceLink(self._launch), self._launch.spec.world.interface
 
         def find() -> network_addresses.Place | None:

@@ -25,8 +25,8 @@ _MIN_BYTES: Final = 1024
 _FIRST_DELAY: Final = 0.1
 _LAST_DELAY: Final = 2.0
 _RESPONSE_TIME_FACTOR: Final = 20.0
-"""Figures alone (``FIGURES``) wait this many times the last response time: an agent uses at most a twentieth of a service thread,
-and an overloaded service receives fewer requests instead of falling behind."""
+"""Figures alone (``LOW_PRIORITY_KINDS``) wait this many times the last response time, within limits: an overloaded service
+receives fewer requests instead of falling behind."""
 _MAX_SLOW_PERIODS: Final = 15
 """The most periods that figures wait after a slow response. If the service requests more, the limit is ``max_control_delay``,
 since a stop request arrives with a response."""
@@ -41,7 +41,7 @@ class Status(NamedTuple):
 
 class Listener(Protocol):
     """Receives news from the service and gives the status for each report, in the report sender's thread; methods must not block.
-    ``on_fenced`` is called once."""
+    ``on_fenced`` is called at most once."""
 
     def status(self) -> Status: ...
 
@@ -88,7 +88,7 @@ class ReportSender:
 
     def finish(self, result: AttemptResult, timeout: float) -> bool:
         """Send what is left and ``result`` for at most ``timeout`` seconds, and end the thread; blocks. True if the service has
-        received ``result``."""
+        acknowledged ``result``."""
         self._result = result
         self._deadline = time.monotonic() + timeout
         self._wake.set()

@@ -41,7 +41,7 @@ class TooLarge(Exception):
 
 
 class Fenced(Exception):
-    """Raised if this attempt is not the job's current one any more: its ranks must end at once."""
+    """Raised if the service does not accept this attempt any more: its ranks must end at once."""
 
 
 class Denied(Exception):
@@ -49,7 +49,7 @@ class Denied(Exception):
 
 
 class ServiceLink:
-    """One HTTP connection to the service, opened at the first request and kept. Not thread-safe."""
+    """One HTTP connection to the service at a time, opened when a request needs it. Not thread-safe."""
 
     def __init__(self, launch: LaunchFile) -> None:
         self._launch = launch
@@ -96,8 +96,8 @@ class ServiceLink:
 
     @contextmanager
     def fetch(self, name: str) -> Iterator[http.client.HTTPResponse]:
-        """Context manager: send a GET for ``name``, and yield the response with status 200. Raises ``Unreachable``, ``Denied`` or
-        ``Fenced``; errors of reading the body are raised as they are."""
+        """Context manager: send a GET for ``name``, and yield the response with status 200. Raises ``Unreachable``, ``TooLarge``,
+        ``Denied`` or ``Fenced``; errors of reading the body are raised as they are."""
         try:
             answer = self._request("GET", self._root + name, None, {}, _TIMEOUT)
             data = b"" if answer.status == 200 else answer.read(_MAX_RESPONSE_BYTES)
@@ -196,7 +196,8 @@ class ServiceLink:
         raise unreachable
 
     def _record_denial(self, what: str) -> None:
-        """Record that the service does not know the job or its token. Raises ``Fenced`` after repeated denials."""
+        """Record that the service does not know the job or its token. Raises ``Fenced`` after repeated denials, ``Unreachable``
+        if no service is known."""
         now = time.monotonic()
         # while the attempt's own service is down, another one may have taken its port
         self._denied_at = [*self._denied_at, now] if self._is_own_service() else []
@@ -238,7 +239,7 @@ def parse_seconds(header: str | None) -> float:
 
 def tls_context(launch: LaunchFile) -> ssl.SSLContext:
     """Return a TLS context with the service's certificate authorities or, if none are known, the system's. Raises ``Unreachable``
-    if they cannot be read."""
+    if they are invalid."""
     file = HomePaths(Path(launch.service_file).parent).service_authorities
     try:
         authorities = file.read_text(encoding="ascii")

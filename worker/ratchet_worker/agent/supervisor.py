@@ -164,7 +164,8 @@ class Supervisor:
         return value
 
     def start(self, plans: Sequence[RankPlan]) -> None:
-        """Start all ranks. Raises ``NotStarted`` as ``raise_if_over``, and ``OSError``; the caller must then call ``finish``."""
+        """Start all ranks. Raises ``NotStarted`` as ``raise_if_over``, and ``OSError``, after which the caller must call
+        ``finish``."""
         self.raise_if_over()
         self._watch.begin(time.monotonic())
         for process in self._starter.start(plans):
@@ -274,7 +275,8 @@ class Supervisor:
                 self._abort_and_kill([rank], "it has written its result and does not exit")
 
     def _end_hang(self, now: float) -> bool:
-        """Kill the ranks, after they have written their stacks, if some are stuck beyond their deadline; return True then."""
+        """Kill the ranks, after they have written their stacks, if some are stuck beyond their deadline; return True then. With
+        several nodes, this may wait ``_PEER_TIMEOUT`` longer."""
         waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen_at is None]
         stuck = self._watch.find_stuck(waited_for, self._is_stopped, now)
         if stuck is None:

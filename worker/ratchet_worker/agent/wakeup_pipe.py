@@ -28,8 +28,8 @@ class WakeupPipe:
             os.write(self._write, b"\0")
 
     def wait(self, descriptors: Iterable[int], seconds: float) -> None:
-        """Wait until one of ``descriptors`` is readable, ``wake`` was called, a signal arrives, or ``seconds`` pass. Does not say
-        which."""
+        """Wait until one of ``descriptors`` is readable, ``wake`` was called, a handled signal arrives, or ``seconds`` pass. Does
+        not say which."""
         poller = select.poll()
         for descriptor in (self._read, *descriptors):
             poller.register(descriptor, select.POLLIN)

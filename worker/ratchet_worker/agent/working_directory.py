@@ -1,5 +1,5 @@
 """The working directory of a job's ranks: a writable copy of the code, kept over all attempts. Other code replaces the files that
-the job has not changed. Modules are not imported from it, but from the code snapshot."""
+the job has not changed. Modules are imported from the code itself, not from this copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ratchet_worker.ipc import procfs
 from ratchet_worker.ipc.atomic_files import write_atomic
 
 _OTHER: Final = "other"
-"""The form of a path that is neither a file nor a link, or that lies below a link: it is no file of the code."""
+"""The form of a path that is neither a file nor a link, is unreadable, or lies below a link or a file: it is not replaced."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class CopiedCode:
 
 
 def prepare(code: Path | None, work: Path, digest: str | None = None, *, node: int = 0) -> list[str]:
-    """Create ``work`` as a copy of ``code`` (None: empty), or update it if the code's ``digest`` has changed (None: no update).
-    ``node``: the caller's, since another node that shares the disk may do the same at this time. Returns the files that this
-    update left, because the job has changed them. Raises ``OSError``."""
+    """Create ``work`` as a copy of ``code`` (None: empty), or update it, usually because the code's ``digest`` has changed (None:
+    no update). ``node``: the caller's, since another node that shares the disk may do the same at this time. Returns the files
+    that an update to other code left, because the job has changed them. Raises ``OSError`` or ``TreeError``."""
     prefix = f".work-{node}-"
     if work.is_dir():
         return [] if code is None else _update(code, work, digest, prefix)
@@ -65,7 +65,8 @@ def prepare(code: Path | None, work: Path, digest: str | None = None, *, node: i
 
 
 def _entries(code: Path) -> list[Entry]:
-    """Return the files and links of the directory ``code``, without the limits that apply at a submission."""
+    """Return the entries of the directory ``code`` that count as code, without limits of size and number. Raises
+    ``TreeError``."""
     return tree.list_entries(code, tree.UNLIMITED)
 
 
@@ -79,8 +80,8 @@ def _remove_leftovers(work: Path, prefix: str) -> None:
 
 
 def _update(code: Path, work: Path, digest: str | None, prefix: str) -> list[str]:
-    """Update ``work`` to ``code``, except files that the job has changed. Returns those of them that differ in the new code. A
-    deleted file is copied if it differs there."""
+    """Update ``work`` to ``code``, except files that the job has changed. Returns those of them that the new code has changed
+    too. A file that the job has deleted is copied if the new code has changed it."""
     copied = _read_record(work)
     same = copied.digest == digest
     if digest is None or (same and not copied.begun and all(_form_in(work, p) is not None for p in copied.left)):

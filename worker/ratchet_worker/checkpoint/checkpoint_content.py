@@ -20,7 +20,7 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Tensors
 @dataclass
 class Content:
     """What one rank saves. ``parts``: number of parts in which the shared tensors are compared; ``norm_of`` computes the norm of
-    the hook's residuals from copies; ``start``: the model before its first step."""
+    the hook's residuals from copies; ``start``: facts about the model before its first step."""
 
     snapshot: Snapshot
     layout: list[list[str]] | None
@@ -49,7 +49,7 @@ class Contents:
         self, step: int, total_steps: int | None, environment: Record, provenance: Record, data_digest: str | None
     ) -> Content:
         """Return the content after ``step``; its tensors are live. ``environment``: this rank's facts; ``provenance``: further
-        entries of the manifest, not compared. All ranks must make the first call. Raises as ``JobState.capture``."""
+        entries of the manifest, not compared. All ranks must make the first call after a step. Raises as ``JobState.capture``."""
         _, hook = self._state.require_wrapped()
         layout = hook.layout()
         snapshot = self._state.capture()

@@ -130,7 +130,7 @@ class Checkpointer:
 
     def begin_save(self, step: int, reason: Reason, make_content: Callable[[], Content]) -> None:
         """Begin to save ``step``, after the previous save has ended; waits until the state is copied, unless that may happen
-        concurrently. Does nothing after too many failures. Raises ``UserError`` for state that cannot be stored, and as
+        concurrently. Begins none after too many failures. Raises ``UserError`` for some state that cannot be stored, and as
         ``drain``."""
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
@@ -171,8 +171,8 @@ class Checkpointer:
 
     def drain(self) -> int:
         """Wait for the save in progress to end; return the number of failed saves in a row, 0 after a success or without a save.
-        Raises ``CheckpointError`` if the save is stuck, ``UserError`` if the ranks have saved different steps, or the saving
-        thread's error."""
+        Raises ``CheckpointError`` if the save is stuck, ``UserError`` if the ranks have ended at, or saved, different steps, or
+        the saving thread's error."""
         if self._save is None:
             return 0
         self._wait_for(self._save)
@@ -209,8 +209,8 @@ class Checkpointer:
         self._committer.record_metrics(step, values)
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt, if any, as the job's last, after ``wait_for_retention``. Raises
-        ``CheckpointError``."""
+        """Call ``wait_for_retention``. Then, on rank 0, mark the newest checkpoint of this attempt, if any, as the job's last.
+        Raises ``CheckpointError``."""
         self.wait_for_retention()
         self._committer.finish()
 
@@ -249,7 +249,7 @@ class Checkpointer:
         concurrent: bool = False,
     ) -> None:
         """Capture the state, copy what must be copied at the boundary, and hand the save over. ``thorough``: the loop will wait
-        for it. Raises ``UserError`` for state that cannot be stored; most other errors fail only this save."""
+        for it. Raises ``UserError`` for some state that cannot be stored; most other errors fail only this save."""
         self._save_count += 1
         self._due.on_save_begin()
         order, begun = (
@@ -294,7 +294,7 @@ class Checkpointer:
 
     def _process_result(self) -> int:
         """Process the save in progress if it has ended; return the number of failed saves in a row, else 0. Raises the saving
-        thread's error, or ``UserError`` if the ranks have saved different steps."""
+        thread's error, or ``UserError`` if the ranks have ended at, or saved, different steps."""
         save = self._save
         if save is None or not save.done.is_set():
             return 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 BYTES_PER_TURN: Final = 4 << 20
-"""Bytes that a thread takes at a time: with fewer, the lock costs more than sharing saves."""
+"""Minimum bytes that a thread takes at a time, if so many are left: with fewer, the lock costs more than sharing saves."""
 
 
 class Move(NamedTuple):

@@ -30,7 +30,7 @@ class Source(NamedTuple):
 
 
 class Listed(Sequence[Source]):
-    """The sources of one save, as a sequence. ``tensors``, ``addresses`` and ``versions``: as in ``LiveTensors``, in the sources'
+    """A lister's sources, as a sequence. ``tensors``, ``addresses`` and ``versions``: as in ``LiveTensors``, in the sources'
     order."""
 
     def __init__(self, columns: _Columns, numbers: Sequence[int], shared: LiveTensors, private: LiveTensors) -> None:
@@ -59,7 +59,7 @@ class Listed(Sequence[Source]):
 
 
 class Sources(NamedTuple):
-    """The sources of one save. Two ``Sources`` with the same ``layout_key`` object have the same layout; None: not known."""
+    """Sources of one capture. Two ``Sources`` with the same ``layout_key`` object have the same layout; None: not known."""
 
     entries: Sequence[Source]
     layout_key: object = None

@@ -35,7 +35,8 @@ from ratchet_worker.state.live_memory import (
 from ratchet_worker.state.snapshot import Until, byte_view
 
 _SMALL_BYTES: Final = 64 << 10
-"""A CPU tensor of fewer bytes is copied at the boundary: passing it to another thread would take the training longer."""
+"""Without CUDA, a source of fewer bytes is copied at the boundary: passing it to another thread would take the training
+longer."""
 
 
 class Staging:
@@ -51,8 +52,7 @@ class Staging:
         self._layout = _Layout([], 0)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate the buffer for copies of ``nbytes``. Called in the saving thread, before the first save. Raises
-        ``MemoryError``."""
+        """Allocate the buffer for copies of ``nbytes``, unless a save has used it already. Raises ``MemoryError``."""
         self._staging_buffer.reserve(nbytes)
 
     def stage(self, sources: Sources) -> Staged:
@@ -191,8 +191,8 @@ class Staged:
         self.wait(Until.BOUNDARY)
 
     def copy(self, until: Until, *, exclusive: bool = False, is_waiting: bool = False) -> None:
-        """Copy every source of the kind ``until`` that no thread has taken. ``exclusive``: other threads leave the rest to this
-        one; ``is_waiting``: the caller is the loop's thread."""
+        """Copy all parts of the kind ``until`` that no thread has taken or reserved. ``exclusive``: other threads leave the rest
+        to this one; ``is_waiting``: the caller is the loop's thread."""
         work = self._work[until]
         try:
             if exclusive:
@@ -242,8 +242,8 @@ class Staged:
         self._check(number, is_lost=lost)
 
     def _check(self, number: int, *, is_lost: bool = False) -> None:
-        """Set ``error`` if the tensor with this number has changed since the boundary. ``is_lost``: its memory could not be
-        read."""
+        """Set ``error`` if the tensor with this number has another address or count of changes than at the boundary. ``is_lost``:
+        its memory could not be read."""
         tensor = self._tensors[number]
         if is_lost or address(tensor) != self._addresses[number]:
             self.error = self.error or resized_error(self._sources[number].name)
@@ -251,7 +251,7 @@ class Staged:
             self.error = self.error or changed_error(self._sources[number].name)
 
     def require_intact(self, until: Until) -> None:
-        """Raise ``StateError`` if a tensor of the kind ``until`` has changed since the boundary, or ``error`` is set."""
+        """Raise ``StateError`` if ``_check`` finds a changed tensor of the kind ``until``, or ``error`` is set."""
         for number in self._layout.numbers_by_until[until]:
             self._check(number)
         if self.error is not None:
@@ -277,7 +277,7 @@ class Staged:
             raise self.error
 
     def abandon(self) -> None:
-        """Drop the copies that no thread has begun, and release all threads that wait for a copy."""
+        """Drop the copies that no thread has taken, and release all threads that wait for a copy."""
         for work in self._work.values():
             work.cancel()
         for copied in self._copied.values():
@@ -285,7 +285,7 @@ class Staged:
 
     def wait(self, until: Until) -> None:
         """Wait until tensors of the kind ``until`` are copied or the copies are abandoned. On CUDA, the host waits only until the
-        copies are queued."""
+        copies are queued; otherwise the caller takes part in the copying."""
         copied = self._copied[until]
         if not copied.is_set():
             self._awaited.add(until)
@@ -353,8 +353,8 @@ class Staged:
 
 
 def _copy_bytes(memory: Bytes, target: Bytes, reader: SafeReader | None) -> None:
-    """Copy ``memory`` to ``target`` without the GIL. ``reader``: raises ``BufferError`` if the memory is freed meanwhile; None:
-    read directly."""
+    """Copy ``memory`` to ``target``, mostly without the GIL. ``reader``: for memory that may be freed meanwhile; None: read
+    directly."""
     if reader is None:
         np.copyto(target, memory)
     else:

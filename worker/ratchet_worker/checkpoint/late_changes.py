@@ -28,7 +28,8 @@ class LateChanges:
         self._marks = _marks(self._snapshot)
 
     def changed_components(self) -> list[str]:
-        """Return the sorted names of the components that have changed since this object was created, except harmless changes."""
+        """Return the sorted names of the components that seem to have changed since this object was created, except harmless
+        ones."""
         now = self._capture()
         marks = _marks(now)
         names = {
@@ -61,8 +62,8 @@ class LateChanges:
         }
 
     def _capture(self) -> Snapshot:
-        """Return the current state, as views. The generators are set back afterwards, since a ``state_dict()`` may draw from
-        them."""
+        """Return the current state, as views. The process-wide generators are set back afterwards, since a ``state_dict()`` may
+        draw from them."""
         with fork_rng(self._device):  # undoes what a state_dict() draws
             return self._state.capture()
 
@@ -99,14 +100,14 @@ def unfinished_body_message(step: int, attempt: int) -> str:
 
 
 def _marks(snapshot: Snapshot) -> dict[str, Any]:
-    """Return, by name, a value for each tensor of ``snapshot`` that differs once the tensor has changed."""
+    """Return, by name, a value for each tensor of ``snapshot``, to detect later changes of the tensor."""
     tensors: Mapping[str, torch.Tensor] = snapshot.shared
     found = {name: (address(tensor), _mark(tensor)) for name, tensor in tensors.items()}
     return {**found, **{name: _mark(tensor) for name, tensor in snapshot.private.items()}}
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Return a value that differs once the tensor has changed: a digest, or torch's count of in-place changes."""
+    """Return a value to detect later changes of the tensor: with a digest, or with torch's count of in-place changes."""
     if tensor.is_cpu and tensor.nbytes <= SMALL:
         return _digest(tensor)
     return tensor.shape, tensor.dtype, version_of(tensor)

@@ -51,10 +51,10 @@ _POLL_SECONDS: Final = 0.002
 it has them."""
 DIVERGED: Final = "replicas have diverged"
 Verdict = dict[str, Any]
-"""The result of a save. ``error`` None: committed, ``base`` is the new checkpoint. ``parted``: only some ranks have ended.
-``early``: a tensor may have changed before it was copied; all ranks copy before each step from now on. ``diverged``: the first
-tensor that differs between ranks (null: they have different sets of tensors), whose likely cause is not in ``error`` yet.
-``failures``: in a row."""
+"""The result of a save. ``error`` None: committed, ``base`` is the new checkpoint. ``parted``: the ranks have ended at, or saved,
+different steps. ``early``: a tensor may have changed before it was copied; all ranks copy before each step from now on.
+``diverged``: the first tensor that differs between ranks (null: they have different sets of tensors), whose likely cause is not
+in ``error`` yet. ``failures``: in a row."""
 
 
 class Committer:
@@ -73,8 +73,8 @@ class Committer:
         self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and the seconds it took
 
     def decide(self, order: Order, content: Content | None, stall: float) -> Verdict:
-        """Wait for all ranks' reports on a save, check that they agree, commit its manifest, and return the verdict. ``content``
-        None: rank 0 itself has failed; ``stall``: seconds that the loop has waited."""
+        """Wait for all ranks' reports on a save, commit its manifest if they agree, and return the verdict. ``content`` None:
+        rank 0 itself has failed; ``stall``: as ``Save.stall``."""
         directory = self._job.checkpoint(order.step, self._launch.attempt)
         try:
             reports_with_listings = self._exchange.collect_with_attachments(
@@ -120,8 +120,8 @@ class Committer:
         return {"error": None, "base": manifest.base.model_dump()}
 
     def finish(self) -> None:
-        """Mark the newest checkpoint of this attempt, if any, on the disk as the job's last, and report it. Raises
-        ``CheckpointError``."""
+        """Mark the newest checkpoint of this attempt, if any, on the disk as the job's last, and report it, unless it was saved
+        as the last. Raises ``CheckpointError``."""
         if self._committed is None or self._committed[0].finished:
             return
         manifest, seconds = self._committed
@@ -131,12 +131,13 @@ class Committer:
         self._reporter.report_committed(*self._committed)
 
     def record_metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics ``values``, by name, that were logged at ``step`` (``checkpoint.keep_best``). Any thread may call
-        it."""
+        """Record the value of ``checkpoint.keep_best``'s metric, if it is among ``values``, which were logged at ``step``. Any
+        thread may call it."""
         self._keeper.record_metric(step, values)
 
     def retain(self) -> None:
-        """Delete the checkpoints that no retention rule keeps, and report each deletion. A failure to delete becomes a note."""
+        """Delete surplus checkpoints of this attempt (``Keeper.on_committed``), and report each deletion. A new failure becomes a
+        note."""
         if self._committed is None:
             return
         deleted, notes = self._keeper.on_committed(self._committed[0])
@@ -185,8 +186,8 @@ class Committer:
         writer_digests: Sequence[Sequence[str]],
         other_digests: Sequence[Mapping[str, Sequence[str]]],
     ) -> tuple[str, str | None] | None:
-        """Return a message about the first tensor that differs between ranks, and its name; None if none differs. The name is
-        None for different sets of tensors."""
+        """Return a message about the first tensor whose digests differ between ranks, and its name; None if none is known. The
+        name is None for different sets of tensors."""
         other_tensors = f"{DIVERGED}: the ranks hold different sets of tensors; nothing was saved", None
         if len(writer_digests) != content.parts:
             return other_tensors
@@ -230,8 +231,8 @@ class _Listings:
 
 
 def write_progress(directory: Path) -> tuple[int, int]:
-    """Return two numbers that show a save's progress in ``directory``: the first (bytes of its files) grows, or the second (pages
-    not on the disk yet) shrinks."""
+    """Return two numbers that show a save's progress in ``directory``: the first (sizes of its files, and bytes allocated for
+    them) grows, or the second (pages not on the disk yet) shrinks. Both are 0 after an error."""
     try:
         paths = list(directory.iterdir())
         found = [path.stat() for path in paths]

@@ -1,5 +1,5 @@
-"""One rank's part of a save: its file, its report, and digests of parts of its replica that other ranks write. The work during
-training leaves most of the processor to training."""
+"""One rank's part of a save: its file, its report, and digests of parts of its replica that other ranks write. Threads of low
+priority do a part of the work during training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ from ratchet_worker.state.live_memory import SafeReader
 
 
 class Disk:
-    """Detects that ``directory`` is on another file system than when this object was created, for example after ``umount -l``."""
+    """Detects that ``directory`` is on another file system than when this object was created (after an error there: first
+    checked), for example after ``umount -l``."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -72,7 +73,7 @@ machine whose processors are all busy they might never finish."""
 
 
 class _Looked(NamedTuple):
-    """Digests of the parts that other ranks write, by part number, and the hook's summary."""
+    """Digests of parts that other ranks write, by part number, and the hook's summary."""
 
     digests: dict[int, list[str]]
     summary: HookSummary
@@ -174,8 +175,8 @@ class RankPart:
     def _compare_and_summarize(
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
     ) -> _Looked:
-        """Return the digests of the parts that other ranks write, and the hook's summary. ``digests``: those already computed, or
-        None. Releases a loop that waits for the live tensors."""
+        """Return digests of parts that other ranks write, and the hook's summary. ``digests``: those already computed, or None.
+        Releases a loop that waits for the live tensors."""
         try:
             digests = self._compare(save, content) if digests is None else digests
         finally:
@@ -183,7 +184,8 @@ class RankPart:
         return _Looked(digests, self._summary(content, staged))
 
     def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:
-        """Return digests, by part, of parts that other ranks write, from the live tensors; only of some if the loop waits."""
+        """Return digests, by part, of parts that other ranks write, from the live tensors; only of some if
+        ``save.is_hurried``."""
         if not content.parts:
             return {}
         sizes = content.snapshot.sizes()
@@ -194,7 +196,7 @@ class RankPart:
             )  # fmt: skip
 
     def _own_parts(self, content: Content, staged: Staged) -> _Own:
-        """Return the parts that this rank writes; the previous object if layout and plan are the same."""
+        """Return the parts that this rank writes; the previous object if layout and plan are the same objects."""
         rank, world, parts, plan = self._rank, self._world_size, content.parts, self._plan(content)
         if self._own is None or self._own.layout_key is not staged.layout_key or self._own.plan is not plan:
             own = plan[rank * parts // world : (rank + 1) * parts // world]

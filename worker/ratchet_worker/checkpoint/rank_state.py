@@ -90,7 +90,7 @@ class JobState:
         self.start = Start({}, {})  # the model's
 
     def set_model(self, ddp: ManagedDDP, hook: ManagedHook) -> None:
-        """Set the wrapped model and its hook. Later captures look for changes since this moment."""
+        """Set the wrapped model and its hook. Later captures contain the changes of buffers since now."""
         self.ddp, self.hook, self._origin = ddp, hook, module_baseline.origin(ddp.module)
         self._walk = None
 
@@ -128,8 +128,8 @@ class JobState:
         module_baseline.check_parameters_unchanged(self._updated_walk(self.require_wrapped()[0].module), self._origin)
 
     def check_parameters_covered(self) -> None:
-        """Raise ``UserError`` if a registered optimizer has a parameter that would not be saved. Calls ``state_dict()`` of
-        registered objects."""
+        """Raise ``UserError`` if a registered optimizer has a parameter that is neither in the wrapped model nor, by address, in
+        the ``state_dict()`` of a registered object."""
         names, held = (
             self._parameter_names(),
             {p for item in self.stateful.values() for p in tensor_addresses(item.state_dict())},
@@ -147,9 +147,9 @@ class JobState:
 
     def capture(self) -> Snapshot:
         """Return this rank's state as views of live tensors; ``Snapshot.until`` says how long each stays unchanged. Contains the
-        copy of ``on_evaluation_begin``, if any. The first call may be a collective, so all ranks must make it. Raises
-        ``HookStateError`` or ``UserError`` for state that cannot be stored, ``UserError`` as ``check_parameters_unchanged``,
-        ``RuntimeError`` inside a backward pass."""
+        copy of ``on_evaluation_begin``, if any. The first call after a step may be a collective, so all ranks must make it.
+        Raises ``HookStateError``, ``StateError`` or ``UserError`` for state that cannot be stored, ``UserError`` as
+        ``check_parameters_unchanged``, ``RuntimeError`` inside a backward pass."""
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
         out = Snapshot()
@@ -223,7 +223,7 @@ class JobState:
         self.hidden.note_built(self._roots(), undo=undo)
 
     def _roots(self) -> Roots:
-        """Return the roots of the object walk: everything registered, by region. Calls ``state_dict()`` of user classes."""
+        """Return the roots of the object walk: everything registered, by region. Calls ``state_dict()`` of registered objects."""
         ddp, _ = self.require_wrapped()
         data, generators = self.data, data_generators.for_data(self.data)
         own = {
@@ -264,7 +264,7 @@ class JobState:
         out.add(_HIDDEN, {"stored": changes.stored, "made": changes.made_before_begin, **told})
 
     def _updated_walk(self, module: nn.Module) -> Walk:
-        """Return the walk of ``module`` as it is now; the earlier walk if nothing has changed."""
+        """Return the walk of ``module`` as it is now, perhaps the earlier object (``Walk.updated``)."""
         self._walk = (self._walk or Walk(module)).updated()
         return self._walk
 
@@ -298,7 +298,7 @@ class JobState:
 
     def restore(self, saved: Snapshot, transfer: StateTransfer) -> list[ComponentReport]:
         """Restore ``saved``, which the same rank of a group of the same size has saved; return the reports on the components.
-        Raises ``UserError`` if an object rejects its state."""
+        Raises ``UserError`` if an object rejects its state, ``StateError`` if ``saved`` lacks a part."""
         reports = self._restore_common(saved, "exact", None, transfer)
         if self.data is not None and "data" in saved.state:
             states = saved.value(_GENERATORS) if _GENERATORS in saved.state else {}
@@ -325,8 +325,8 @@ class JobState:
     def _restore_common(
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore everything but data, hook and generators; return the reports. ``status`` and ``reason``: for exact reports on
-        state that each rank has for itself."""
+        """Restore everything but data, hook and process-wide generators; return the reports. ``status`` and ``reason``: for exact
+        reports on state that each rank has for itself."""
         ddp = self.require_wrapped()[0]
         module = ddp.module
         if _DDP in saved.state:  # older checkpoints have none
@@ -394,8 +394,8 @@ class JobState:
         return reports
 
     def _report_absent(self, saved: Snapshot) -> list[ComponentReport]:
-        """Return a report of status ``absent`` for each component that only the checkpoint or only this rank has. Objects without
-        ``state_dict`` are left out."""
+        """Return a report of status ``absent`` for each component that only the checkpoint or only this rank has. Objects saved
+        by their attributes or items are left out."""
         here = {*self.optimizers, *self.stateful, *(["data"] if self.data is not None else [])}
         there = set(saved.state) - _BUILT_IN_COMPONENTS
         lost = [
@@ -417,8 +417,8 @@ class JobState:
     def _restore_data(
         self, load: Callable[[TrainData], None], generators: dict[str, Any] | None = None
     ) -> ComponentReport:
-        """Restore the position in the data by ``load``, and the data's own ``generators``. The report is ``not-exact`` if either
-        could not be restored exactly."""
+        """Restore the position in the data by ``load`` and, if the data are exact, their own ``generators``. The report is
+        ``not-exact`` if either could not be restored exactly."""
         assert self.data is not None
         data: TrainData = self.data
         lost: list[str] = []
@@ -432,8 +432,8 @@ class JobState:
         return self._report("data", "not-exact" if lost else "exact", "; ".join(lost) or None)
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
-        """Continue the data after a change of the number of ranks. ``states``: those of all old ranks. Data without
-        ``load_resized`` are reported as reset: they begin at their initial position, or their epoch again."""
+        """Continue the data after a change of the number of ranks; return the report. ``states``: those of all old ranks. Data
+        without ``load_resized`` are reported as reset: they begin at their initial position, or their epoch again."""
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:
@@ -507,7 +507,7 @@ class JobState:
 
     @property
     def all_optimizers(self) -> list[Any]:
-        """The registered optimizers, and registered objects that only wrap one."""
+        """The registered optimizers, and registered objects with ``param_groups`` like one."""
         around = [i.item for i in self.stateful.values() if isinstance(i, optimizer_state.AroundOptimizer)]
         return [*self.optimizers.values(), *around]
 
@@ -564,7 +564,7 @@ def _with_functions(state: Any, live: Any) -> Any:
 
 
 def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by path, the functions that ``schedulers`` and the schedulers in them call."""
+    """Return, by path, the functions that ``schedulers``, and schedulers in them, hold as attributes or in lists."""
     found: dict[str, Any] = {}
     for path, scheduler in schedulers.items():
         for name, value in vars(scheduler).items():
@@ -577,7 +577,8 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain(item: Any) -> bool:
-    """True if ``item`` has no ``state_dict`` and its attributes or items are saved instead, as of a dict or list."""
+    """True for a dict, a list, and an object of a user's class without ``state_dict`` and ``__iter__`` that is no generator:
+    their items or attributes are saved."""
     kind: type = type(item)
     if hasattr(item, "state_dict") or rng.is_generator(item):
         return False

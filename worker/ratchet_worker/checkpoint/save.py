@@ -26,19 +26,19 @@ class Save:
     error: str | None
     thorough: bool
     stall_state: tuple[float, float | None] = (0.0, None)
-    """Seconds that the loop has waited for this save, and since when it is waiting again (``time.perf_counter``), else None. One
-    tuple, since the saving thread reads both while the loop, the only writer, waits."""
+    """Seconds that the loop has spent on capturing and has waited for copies, and since when it is waiting again
+    (``time.perf_counter``), else None. One tuple, since the saving thread reads both while the loop, the only writer, waits."""
     previous_retention_done: Latch | None = None
     """``retention_done`` of the previous save: nothing is written before it is set."""
     loop_waits: Latch = field(default_factory=Latch)
-    """Set: the loop waits for the tensors."""
+    """Set: the loop has begun to wait for the tensors."""
     released: Latch = field(default_factory=Latch)
     """Set: the live tensors are not read any more."""
     awaited: Latch = field(default_factory=Latch)
     """Set: a thread waits for the save, or its file has been written."""
     done: Latch = field(default_factory=Latch)
     retention_done: Latch = field(default_factory=Latch)
-    """Set: older checkpoints are deleted, too; training does not wait for that."""
+    """Set: this rank deletes no older checkpoints after this save any more."""
     verdict: Verdict = field(default_factory=dict)
     failure: BaseException | None = None  # an error of the exchange: there is no verdict
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class Save:
 
     @property
     def stall(self) -> float:
-        """Seconds that this save has held up the loop until now, a wait in progress included."""
+        """Seconds that capturing and waiting for copies have held up the loop until now, a wait in progress included."""
         seconds, since = self.stall_state
         return seconds if since is None else seconds + time.perf_counter() - since
 
@@ -107,7 +107,7 @@ class Save:
             self.previous_retention_done.wait()
 
     def release(self) -> None:
-        """Drop the copies that no thread has begun, and release a loop that waits for the live tensors."""
+        """Drop the copies that no thread has taken, and release a loop that waits for the live tensors."""
         if self.staged is not None:
             self.staged.abandon()
         self.released.set()

@@ -1,5 +1,5 @@
-"""The saving thread of one rank: makes the copies and the rank file, reports, and waits for the verdict; rank 0's thread commits.
-The next save is written after older checkpoints have been deleted."""
+"""The saving thread of one rank: finishes the copies, has the rank file written, reports, and waits for the verdict; rank 0's
+thread commits. The next save is written after older checkpoints have been deleted."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class Saver:
         return False
 
     def _delete_older(self, settled: Latch) -> None:
-        """Delete the checkpoints that no retention rule keeps, then set ``settled``. An error is raised by the next save."""
+        """Call ``Committer.retain``, then set ``settled``. Its error is raised by the next save, if any."""
         try:
             self._committer.retain()
         except BaseException as error:  # must reach the loop

@@ -51,8 +51,8 @@ def early_due(spec: CheckpointSpec, step: int) -> float:
 
 
 class Schedule:
-    """Decides on rank 0 when to save, from measured durations. ``interval``: steps between saves under ``every_steps: auto``,
-    None before a measurement; ``step``: where the attempt starts."""
+    """Decides on rank 0 when to save, from steps and measured durations. ``interval``: steps between saves under ``every_steps:
+    auto``, None before a measurement; ``step``: where the attempt starts."""
 
     def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec, self._clock = spec, clock
@@ -148,8 +148,8 @@ class Schedule:
         return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed_interval(self) -> int | None:
-        """Return the steps between two saves at which saves cost about ``max_overhead`` of the time, at least a save's duration
-        and at most an hour; None: not measured yet."""
+        """Return the steps between two saves at which saves cost at most about ``max_overhead`` of the time, at least a save's
+        duration and at most an hour; None: not measured yet."""
         step = self._step_seconds()
         if not self._costs or step <= 0:
             return None
@@ -187,7 +187,7 @@ class Due:
     ) -> Reason | None:
         """Return why ``step`` is saved, None if it is not, and update ``next``. Call it on all ranks, only from ``next`` on.
         ``busy``: the previous save is in progress; ``drain`` waits for it. Raises ``UserError`` if rank 0's decision is for
-        another step."""
+        another step, and as ``drain``."""
         plan: dict[str, Any] = {}
         early = step >= self._early
         if self.schedule is not None:
@@ -216,7 +216,7 @@ class Due:
         self._plans_read = self._plans
 
     def on_save_success(self) -> None:
-        """Note that the save has succeeded. Rank 0 deletes broadcasts that all ranks have read from the store."""
+        """Note that the save has succeeded. Rank 0 deletes, from the store, the broadcasts that all ranks have read."""
         while self.schedule is not None and self._plans_deleted < self._plans_read:
             self._plans_deleted += 1
             self._exchange.delete_broadcast(f"plan/{self._plans_deleted}")

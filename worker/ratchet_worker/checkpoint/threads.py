@@ -27,7 +27,7 @@ ms."""
 
 
 class _Calls(NamedTuple):
-    """Numbers of the system calls sched_getattr and sched_setattr, for which the C library has no function."""
+    """Numbers of the system calls sched_getattr and sched_setattr, for which not every C library has a function."""
 
     get: int
     set: int
@@ -71,7 +71,7 @@ _POLL_SECONDS: Final = 0.5
 
 
 class Latch:
-    """A flag that is set once and stays set, for which threads can wait. An interrupted thread cannot block others."""
+    """A flag that is set once and stays set, for which threads can wait. An interrupted thread cannot block others for long."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -34,8 +34,8 @@ class Identity:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Identity:
-        """Read the identity from torchrun's variables, and ``store_fd`` from the agent's. Raises ``KeyError`` or ``ValueError``
-        if a required one is missing or invalid."""
+        """Read the identity from torchrun's variables, and ``store_fd`` from the agent's. Raises ``KeyError`` if a required one
+        is missing, ``ValueError`` if one is invalid."""
         fd = env.get(names.STORE_FD)
         return cls(
             rank=int(env[names.RANK]),
@@ -49,7 +49,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Clients:
-    """Clients of the rendezvous store for the threads and the process group of this rank. ``server``: set if it serves the
+    """Clients of the rendezvous store for the threads and the process group of this rank. ``server``: set if this rank serves the
     store."""
 
     main: Store
@@ -65,7 +65,7 @@ def rank_device(launch: LaunchFile, identity: Identity) -> torch.device:
 
 
 def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
-    """Make this rank's device current and return it. Raises ``UserError`` if the machine does not have it."""
+    """Make this rank's device current and return it. Raises ``UserError`` if it is not available to this process."""
     device = rank_device(launch, identity)
     if device.type == "cpu":
         return device
@@ -79,7 +79,7 @@ def select_device(launch: LaunchFile, identity: Identity) -> torch.device:
 
 
 def connect(identity: Identity, timeout: float) -> Clients:
-    """Connect to the rendezvous store, which rank 0 serves. ``timeout``: seconds per operation. May raise torch's
+    """Connect to the rendezvous store; rank 0 first starts its server. ``timeout``: seconds per operation. May raise torch's
     ``DistNetworkError``."""
     limit = timedelta(seconds=timeout)
     server = None
@@ -106,7 +106,7 @@ def _dup_and_close(fd: int | None) -> int | None:
 
 
 def check_no_process_group() -> None:
-    """Raise ``UserError`` (``group-exists``) if the script has started a process group."""
+    """Raise ``UserError`` (``group-exists``) if torch's default process group exists already."""
     if is_initialized():
         raise UserError(
             "torch.distributed.init_process_group was called before the Session was made, which starts the group itself, with "
@@ -117,7 +117,7 @@ def check_no_process_group() -> None:
 
 
 def init_group(launch: LaunchFile, identity: Identity, clients: Clients, device: torch.device, timeout: float) -> None:
-    """Start the process group. ``timeout``: seconds per collective. Raises ``UserError`` if the script has started one."""
+    """Start the process group. ``timeout``: seconds per collective. Raises ``UserError`` if one exists already."""
     check_no_process_group()
     init_process_group(
         launch.resolved.backend,

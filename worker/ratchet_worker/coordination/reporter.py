@@ -1,4 +1,4 @@
-"""A rank's reports to the service, one method per message."""
+"""A rank's reports for the service."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ _NEVER: Final = -math.inf
 
 
 class Reporter:
-    """Messages of one rank to the service. ``block_if_aborting`` is called before each message, and may block for ever."""
+    """Appends one rank's messages for the service to ``spool``. ``block_if_aborting`` is called before each message, and may
+    block for ever."""
 
     def __init__(self, spool: Spool, rank: int, block_if_aborting: Callable[[], None] = lambda: None) -> None:
         self._spool, self._rank, self._block_if_aborting = spool, rank, block_if_aborting
@@ -65,7 +66,8 @@ class Reporter:
         self._send(m.Resumed(rank=self._rank, at=now(), report=report))
 
     def metrics_due(self, step: int, total_steps: int | None) -> bool:
-        """True if the metrics of ``step`` are to be sent. In a long job, only part of the steps is due."""
+        """True if the metrics of ``step`` are to be sent. In a job of many or an unknown number of steps, only a part of them is
+        due."""
         # By step numbers alone, so that two runs of a job send the same series.
         every = 10 if total_steps is None else max(1, total_steps // _POINTS)
         return step % every == 0 or step == total_steps or step == 1
@@ -140,8 +142,7 @@ class Reporter:
         )  # fmt: skip
 
     def report_committed(self, manifest: Manifest, seconds: float, stall: float | None = None) -> None:
-        """Send that a checkpoint was committed. ``seconds``: duration of the save; ``stall``: seconds that training waited for
-        it."""
+        """Send that a checkpoint was committed. ``seconds``: duration of the save; ``stall``: its ``Save.stall``, if known."""
         self._send(
             m.CheckpointCommitted(
                 rank=self._rank, at=now(), step=manifest.step, attempt=manifest.attempt, digest=manifest.digest,
@@ -170,7 +171,7 @@ class Reporter:
         self._spool.close()
 
     def _send(self, message: m.RankMessage) -> None:
-        """Append a message to the spool. Blocks for ever if an abort of the rank's communicators has begun."""
+        """Append a message to the spool. May block for ever (``block_if_aborting``)."""
         self._block_if_aborting()
         self._spool.append(message)
 
@@ -179,7 +180,8 @@ Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 
 def metric_value(name: str, value: float | torch.Tensor) -> float:
-    """Return a metric's value as a float; may wait for the GPU. Raises ``UserError`` for an invalid name or value."""
+    """Return a metric's value as a float; may wait for the GPU. Raises ``UserError`` for an invalid name, or if ``float`` fails
+    for a value other than a tensor of one element."""
     if not name or len(name) > 200:
         raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
     try:

@@ -23,7 +23,8 @@ STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 
 class Listener:
-    """Receives stop and save requests of one rank. Call ``install`` on the main thread and ``wait`` from one other thread."""
+    """Receives stop and save requests to one rank. Call ``install`` or ``install_signal_handlers`` on the main thread, and
+    ``wait`` from one other thread."""
 
     def __init__(self) -> None:
         self._read_fd, self._write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -47,8 +48,8 @@ class Listener:
         self.abort.start()
 
     def install_signal_handlers(self) -> Callable[[], None]:
-        """Install handlers for SIGTERM and SIGINT, and return a function that restores the previous ones. Call it on the main
-        thread."""
+        """Install handlers for SIGTERM and SIGINT, and return a function that restores the previous ones where these are still
+        installed. Call it on the main thread."""
         # A Python handler runs between two bytecodes of the main thread, which may be inside a collective for minutes. The C
         # handler writes to this descriptor at once.
         wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -103,7 +104,7 @@ class Listener:
         return True
 
     def script_handles_sigterm(self) -> bool:
-        """True if the script has replaced the installed SIGTERM handler by one of its own."""
+        """True if the script has replaced the installed SIGTERM handler by a function of its own."""
         found = signal.getsignal(signal.SIGTERM)
         return callable(found) and found != self._handle_signal
 

@@ -1,4 +1,4 @@
-"""Digests that show whether batches read again are the ones that were handed out before."""
+"""Digests to compare batches that are read again with those that were handed out before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_PENDING: Final = 64  # batches on an accelerator that are hashed together
 
 
 class BatchDigest:
-    """A digest (XXH3-128) of at most about 64 KiB of the content of ``batch``, as it is now."""
+    """A digest (XXH3-128) of a sample of the content of ``batch``, mostly at most 64 KiB, as it is now."""
 
     def __init__(self, batch: Any) -> None:
         leaves = list(islice(_leaves(batch, 0), _LEAVES))
@@ -63,7 +63,7 @@ class BatchChain:
 
 
 def _leaves(item: Any, depth: int) -> Iterator[Any]:
-    """Yield what is hashed of ``item``, in a fixed order: tensors and arrays, and other values as bytes."""
+    """Yield what is hashed of ``item``: tensors and arrays, and other values as bytes."""
     if isinstance(item, torch.Tensor):
         yield from _tensors(item)
     elif isinstance(item, np.ndarray) and item.dtype.kind != "O":
@@ -110,7 +110,7 @@ def _tensors(tensor: torch.Tensor) -> Iterator[Any]:
 
 
 def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
-    """Return a sample of ``leaf``, of about ``share`` bytes at most: as bytes, or as a tensor on an accelerator."""
+    """Return a sample of ``leaf``, mostly of about ``share`` bytes at most: as bytes, or as a tensor on an accelerator."""
     if isinstance(leaf, bytes):
         return leaf[: share // 2] + leaf[-(share // 2) :] + b"%d" % len(leaf)
     grid = tuple(_grid(tuple(leaf.shape), leaf.itemsize, share))
@@ -121,8 +121,8 @@ def _part(leaf: Any, share: int) -> bytes | torch.Tensor:
 
 
 def _grid(shape: tuple[int, ...], size: int, share: int) -> Iterator[slice]:
-    """Yield one slice per dimension that thins a tensor of ``shape``, with ``size`` bytes per element, to about ``share``
-    bytes."""
+    """Yield one slice per dimension that thins a tensor of ``shape``, with ``size`` bytes per element, to about ``share`` bytes,
+    or somewhat more."""
     total = size
     for length in shape:
         total *= length

@@ -1,4 +1,4 @@
-"""Finds and saves generators that a data set, ``augment``, ``collate_fn``, a sampler or a stream holds itself."""
+"""Finds and saves generators that a data set, ``augment``, ``collate_fn``, a sampler, a loader or a stream holds itself."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def _children(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _function_state(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield what a function keeps between calls: closure variables and defaults."""
+    """Yield (name, object) for a function's closure variables and defaults."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents

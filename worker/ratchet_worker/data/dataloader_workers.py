@@ -75,7 +75,8 @@ def _kill_at_exit(started: list[weakref.ref[BaseProcess]]) -> None:
 
 @contextmanager
 def _ignoring_child_deaths() -> Iterator[None]:
-    """Context manager: disable torch's SIGCHLD handler, which would raise, while workers are killed on purpose."""
+    """Context manager: disable torch's SIGCHLD handler, which would raise, while workers are killed on purpose. Does nothing
+    outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

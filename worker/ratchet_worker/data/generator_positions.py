@@ -1,4 +1,4 @@
-"""Records and restores the generators that data may draw from: the process-wide ones, and those that a stream holds."""
+"""Records and restores the generators that data may draw from: the process-wide ones, and those that the data hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ratchet_worker.state.snapshot import digest
 
 @dataclass(frozen=True)
 class Point:
-    """The states of all generators at one moment. ``cuda`` None: not in use. ``own``: those of the stream, by attribute path."""
+    """The states of generators at one moment. ``cuda`` None: not in use. ``own``: those that the data hold, by attribute path."""
 
     python: Any
     legacy: Any  # numpy's

@@ -101,12 +101,13 @@ class TrainLoader:
 
     @property
     def exact(self) -> bool:
-        """True if a resume repeats every batch exactly; otherwise ``inexact_reason`` gives the reason."""
+        """True unless ``inexact_reason`` has a reason."""
         return self.inexact_reason is None
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None if a resume repeats every batch exactly."""
+        """A sentence for the resume report if there are workers and ``dataset``, ``augment`` or ``collate_fn`` holds a generator;
+        else None."""
         if self._num_workers == 0 or not (found := sorted(self.own_generators.find())):
             return None
         return (
@@ -159,8 +160,8 @@ class TrainLoader:
             yield batch
 
     def _fetch(self) -> Iterator[Any]:
-        """Return an iterator over the epoch's remaining batches. Starts the workers if needed; raises ``UserError`` if they
-        cannot start."""
+        """Return an iterator over the epoch's remaining batches. Starts the workers if needed; then raises ``UserError`` outside
+        the main thread, and for data that cannot be pickled."""
         if self._num_workers == 0:
             return (self._samples.batch(keys, self._collate) for keys in self._cursor)
         if self._loader is not None:
@@ -212,7 +213,7 @@ class TrainLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the sample recorded in ``state``, and end the current iterator. Raises ``ValueError``, and changes nothing,
-        if the order, the length of the data set or the number of ranks differs."""
+        if ``state`` does not fit, as for another order, length of the data set or number of ranks."""
         recorded = state.get("world_size")
         if recorded != self._cursor.rule.world_size:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 
 class LoaderPosition:
     """Base class for this rank's position in the training's ``loader``. ``numbering_problem``: a sentence if the loop's batch
-    numbers are wrong after a resume."""
+    numbers would be wrong after a resume."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -35,15 +35,16 @@ class LoaderPosition:
 
     @property
     def exact(self) -> bool:
-        """True if a resume repeats every batch exactly; otherwise ``inexact_reason`` gives the reason."""
+        """True unless ``inexact_reason`` has a reason."""
         return self.inexact_reason is None
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None if a resume repeats every batch exactly. Implemented by the subclasses."""
+        """A sentence for the resume report on why a resume may not repeat every batch exactly; None if no reason is known.
+        Implemented by the subclasses."""
         raise NotImplementedError
 
     @property
     def resume_note(self) -> str | None:
-        """How the last resume reached its position, for a message; None if there was none."""
+        """How the last resume reached its position, for a message; None if there is nothing to report."""
         return self._resume_note

@@ -35,8 +35,8 @@ def epoch_order(length: int, seed: int, epoch: int, *, shuffle: bool = True) -> 
 
 @dataclass(frozen=True)
 class BatchRule:
-    """Cuts the order into batches for one rank. ``length``: samples in the data set. Raises ``UserError`` for numbers that do not
-    fit together."""
+    """Cuts the order into batches for one rank. ``length``: samples in the data set. Raises ``UserError`` for invalid
+    arguments."""
 
     length: int
     batch_size: int

@@ -26,7 +26,8 @@ Attributes = list[dict[str, Any]]
 
 
 def is_supported(loader: DataLoader[Any]) -> bool:
-    """True if ``SamplerPosition`` can restore ``loader``, as most plain DataLoaders over map-style data sets."""
+    """True for a DataLoader over a map-style data set with torch's ``__iter__`` and no ``state_dict``; with workers, only if it
+    has a batch sampler."""
     plain = type(loader).__iter__ is DataLoader.__iter__ and not hasattr(loader, "state_dict")
     alone = loader.batch_sampler is None and loader.num_workers > 0
     return plain and not isinstance(loader.dataset, torch.utils.data.IterableDataset) and not alone
@@ -60,7 +61,7 @@ class SamplerPosition(LoaderPosition):
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None if a resume repeats every batch exactly."""
+        """A sentence for the resume report on why a resume may not repeat every batch exactly; None if no reason is known."""
         if self.loader.num_workers and not self.loader.in_order:
             return "in_order=False: workers return batches in another order each time; leave it out"
         return self._difference or self._other_length

@@ -43,7 +43,7 @@ class TrainStream:
       when the epoch began. Every ``iter()`` must then return the same batches.
     - Otherwise the stream starts over. ``exact`` is False, and ``inexact_reason`` gives the reason.
 
-    Batches that are read again are compared with those used, by a digest; if they differ, ``exact`` is False.
+    A resume compares digests of batches that it reads again (of large batches a sample); if one differs, ``exact`` is False.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class TrainStream:
 
     @property
     def exact(self) -> bool:
-        """True if the stream resumes exactly; otherwise ``inexact_reason`` gives the reason."""
+        """True unless ``inexact_reason`` gives a reason why a resume is not exact."""
         return self.inexact_reason is None
 
     @property
     def inexact_reason(self) -> str | None:
-        """A sentence for the resume report; None if the stream resumes exactly."""
+        """A sentence for the resume report that says why a resume is not exact; None if no reason is known."""
         if self._resume_mode != "restart":
             return self._difference
         return (
@@ -107,19 +107,20 @@ class TrainStream:
         )
 
     def data_digest(self) -> str | None:
-        """Return the ``digest`` that the caller passed to identify the data."""
+        """Return the argument ``digest``, by which the caller identifies the data; None if there was none."""
         return self._digest
 
     # --- batches -------------------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the batches from the position to the epoch's end; it ends an earlier iterator."""
+        """Return an iterator over the batches from the position to the epoch's end; if none is left and ``endless`` is True, over
+        the next epoch. It ends an earlier iterator."""
         self._run += 1
         return self._batches(self._run)
 
     def _batches(self, run: int) -> Iterator[Any]:
-        """Yield the batches from the position on. ``run``: the number of this iterator. Raises ``ValueError`` if the position
-        cannot be reached exactly."""
+        """Yield the batches from the position on. ``run``: the number of this iterator. Raises ``ValueError`` as
+        ``_from_position`` does."""
         if run != self._run:
             return
         source = self._from_position()
@@ -157,7 +158,8 @@ class TrainStream:
         self.own_generators.end()
 
     def _from_position(self) -> Iterator[Any]:
-        """Return an iterator over the stream from the position. Raises ``ValueError`` if batches that are read again differ."""
+        """Return an iterator over the stream from the position. Raises ``ValueError`` if ``reach`` is needed for it, and fails or
+        finds a difference."""
         if self._taken and self._source is None:  # begun in the middle of an epoch
             if self._resume_mode == "restart":
                 self._taken = 0  # its iterator has raised an error
@@ -171,7 +173,7 @@ class TrainStream:
         return source if source is not None else self._begin()
 
     def _begin(self) -> Iterator[Any]:
-        """Return an iterator over the stream from the beginning of an epoch, and record the states there."""
+        """Return an iterator over the stream from the beginning of an epoch, and record the states that a resume needs."""
         self._set_epoch()
         if self._resume_mode == "restart":
             return iter(self.stream)
@@ -240,8 +242,8 @@ class TrainStream:
     # --- a resume ------------------------------------------------------------------------------------------------------
 
     def reach(self) -> None:
-        """Move the stream to the recorded position. If batches read again differ, ``exact`` is False. Raises ``ValueError`` if
-        the stream ends too early."""
+        """Move the stream to the recorded position. If a difference is found, ``exact`` is False. Raises ``ValueError`` if the
+        stream ends too early."""
         if not self._restored:
             return
         self._restored, self._difference = False, None
@@ -256,7 +258,7 @@ class TrainStream:
             self._difference = "; ".join(missing)
 
     def _replay(self) -> Iterator[Any]:
-        """Read the batches before the position again and compare them. Returns an iterator that continues at the position."""
+        """Read batches before the position again and compare digests. Returns an iterator that continues at the position."""
         marks, earlier = self.own_generators.marks, self._replay_start()
         earlier = earlier._replace(point=earlier.point or marks.get("earlier"))
         self._earlier, last = [earlier], marks.get("last")
@@ -317,7 +319,8 @@ class TrainStream:
             set_epoch(self.epoch)
 
     def _epoch_holders(self) -> list[tuple[str, Any]]:
-        """Return the samplers and data sets inside the stream that have ``set_epoch`` and ``epoch``, as (path, object)."""
+        """Return objects inside the stream that have ``set_epoch`` and an integer ``epoch``, such as samplers, as (path,
+        object)."""
         found = list(reachable({"stream": self.stream}))[1:]
         return [
             (path, item)
@@ -372,8 +375,8 @@ class TrainStream:
         return _copy_value(self.stream.state_dict())  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. Save ``own_generators.states()`` after this call, which records points there. Raises ``TypeError``
-        if the stream's state cannot be stored."""
+        """Return the position. Save ``own_generators.states()`` after this call, which may record points there. Raises
+        ``TypeError`` if the stream's state cannot be stored."""
         state: dict[str, Any] = {"kind": "stream", "way": self._resume_mode, "epoch": self.epoch, "taken": self._taken}
         if self._resume_mode == "restart":
             return state
@@ -392,8 +395,8 @@ class TrainStream:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a recorded position, to which ``reach`` or the next ``iter()`` moves the stream. Raises ``ValueError`` for another
-        kind of state."""
+        """Load a recorded position. ``reach`` or the next ``iter()`` moves the stream there, unless ``resume_mode`` is
+        ``restart``. Raises ``ValueError`` for another kind of state."""
         if state.get("kind") != "stream" or state.get("way") != self._resume_mode:
             raise ValueError(
                 f"the data position was recorded for {state.get('kind')!r}/{state.get('way')!r}, this is "
@@ -428,7 +431,8 @@ def _copy_value(value: Any) -> Any:
 
 
 def _is_same(a: Any, b: Any, where: str) -> bool:
-    """True if two states are equal bit for bit. Raises ``TypeError``, naming ``where``, for a state that cannot be stored."""
+    """True if two states compare equal when encoded, tensors and floats bit for bit. Raises ``TypeError``, naming ``where``, for
+    a state that cannot be stored."""
     try:
         (left, one), (right, other) = encode(a, root=where), encode(b, root=where)
     except HookStateError as error:

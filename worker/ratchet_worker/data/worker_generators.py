@@ -1,5 +1,5 @@
-"""Generators of a DataLoader's workers. Each batch carries the states of its worker's generators after it, since a worker reads
-ahead."""
+"""Generators of a DataLoader's workers. A batch carries the states of its worker's generators after it, if they changed, since a
+worker reads ahead."""
 
 from __future__ import annotations
 

@@ -33,13 +33,13 @@ _REPAIR: Final = (
 
 
 class SmiError(Exception):
-    """``nvidia-smi`` is present and fails. The text is its message."""
+    """``nvidia-smi`` is present, but fails or does not answer in time. The text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One row of ``nvidia-smi``; memory in MiB. None where ``nvidia-smi`` gives no number. ``processes``: how many hold memory on
-    the GPU."""
+    """One row of ``nvidia-smi``; memory in MiB. ``total`` and ``used`` are None where it gives no number. ``processes``: number
+    of compute processes that it lists for the GPU."""
 
     index: str
     name: str
@@ -62,7 +62,7 @@ def findings_without_torch() -> list[Finding]:
 
 
 def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
-    """Return the names of the devices that torch can use, and the findings on CUDA and the GPUs."""
+    """Return the names of torch's CUDA devices, none if torch fails on one, and the findings on CUDA and the GPUs."""
     rows, broken = list[Gpu](), None
     try:
         rows = query_smi()
@@ -150,7 +150,7 @@ def _finding(gpu: Gpu) -> Finding:
 
 
 def _from_torch(torch: Any, index: int, name: str) -> Finding:
-    """The finding on one GPU by torch alone, if ``nvidia-smi`` is missing, fails or lists none."""
+    """Return the finding on GPU number ``index`` by torch alone, for use without rows of ``nvidia-smi``."""
     try:
         free, total = (n >> 20 for n in torch.cuda.mem_get_info(index))
     except Exception as error:  # a GPU in exclusive mode that another process holds
@@ -182,7 +182,7 @@ def _row(row: list[str], users: list[str]) -> Gpu:
 
 
 def _mib(cell: str) -> int | None:
-    """The number of a cell; None if it has none, such as ``[N/A]``."""
+    """Return the number in a cell; None if the cell is not a whole number, such as ``[N/A]``."""
     return int(cell) if cell.isdecimal() else None
 
 

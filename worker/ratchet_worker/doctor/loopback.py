@@ -22,7 +22,8 @@ _ADVICE: Final = (
 
 
 class Peer:
-    """Rank 1 of the check, in a process that the constructor starts. Sets this process's ``GLOO_SOCKET_IFNAME``."""
+    """Rank 1 of the check, in a process that the constructor starts. It also sets ``GLOO_SOCKET_IFNAME`` in the calling
+    process."""
 
     def __init__(self) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as in every job on one machine (``agent.rank_environment``)
@@ -117,7 +118,7 @@ def all_reduce(rank: int, store: Any, limit: timedelta) -> str:
 
 
 def main() -> int:
-    """Act as rank 1: read the store's port from standard input, do the all-reduce, and return 0."""
+    """Act as rank 1: read the store's port from standard input and do the all-reduce; without a port do nothing. Return 0."""
     from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
     line = sys.stdin.readline()

@@ -25,7 +25,7 @@ _CPU_TORCH = "--index-url https://download.pytorch.org/whl/cpu for a machine wit
 
 
 def probe() -> ProbeReport:
-    """Check this interpreter and return all findings, in the order in which to show them. Starts a second process."""
+    """Check this interpreter and return all findings, in the order in which to show them. May start other processes."""
     found = [_python(), *_packages()]
     torch, finding = import_torch()
     found.append(finding)
@@ -137,8 +137,8 @@ def _backends(torch: Any, cuda: bool) -> Finding:
 
 
 def _determinism(cuda: bool) -> Finding:
-    """Return the finding on determinism: a warning if ``CUBLAS_WORKSPACE_CONFIG`` lets cuBLAS on GPUs (``cuda``) give other bits
-    at every run."""
+    """Return the finding on determinism: a warning if there are GPUs (``cuda``) and ``CUBLAS_WORKSPACE_CONFIG`` has another value
+    than the two with which cuBLAS is deterministic."""
     workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
     if cuda and workspace not in (None, ":4096:8", ":16:8"):
         return warning(

@@ -81,7 +81,8 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of rank 0's optimizers by component, with parameter names instead of the numbers of a ``state_dict``."""
+    """Return the parameters' states and the groups of rank 0's optimizers, by component, with parameter names instead of the
+    numbers of a ``state_dict``."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in sorted(saved.state):

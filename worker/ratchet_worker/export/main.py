@@ -114,7 +114,8 @@ _WRITERS: Final = {"safetensors": _safetensors, "torch": _tar, "dcp": _dcp}
 
 
 def _save(state: Any, file: IO[bytes]) -> None:
-    """Save ``state`` to ``file`` by ``torch.save``. If writing fails, raises the ``OSError`` behind torch's ``RuntimeError``."""
+    """Save ``state`` to ``file`` by ``torch.save``. If writing fails, raises the ``OSError`` behind torch's ``RuntimeError``, if
+    there is one."""
     try:
         torch.save(state, file)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Converts a checkpoint to plain PyTorch: the model under its ``state_dict`` keys, and the whole state of a rank."""
+"""Converts a checkpoint to plain PyTorch: the model under its ``state_dict`` keys, and the state of one rank."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def origin(manifest: Manifest) -> dict[str, Any]:
 
 
 def read_model(chosen: Chosen) -> Model:
-    """Return a checkpoint's parameters and buffers. Replicas that differ are averaged where possible. Raises ``CheckpointError``,
-    ``StateError``."""
+    """Return the parameters and buffers in the model's ``state_dict``; buffers are rank 0's. If the hook lets replicas differ,
+    parameters are averaged where possible. Raises ``CheckpointError``, ``StateError``."""
     manifest = chosen.manifest
     assert manifest is not None
     stored, state = _read_model(chosen)
@@ -129,8 +129,8 @@ def read_rank(chosen: Chosen, rank: int) -> dict[str, Any]:
 
 
 def to_plain(value: Any, path: str) -> Any:
-    """Return ``value``, converted to types that ``torch.load(weights_only=True)`` accepts. Raises ``StateError``, naming
-    ``path``, if that is impossible."""
+    """Return ``value``, a decoded state, converted to types that ``torch.load(weights_only=True)`` accepts. Raises
+    ``StateError``, naming ``path``, if that is impossible."""
     if isinstance(value, np.random.RandomState):
         return to_plain(value.get_state(legacy=False), path)
     if isinstance(value, np.random.Generator):
@@ -211,7 +211,8 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
 
 
 def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
-    """Return the hook's state in torch's own form, and further values by key. Raises ``StateError`` if that is impossible."""
+    """Return the hook's state in torch's own form (for a custom hook in the user's), and further values by key. Raises
+    ``StateError`` if that is impossible."""
     spec = disk.recorded_hook(manifest)
     if spec is None:
         raise StateError(f"hook {manifest.hook.name} is not known to this version of Ratchet")

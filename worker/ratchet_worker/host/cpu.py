@@ -21,7 +21,7 @@ _VARIABLES: Final = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC
 
 
 def keep_freed_memory() -> bool:
-    """Make this process's allocator keep most of the freed memory. Returns False if that is impossible or the user has own
+    """Make this process's allocator keep more of the freed memory. Returns False if that is impossible or the user has own
     settings."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     own = any(name in os.environ for name in _VARIABLES) or "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
@@ -34,7 +34,7 @@ def keep_freed_memory() -> bool:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Context manager: run the block without garbage collection, then enable it again if it was enabled."""
+    """Context manager: run the block without automatic garbage collection, then enable it again if it was enabled."""
     was = gc.isenabled()
     # An import creates objects that stay alive; scanning them repeatedly takes a quarter of the time of importing torch.
     gc.disable()

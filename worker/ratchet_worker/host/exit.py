@@ -55,8 +55,8 @@ class ScriptExit(RuntimeError):
 
 
 def _refused_arguments(exit_: SystemExit) -> str | None:
-    """Return the message with which the script's ``argparse`` refused its arguments; None if the script ended for another
-    reason."""
+    """Return the message with which the script's ``argparse`` refused its arguments; None if the traceback shows no such
+    refusal."""
     frames = {frame.f_code: frame for frame, _ in traceback.walk_tb(exit_.__traceback__)}
     error = frames.get(argparse.ArgumentParser.error.__code__)
     if error is None or not any(parse.__code__ in frames for parse in _PARSERS):  # else the script itself called it

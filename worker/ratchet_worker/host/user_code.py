@@ -18,7 +18,7 @@ from ratchet_contract.spec.job import TaskSpec
 
 
 def add_to_path(code: Path) -> None:
-    """Put the directory ``code``, the code snapshot, first on ``sys.path``, and remove the current directory from it."""
+    """Put the code directory ``code`` first on ``sys.path``, and remove the entry ``""``, the current directory."""
     text = str(code)
     # A user's hooks.py or worker.py takes precedence over other modules of that name.
     sys.path[:] = [text, *(p for p in sys.path if p not in (text, ""))]
@@ -88,7 +88,7 @@ def import_error(what: str, error: ModuleNotFoundError | SyntaxError, code: Path
 
 
 def shadowing_advice(error: BaseException) -> str | None:
-    """Return advice if a module of the user hides ``ratchet``, so that a name of it is missing; else None."""
+    """Return advice if ``error`` shows that a module of the user hides ``ratchet``; else None."""
     return shadow_advice(error, getattr(sys.modules.get(PACKAGE), "__file__", None))
 
 
@@ -119,7 +119,7 @@ def _check_arguments(factory: Any, spec: TaskSpec) -> None:
 
 
 def is_unmanaged(script: Sequence[str], code: Path) -> bool:
-    """True if the text of the script's main file shows that it makes no Session; False if the file is unreadable."""
+    """True if the text of the script's main file shows no sign of a Session; False if the file is unreadable."""
     try:
         return unmanaged_script.is_unmanaged((code / script[0]).read_bytes())
     except OSError:
@@ -127,7 +127,7 @@ def is_unmanaged(script: Sequence[str], code: Path) -> bool:
 
 
 def run_script(script: Sequence[str], code: Path) -> None:
-    """Run the script, a path in ``code`` with arguments, as ``python`` would. Raises ``UserError`` if it is missing or not valid
+    """Run the script, a path in ``code`` with arguments, as the main module. Raises ``UserError`` if it is missing or not valid
     Python."""
     path = code / script[0]
     if not path.is_file():

@@ -13,7 +13,8 @@ from ratchet_contract.errors import UserError
 
 
 def prepare_loader(loader: Any) -> None:
-    """Prepare ``loader`` for its first pass. Raises ``UserError`` if ranks would have different numbers of batches."""
+    """Prepare ``loader`` for its first pass. Raises ``UserError`` if, without ``even_batches`` and ``drop_last``, the batches
+    cannot be divided equally among the ranks."""
     sharded = loader.batch_sampler
     whole = not isinstance(sharded, BatchSamplerShard) or sharded.even_batches or sharded.drop_last
     if not whole and sharded.total_length % sharded.num_processes != 0:

@@ -5,9 +5,9 @@
     trainer = Trainer(strategy=SessionStrategy(), devices=2, max_epochs=20, callbacks=[ModelCheckpoint(monitor="loss")])
     trainer.fit(module, datamodule=data)
 
-A step of the job has the batches of an optimizer step, and ends when the Trainer requests the next batch. A resumed Trainer
-begins as a new one does; its state is restored when it requests its first batch. Features that a job cannot resume are refused
-with an error that names them.
+A step of the job has the batches up to the next optimizer step, and ends when the Trainer requests the next batch. A resumed
+Trainer begins as a new one does; its state is restored before it gets its first batch. Features that a job cannot resume are
+refused with an error that names them.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ _CONNECTOR: Final = (
 
 
 class SessionStrategy(DDPStrategy):
-    """Lightning's strategy that trains with DDP within a ``Session``: the Trainer's optimizer steps are the job's steps. Use one
-    object per run. ``session``: one that the script has made."""
+    """Lightning's strategy that trains with DDP within a ``Session``: the job's steps follow the Trainer's optimizer steps. Use
+    one object per run. ``session``: one that the script has made."""
 
     def __init__(self, session: Session | None = None) -> None:
         started = names.RANK in os.environ
@@ -194,8 +194,8 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Rewind checkpoint and log files to the step that this attempt begins with. In a resumed attempt, loggers are muted
-        until the restore. Every rank must call it."""
+        """Rewind checkpoint files and CSV logs to the step that this attempt begins with. If its checkpoint has the Trainer's
+        state, loggers are muted until the restore. Every rank must call it."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -284,7 +284,7 @@ class SessionStrategy(DDPStrategy):
             self.is_trying_out = False
 
     def _total(self) -> int | None:
-        """Return the number of steps of the whole job; None if the Trainer's limits do not determine it."""
+        """Return the number of steps of the whole job by the Trainer's limits; None if these do not determine it."""
         trainer = self._trainer()
         if not trainer.lightning_module.automatic_optimization or self._batches is None:
             return None
@@ -336,7 +336,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Begin the training as Lightning does, and reinstall the SIGTERM handler that Lightning has replaced."""
+        """Begin the training as Lightning does, and, except in trial steps, reinstall the SIGTERM handler that Lightning has
+        replaced."""
         super().on_train_start()
         if self.is_trying_out:
             return
@@ -353,7 +354,7 @@ class SessionStrategy(DDPStrategy):
 
     @property
     def has_begun(self) -> bool:
-        """True if the state is restored, so training has begun; False while a finder does trial steps."""
+        """True if the state is restored; False while a finder does trial steps."""
         return self._runtime.restored and not self.is_trying_out
 
     def restore(self) -> None:
@@ -420,7 +421,8 @@ class SessionStrategy(DDPStrategy):
                 self._files.record_end()
 
     def _log(self, log: Callable[..., None], metrics: dict[str, Any], step: int | None = None) -> None:
-        """Pass ``metrics`` to ``log``, the Trainer's own function, and, except in trial steps, log them as the job's metrics."""
+        """Pass ``metrics`` to ``log``, the Trainer's own function; in training, except in trial steps, also log them as the job's
+        metrics."""
         log(metrics, step)
         if metrics and not self.is_trying_out:
             _log_in_training(self.session, metrics)
@@ -436,15 +438,16 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint file of Lightning. The file is recorded first, so that a later attempt can rewind it."""
+        """Write a checkpoint file of Lightning. Except in trial steps, it is recorded first, so that a later attempt can rewind
+        it."""
         if self._files is not None and not self.is_trying_out:
             self._files.record_write(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint file of Lightning. A tracked file is only hidden until a checkpoint of the job includes this
-        step."""
+        """Remove a checkpoint file of Lightning. Until the training ends, except in trial steps, a local file is only hidden
+        until a checkpoint of the job includes this step."""
         hides = self._files is not None and not self.is_trying_out and not self._runtime.finished
         if not hides or self._files is None or not self._files.hide(filepath):
             super().remove_checkpoint(filepath)
@@ -457,8 +460,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. Else load nothing; raise ``UserError`` for a
-        ``ckpt_path`` of the script."""
+        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. Else load nothing; raise ``UserError`` unless
+        the Trainer itself requests it for an ``OnExceptionCheckpoint``."""
         trainer = self._trainer()
         if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -501,8 +504,7 @@ class _Nothing(dict[str, Any]):
 
 
 class SessionLogger(Logger):
-    """A logger of Lightning that logs what callbacks and the script pass to it as the job's metrics. Used together with
-    ``SessionStrategy``."""
+    """A logger of Lightning that logs metrics as the job's metrics. Used together with ``SessionStrategy``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -521,7 +523,7 @@ class SessionLogger(Logger):
 
     @override
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: hyperparameters belong to the script and the spec, which the service keeps."""
+        """Do nothing: hyperparameters belong to the script and the spec."""
 
     @override
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
@@ -577,7 +579,7 @@ class _Progress:
     # --- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, with paths relative to the working directory. Calls the hooks ``on_save_checkpoint``."""
+        """Return the state, with paths in the working directory made relative. Calls the hooks ``on_save_checkpoint``."""
         trainer, module = self._trainer, self._trainer.lightning_module
         checkpoint = self._checkpoint()
         callbacks = checkpoint["callbacks"]
@@ -727,7 +729,7 @@ def _load_loop(loop: _Loop, state: dict[str, Any]) -> None:
 
 
 def _batches_per_step(trainer: Any, epoch: int) -> int:
-    """The number of batches of one optimizer step in ``epoch``."""
+    """Return the number of batches accumulated for one optimizer step in ``epoch``; the epoch's last step may have fewer."""
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches(epoch)
@@ -735,7 +737,7 @@ def _batches_per_step(trainer: Any, epoch: int) -> int:
 
 
 def _check_supported(trainer: Any) -> None:
-    """Raise ``UserError`` for a callback or setting that a job cannot resume."""
+    """Raise ``UserError`` for a callback or setting that a job does not support."""
     if not trainer.lightning_module.automatic_optimization and trainer.strategy._runtime.launch.spec.ddp.static_graph:
         raise UserError(
             "automatic_optimization = False with ddp.static_graph: Lightning drives DDP's reducer by itself; drop static_graph"

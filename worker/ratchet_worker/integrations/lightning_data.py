@@ -15,7 +15,7 @@ from ratchet_worker.data.stream_position import StreamPosition
 
 
 class Trainer(Protocol):
-    """The consumer of the batches. ``is_fresh``: no checkpoint, and not begun; ``has_begun``: training has begun;
+    """The consumer of the batches. ``is_fresh``: no checkpoint, and not begun; ``has_begun``: its state is restored;
     ``is_trying_out``: it does trial steps."""
 
     @property
@@ -78,8 +78,8 @@ class Batches:
         return self._batches()
 
     def _batches(self) -> Iterator[Any]:
-        """Yield the rest of the epoch, each batch within a step. Raises ``UserError`` for an epoch without batches, and
-        ``Stopped``."""
+        """Yield the rest of the epoch, each batch within a step; in trial steps, the loader's batches. Raises ``UserError`` for
+        an epoch without batches, and ``Stopped``."""
         if self._trainer.is_trying_out:
             yield from self._loader
             return

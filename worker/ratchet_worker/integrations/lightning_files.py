@@ -34,8 +34,8 @@ class CheckpointFiles:
         self._versions: list[Any] | None = None
 
     def rewind(self, base: int) -> None:
-        """Restore the checkpoint files as they were after step ``base``; files that later steps wrote are moved aside. If
-        ``base`` is 0 and a training has ended, leave all files."""
+        """Restore the set of local checkpoint files that existed after step ``base``; files that later steps created are moved
+        aside. If ``base`` is 0 and a training has ended, leave all files."""
         entries = self._read()
         if not base and any(entry["kind"] == ENDED for entry in entries):
             # The ended training's checkpoints were deleted to begin another one: its files are left alone.
@@ -146,7 +146,8 @@ def _delete(path: Path) -> None:
 
 
 def relative_paths(value: Any, workdir: Path) -> Any:
-    """Return ``value`` with a placeholder in place of ``workdir``, so that jobs that train alike have the same state."""
+    """Return ``value`` with a placeholder in place of the resolved ``workdir`` at the beginning of paths, so that jobs that train
+    alike have the same state."""
     root = str(workdir.resolve())
     return _replace_strings(
         value, lambda text: _WORKDIR_PLACEHOLDER + text[len(root) :] if f"{text}/".startswith(f"{root}/") else text
@@ -200,12 +201,14 @@ def unmute(loggers: Iterable[Logger]) -> None:
 
 
 def csv_rows(loggers: Iterable[Logger]) -> list[int]:
-    """Return the number of rows in each logger's CSV file, without the header; 0 without a file. Writes buffered rows."""
+    """Return the number of rows in each logger's CSV file, without the header; 0 if this process has opened none. Writes buffered
+    rows."""
     return [_rows(logger) for logger in loggers]
 
 
 def _rows(logger: Logger) -> int:
-    """Return the number of rows in the logger's CSV file, without the header; 0 without one. Writes buffered rows."""
+    """Return the number of rows in the logger's CSV file, without the header; 0 if this process has opened none. Writes buffered
+    rows."""
     experiment = logger._experiment if isinstance(logger, CSVLogger) else None
     if experiment is None:
         return 0
@@ -229,8 +232,8 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list
 
 
 def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
-    """Keep the first ``rows`` rows of the logger's CSV file. With ``own``, add empty ones for missing rows and return a message;
-    else None."""
+    """Keep the first ``rows`` rows of the logger's CSV file. With ``own``, add empty ones for missing rows and return a message
+    about them. Without missing rows, or a file, return None."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"

@@ -63,7 +63,8 @@ def restore_metrics(module: nn.Module, state: State) -> None:
 
 
 def _metric(metric: Metric) -> State:
-    """The state of one metric: its values, its attributes that are numbers, and its cached results."""
+    """Return the state of one metric: its values, its attributes that are numbers, and its cached results that are a tensor, a
+    number or None."""
     return {
         "values": {name: getattr(metric, name) for name in metric._defaults},
         "numbers": {name: value for name, value in vars(metric).items() if type(value) in (int, float)},
@@ -146,7 +147,7 @@ class Attributes:
         }  # before any hook of the training
 
     def state(self) -> State:
-        """The attributes, by path, whose values differ from those at construction."""
+        """Return the storable attributes, by path, whose values differ from those at construction."""
         return {
             path: value
             for path, _, _, value in self._storable_attributes()
@@ -203,7 +204,8 @@ def _own_names(callback: Callback) -> list[str]:
 
 
 def _names_in(function: Any) -> tuple[str, ...]:
-    """Return the names of attributes and globals that a function, property or method uses; empty for anything else."""
+    """Return the names of attributes and globals that a function, a method or a property's getter uses directly; empty for
+    anything else."""
     function = getattr(function, "fget", None) or getattr(function, "__func__", function)
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
@@ -227,7 +229,7 @@ def _encode_copy(value: Any) -> tuple[Tensors, Any]:
 
 
 def _is_same(before: tuple[Tensors, Any] | None, value: Any) -> bool:
-    """True if ``value`` has the encoded content ``before``, bit for bit. False if ``before`` is None."""
+    """True if the encoded ``value`` compares equal to ``before``, tensors and floats bit for bit. False if ``before`` is None."""
     if before is None:
         return False
     tensors, data = encode(value, root="")
@@ -262,7 +264,7 @@ class Additions:
         self._flat_parts = {key: {n: _flat(v) for n, v in part.items()} for key, part in self._parts.items()}
 
     def changes(self) -> State:
-        """Return the changes since construction; call it after the hooks have run."""
+        """Return the tracked changes since construction; call it after the hooks have run."""
         now, self.left_out = self._checkpoint, []
         put = {
             k: self._without_weights(v)
@@ -357,7 +359,7 @@ def _flat(value: Any, seen: set[int] | None = None) -> list[Any]:
 
 
 def _differs(before: list[Any], value: Any) -> bool:
-    """True if ``value`` has other content than when ``_flat`` returned ``before``."""
+    """True if ``_flat(value)`` differs from ``before``, compared by value for plain types, by identity for other objects."""
     now = _flat(value)
     return len(now) != len(before) or not all(
         a is b or (type(a) is type(b) and isinstance(a, int | str | bytes | tuple | frozenset) and a == b)
@@ -366,7 +368,7 @@ def _differs(before: list[Any], value: Any) -> bool:
 
 
 def _share_memory(a: Any, b: Any) -> bool:
-    """True if both are tensors of the same memory, shape, strides and type."""
+    """True if both are tensors, not empty, of the same memory, shape, strides and type."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return False
     same = (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)

@@ -26,7 +26,7 @@ _DDP: Final = {
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ``UserError`` for an argument that no resume could honour, and for one process with several GPUs."""
+    """Raise ``UserError`` for an argument that a job cannot honour, and for one process with several GPUs."""
     for name, why in _REFUSED.items():
         if getattr(args, name, None):
             raise UserError(f"{name}: {why}")

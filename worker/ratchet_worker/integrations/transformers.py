@@ -61,8 +61,8 @@ _PROGRESS: Final = (
 
 
 class Trainer(transformers.Trainer):
-    """Hugging Face's ``Trainer`` that trains within the rank's ``Session``. Raises ``UserError`` for arguments that no resume
-    could honour."""
+    """Hugging Face's ``Trainer`` that trains within the rank's ``Session``. Raises ``UserError`` for arguments that a job cannot
+    honour."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._session: Session | None = None  # set by train()
@@ -97,7 +97,7 @@ class Trainer(transformers.Trainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
-        """Train as the original does, once per job. ``resume_from_checkpoint`` is not read. Raises ``UserError`` for what a job
+        """Train as the original does, once per job. ``resume_from_checkpoint`` is not loaded. Raises ``UserError`` for what a job
         cannot honour, and ``Stopped``."""
         if trial is not None:
             raise UserError(f"trial: {SEARCH}")
@@ -118,8 +118,8 @@ class Trainer(transformers.Trainer):
             return super().train(None, None, ignore_keys_for_eval)
 
     def _check_start(self, checkpoint: str | bool | None) -> None:
-        """Report that ``checkpoint`` is not read. Raises ``UserError`` if this attempt resumes from no checkpoint and the job has
-        not written this one."""
+        """Report that ``checkpoint`` is not loaded. Raises ``UserError`` if this attempt resumes from no checkpoint and the job
+        has not written this one."""
         if checkpoint is True:
             output = Path(str(self.args.output_dir))
             checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
@@ -187,7 +187,8 @@ class Trainer(transformers.Trainer):
 
     @override
     def _run_epoch(self, **given: Any) -> None:  # type: ignore[override]
-        """Train an epoch, or the rest of a resumed one. Raises ``UserError`` if a callback ends an epoch early."""
+        """Train an epoch, or the rest of a resumed one; nothing if the training has ended. Raises ``UserError`` if a callback
+        ends the epoch and not the training."""
         if self._runtime.done or self._progress.ended:
             self.control.should_training_stop = True
             return
@@ -340,7 +341,7 @@ class _Progress:
         self._apply_loaded()
 
     def undo_trainer_changes(self) -> None:
-        """Undo, once, what the Trainer changed between the restore and the first step."""
+        """Undo, once, what the Trainer changed in this state between the restore and the first step."""
         if self._loaded is None:
             return
         self._apply_loaded()

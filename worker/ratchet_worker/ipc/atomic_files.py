@@ -62,7 +62,7 @@ def log_message(text: str) -> None:
 
 
 def print_to_log(text: str) -> None:
-    """Print ``text`` to ``sys.stderr``, which is this process's log, and ignore any error."""
+    """Print ``text`` to ``sys.stderr``, and ignore any error."""
     # The log may be on a full disk, and a script may have closed or replaced the stream.
     with suppress(Exception):
         print(text, file=sys.stderr, flush=True)

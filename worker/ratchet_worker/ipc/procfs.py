@@ -40,7 +40,8 @@ def become_subreaper() -> None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/<pid>/stat`` from number 3 (state) on; None if the process does not exist."""
+    """Return the fields of ``/proc/<pid>/stat`` from number 3 (state) on; None if that cannot be read, as without such a
+    process."""
     try:
         return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
@@ -62,7 +63,7 @@ def state(pid: int) -> str | None:
 
 
 def is_exiting(pid: int) -> bool:
-    """True if the process does not exist, is a zombie, or is exiting: a signal cannot end it any more."""
+    """True if the process does not exist, is a zombie, or is exiting."""
     fields = _stat(pid)
     return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
@@ -100,7 +101,7 @@ def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[int]:
     """Kill every other process started with ``variable=value`` in its environment, and every descendant of this process. Reaps
-    all dead children. Blocks up to ``timeout`` seconds; returns the surviving pids."""
+    all dead children. Blocks for about ``timeout`` seconds at most; returns the pids that were alive at its last poll."""
     assignment = os.fsencode(f"{variable}={value}")
     own = os.getpid()
     end = time.monotonic() + timeout

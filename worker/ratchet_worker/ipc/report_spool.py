@@ -95,7 +95,7 @@ class Spool:
             self._log(f"{self._path} can be written again; {shed} metrics and progress messages were dropped")
 
     def _log(self, text: str) -> None:
-        """Write a line to the rank's log (stderr); a failure is ignored."""
+        """Write a line to ``sys.stderr``; a failure is ignored."""
         print_to_log(f"ratchet: spool: {text}")  # the log may be on the same full disk
 
 
@@ -123,7 +123,7 @@ def read_lines(path: Path, offset: int, max_lines: int, max_bytes: int) -> list[
 
 
 class SpoolReader:
-    """The agent's side: reads the lines of one rank after line ``acked``, the last that the service has acknowledged."""
+    """The agent's side: reads the lines of one spool after line ``acked``, the last that the service has acknowledged."""
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path = path

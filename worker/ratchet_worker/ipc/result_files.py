@@ -70,8 +70,8 @@ class Evidence:
 
 
 class Conclusion(NamedTuple):
-    """Why an attempt ended. ``rank``: the one rank that caused it, if any. ``began_at``: when that happened (Unix seconds).
-    ``secondary``: only because another node had failed."""
+    """Why an attempt ended. ``rank``: the one whose end or hang decided it, if any. ``began_at``: when that happened (Unix
+    seconds). ``secondary``: only because another node had failed."""
 
     cause: Cause
     rank: int | None
@@ -91,7 +91,7 @@ class NotStarted(Exception):
 
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
     """Return the one cause of the attempt's end on this node, and its rank. In order: fencing, a hang, another node's failure, a
-    failure of a rank, an overdue stop; then stops and completion."""
+    failure of a rank, an overdue stop; then stops and completion; else the cause is unknown."""
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:
         return Conclusion(Cause.LEASE_LOST, None, None, evidence.fenced)
@@ -167,8 +167,8 @@ def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -
 
 
 def peer_failure(sentence: str, at: float | None) -> Conclusion:
-    """Return the conclusion for ranks that another node's failure has ended. ``sentence``: about that failure; ``at``: when (Unix
-    seconds)."""
+    """Return the conclusion for a node whose part of the attempt another node's failure has ended. ``sentence``: about that
+    failure; ``at``: when this node's part ended (Unix seconds)."""
     text = f"ended because another node had failed: {sentence}"
     return Conclusion(Cause.UNKNOWN, None, None, text[:4000], at, secondary=True)
 

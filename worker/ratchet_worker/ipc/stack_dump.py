@@ -1,4 +1,5 @@
-"""Stack dumps of hung ranks: each rank writes the Python stacks of all its threads to its log before it is killed."""
+"""Stack dumps: on a signal, a rank writes the Python stacks of its threads to its log. The agent requests them before it kills
+stuck ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ _TICK: Final = 0.02
 
 
 def install_handlers() -> None:
-    """Install signal handlers that write the Python stacks of all threads to stderr, which is the rank's log."""
+    """Install signal handlers that write the Python stacks of all threads (at most 100) to stderr, which is a rank's log."""
     for number in (STACKS_SIGNAL, signal.SIGUSR1):
         # Its C handler does not need the GIL, which a thread in native code may hold.
         faulthandler.register(number, all_threads=True)
@@ -33,7 +34,7 @@ def request_dump(pid: int) -> None:
 
 
 class Asked(Protocol):
-    """The methods of ``rank_starter.RankProcess`` that are needed here. ``exit_code`` returns None while the process runs."""
+    """The part of ``rank_starter.RankProcess`` that is needed here. ``exit_code`` returns None while the process runs."""
 
     @property
     def pid(self) -> int: ...
@@ -53,8 +54,8 @@ class Target(NamedTuple):
 def capture_stacks(
     targets: Mapping[int, Target], why: str, timeout: float, quiet_seconds: float = _QUIET
 ) -> dict[int, str]:
-    """Have all ``targets``, by rank, write their stacks to their logs, under a heading with ``why``. Blocks up to ``timeout``
-    seconds. Returns the state of each rank that wrote none."""
+    """Request that all ``targets``, by rank, write their stacks to their logs, under a heading with ``why``. Waits for about
+    ``timeout`` seconds at most. Returns the state of each rank that wrote none."""
     sizes = {}
     for rank, target in targets.items():
         _append(target.log, f"ratchet: {why}; rank {rank} writes the stacks of its threads:\n")
@@ -85,7 +86,8 @@ def capture_stacks(
 
 
 def _state(process: Asked) -> str:
-    """Return a description of a process that wrote no stacks: that it has ended, or its state in the kernel."""
+    """Return a description of a process that wrote no stacks: that it has ended, or its state in the kernel, if
+    known."""
     if process.exit_code() is not None:
         return "it could not handle signals yet, and the request's signal ended it"
     facts = []
@@ -99,7 +101,7 @@ def _state(process: Asked) -> str:
 
 
 def _kernel_stack(pid: int) -> str:
-    """Return the kernel stack of ``pid``; empty without root privileges, since only root may read it."""
+    """Return the kernel stack of ``pid``; empty if it cannot be read, as without root privileges."""
     try:
         return Path(f"/proc/{pid}/stack").read_text()
     except OSError:
@@ -120,7 +122,7 @@ def _size(log: Path) -> int:
 
 
 def _has_written(log: Path, offset: int) -> bool:
-    """True if a stack dump is in the log from byte ``offset`` on."""
+    """True if the heading of a stack dump is in the log from byte ``offset`` on; False if the log cannot be read."""
     try:
         with log.open("rb") as file:
             file.seek(offset)

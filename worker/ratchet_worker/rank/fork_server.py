@@ -57,7 +57,7 @@ def fork_ranks() -> None:
 
 
 def _import(modules: list[str]) -> bool:
-    """Import ``modules``. Returns False if that fails, after reporting why."""
+    """Import ``modules``. Returns False if that raises an ``Exception``, after printing why."""
     try:
         with gc_disabled():
             for module in modules:
@@ -70,7 +70,7 @@ def _import(modules: list[str]) -> bool:
 
 
 def _is_single_threaded() -> bool:
-    """True if the server has a single thread; else reports why not."""
+    """True if the server has a single thread after a trial fork; else prints that ranks are not forked, and why."""
     # OpenBLAS ends its threads before a fork, so one process is forked and ended first.
     pid = os.fork()
     if pid == 0:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def main() -> int:
     """Run this rank to its end and return the process's exit code, or exit the process. In the fork server, first fork the ranks:
-    each continues here."""
+    each continues here, or in a new interpreter."""
     if names.FORK_PLANS_FD in os.environ:
         fork_server.fork_ranks()
     if names.LAUNCH_FILE not in os.environ:

@@ -70,7 +70,7 @@ class RankProcess:
         self._exit_lock = threading.Lock()
 
     def execute(self) -> int:
-        """Run the rank to its end. Return the exit code if all ranks end together; otherwise exit the process."""
+        """Run the rank to its end. Return the process's exit code, or exit the process."""
         try:
             self._run()
             self._finish()
@@ -84,7 +84,8 @@ class RankProcess:
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Prepare the process, connect to the store, and run the task or the script. Raises the error that ends it."""
+        """Prepare the process, connect to the store, and run the task or the script. Raises the error or the stop that
+        ends the rank."""
         launch, identity, spec = self._launch, self._identity, self._launch.spec
         resource_limits.apply(launch)
         code = Path(launch.code_dir or launch.workdir)
@@ -122,7 +123,8 @@ class RankProcess:
             self._unmanaged.on_script_end()
 
     def _check_same_code(self) -> None:
-        """Raise ``UserError`` if the job's code is not the same on all nodes. May wait for all ranks."""
+        """Raise ``UserError`` if code that lies on the nodes (``code.source: nodes``) differs between them. May wait for all
+        ranks."""
         launch = self._launch
         if launch.spec.code is None or launch.spec.code.source != "nodes" or launch.spec.world.nodes == 1:
             return
@@ -140,8 +142,8 @@ class RankProcess:
             )
 
     def _open(self, arguments: SessionArguments = SessionArguments()) -> Runtime:
-        """Return the runtime. The first call joins the group and chooses a checkpoint with all ranks. Raises ``Stopped``,
-        ``UserError`` and ``CheckpointError``."""
+        """Return the runtime. If there is none yet, first join the group and choose a checkpoint with all ranks. Raises
+        ``Stopped``, ``UserError`` and ``CheckpointError`` then."""
         with self._open_lock:
             if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
                 text = f"the job's spec takes precedence over other values in the script: {', '.join(odd)}"
@@ -165,7 +167,8 @@ class RankProcess:
 
     @property
     def _trainer(self) -> threading.Thread | None:
-        """The thread that runs the steps; before the first step, the one that made the Session. None: neither exists yet."""
+        """The thread that restored the state or requested the last step; before, the one that made the Session. None: neither
+        exists yet."""
         stepping = None if self._runtime is None else self._runtime.trainer
         return stepping or self._opener
 
@@ -214,8 +217,8 @@ class RankProcess:
         return error
 
     def _classify_exit(self, exit_: SystemExit) -> Exception | None:
-        """Return the error that a ``sys.exit`` of the script stands for; None for a success, or after a stop that the script's
-        own handler received."""
+        """Return the error that a ``sys.exit`` of the script stands for; None for a success, after a stop passed to the
+        script's own handler, or after a SIGTERM to an unmanaged script."""
         runtime = self._runtime
         stopped = self._unmanaged.passed_stop is not None or (
             self._unmanaged.active and self._listener.sigterm_received
@@ -232,8 +235,8 @@ class RankProcess:
         return None
 
     def _finish(self) -> None:
-        """Finish the run after the script's end. May wait for threads that still train, or for the other ranks' scripts. Raises
-        the error of a thread that failed before any step."""
+        """Finish the run after the end of the task or the script. May wait for threads that still train, or for the other ranks'
+        scripts. May raise the error of a thread that failed before any step."""
         while self._may_train():
             time.sleep(0.02)
         if self._runtime is not None and self._runtime.restored:
@@ -254,7 +257,7 @@ class RankProcess:
             exchange.gather("script-end", None, should_abandon=lambda: self._unmanaged.passed_stop is not None)
 
     def _may_train(self) -> bool:
-        """True if another thread may still be training although the script's main thread has ended."""
+        """True if a thread other than this one may still be training."""
         runtime, here = self._runtime, threading.current_thread()
         if runtime is not None and (trainer := runtime.trainer) is not None:
             over = trainer.daemon and (runtime.finished or runtime.done)
@@ -279,8 +282,8 @@ class RankProcess:
             self._exit_before_first_step(decision.stop)
 
     def _wait_for_early_stop(self) -> None:
-        """If a stop was decided before any step, block until the script's handler has received it; the side thread may exit the
-        process."""
+        """If a stop was decided before this rank began a step, block until it is passed to the script's handler, or the side
+        thread exits the process. Waits up to 2 seconds for a pending decision."""
         # An error may come from a rank that has left because of a stop that this rank's side thread does not know yet.
         if self._agreement is not None and self._agreement.is_stopped_early(_EARLY_STOP_SECONDS):
             while self._unmanaged.passed_stop is None:
@@ -289,8 +292,8 @@ class RankProcess:
     # --- the ways out --------------------------------------------------------------------------------------------------
 
     def _exit_by_error(self, error: BaseException) -> int:
-        """End this rank because of ``error``. If it is a stop, or a stop was passed to the script's handler, return the exit
-        code; otherwise exit the process."""
+        """End this rank because of ``error``. Return the exit code only if it is a stop, or a stop was passed to the script's
+        handler; otherwise exit the process."""
         self._listener.abort.block_if_aborting()
         self._wait_for_early_stop()
         if self._unmanaged.passed_stop is not None:
@@ -308,8 +311,8 @@ class RankProcess:
             sys.exit()
 
     def _exit_together(self, cause: Cause, code: int, message: str | None) -> int:
-        """Write the result, leave the group together with all ranks, and return ``code``, or exit the process if another rank was
-        killed."""
+        """Write the result, leave the group, and return ``code``; exit the process with it if leaving fails, as after another
+        rank's death. May wait for the other ranks."""
         self._claim_exit()
         self._write_result(cause, message, None)
         assert self._agreement is not None
@@ -328,8 +331,8 @@ class RankProcess:
         return code
 
     def _exit_after_passed_stop(self, cause: Cause, error: BaseException | None) -> int:
-        """Leave after a script whose own handler received a stop with ``cause``; return the exit code. ``error``: what ended
-        it."""
+        """End this rank after a script whose own handler received a stop with ``cause``, as ``_exit_together`` does. ``error``:
+        what ended the script, if anything."""
         message = "the script received SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):
             message += f", with {type(error).__name__}: {error}"
@@ -386,7 +389,8 @@ class RankProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of ``error`` as text, without leading frames that only run the user's code."""
+    """Return the traceback of ``error`` as text, without leading frames of Ratchet and ``runpy`` if a user's frame follows. For
+    arguments that the script refused, only the message."""
     if isinstance(error, ScriptExit):
         if error.cause is Cause.USER_ERROR:
             return f"{error}\n"
@@ -399,5 +403,5 @@ def _traceback(error: BaseException) -> str:
 
 
 def _is_runner_file(file: str) -> bool:
-    """True if a source file belongs to ``ratchet_worker`` or to ``runpy``: its frames only run the user's code."""
+    """True if a source file belongs to ``ratchet_worker``, or is ``runpy`` as Python runs it."""
     return file == "<frozen runpy>" or Path(file).is_relative_to(Path(__file__).parents[1])

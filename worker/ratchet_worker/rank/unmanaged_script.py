@@ -21,8 +21,8 @@ _NO_DEADLINE: Final = "its progress is not visible: a hang is not detected, and 
 
 
 class Unmanaged:
-    """One rank's script while it runs without a Session (``active``). ``passed_stop``: cause of a stop that its own SIGTERM
-    handler received."""
+    """One rank's script as far as it runs without a Session (``active``: it does now). ``passed_stop``: cause of a stop that is
+    passed to its own SIGTERM handler."""
 
     def __init__(
         self, launch: LaunchFile, rank: int, counter: StepCounter, reporter: Reporter, listener: Listener
@@ -35,7 +35,8 @@ class Unmanaged:
         self.passed_stop: Cause | None = None
 
     def begin(self) -> None:
-        """Mark the rank as unmanaged: its progress is not watched from here on. Rank 0 reports this to the service."""
+        """Mark the rank as unmanaged: its progress is not watched until ``become_managed``. Rank 0 reports this to the
+        service."""
         self.active = True
         self._counter.enter_stage(Stage.UNMANAGED)
         if self._rank == 0:
@@ -58,7 +59,7 @@ class Unmanaged:
 
     def pass_stop(self, cause: Cause) -> bool:
         """Pass a stop to the script's own SIGTERM handler, and return True if the script ends within ``policy.stop_grace``;
-        blocks until then. Returns False at once if it has no handler, or has a Session."""
+        blocks until then. Returns False at once if it has no handler, or is not ``active``."""
         with self._lock:
             if not self.active or not self._listener.script_handles_sigterm():
                 return False

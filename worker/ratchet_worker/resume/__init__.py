@@ -1,1 +1,1 @@
-"""Choosing and reading the checkpoint that an attempt starts from."""
+"""Choosing and reading what an attempt starts from."""

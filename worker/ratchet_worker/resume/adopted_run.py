@@ -33,7 +33,7 @@ class Adopted:
         self.launch = launch.model_copy(update={"spec": spec, "resolved": resolved})
 
     def attempts(self) -> Iterator[AttemptPaths]:
-        """Yield the paths of the adopted run's attempts, one for each start of the run, newest first."""
+        """Yield the paths of those attempts (starts) of the adopted run that the copy has, newest first."""
         found = [int(path.name) for path in (self.paths.root / "attempts").iterdir()]
         yield from (self.paths.attempt(number) for number in sorted(found, reverse=True))
 

@@ -31,8 +31,8 @@ Message = dict[str, Any]
 
 
 def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen:
-    """Return what the attempt starts from: the newest undamaged checkpoint of the job, else a fork's source, else nothing. All
-    ranks must call it. Moves damaged checkpoints to quarantine. Raises ``CheckpointError`` or ``UserError``, on all ranks."""
+    """Return what the attempt starts from: the newest undamaged checkpoint of its lineage, else a fork's source, else nothing.
+    All ranks must call it. Moves damaged checkpoints to quarantine. Raises ``CheckpointError`` or ``UserError``, on all ranks."""
     side = _RankZero(launch, reporter)
     timeout = 0.0 if launch.node == 0 else _VISIBILITY_TIMEOUT
     problems: list[Message | None] = []
@@ -162,8 +162,8 @@ class _RankZero:
         return [f"there is no {valid}checkpoint of earlier attempts; the job starts over"]
 
     def _handle_damage(self, directory: Path, manifest: Manifest, problems: list[Message | None]) -> None:
-        """Move the candidate, in which some rank has found damage, to quarantine. Raises ``CheckpointError`` or ``UserError`` if
-        it must stay."""
+        """Move the candidate, in which some rank has found damage, to quarantine, unless it was deleted meanwhile. Raises
+        ``CheckpointError`` or ``UserError`` if it stays."""
         if not (directory / MANIFEST_NAME).exists():  # deleted while it was read
             return
         rank, found = next((r, p) for r, p in enumerate(problems) if p is not None)
@@ -201,8 +201,8 @@ def _find_damage(directory: Path, manifest: Manifest) -> str | None:
 
 
 def _read_fork_source(fork: ForkSource) -> tuple[Path, Manifest]:
-    """Return directory and manifest of the checkpoint that the job was forked from. Raises ``UserError`` if unusable,
-    ``CheckpointError`` if unreadable."""
+    """Return directory and manifest of the checkpoint that ``fork`` names. Raises ``UserError`` if unusable, ``CheckpointError``
+    if unreadable."""
     directory = JobPaths(Path(fork.job_root)).checkpoint(fork.step, fork.attempt)
     try:
         manifest = read_manifest(directory)

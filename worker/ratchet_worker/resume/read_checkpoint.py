@@ -28,8 +28,8 @@ from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint that this attempt starts from; ``manifest`` None: from scratch. ``loaded``: the state that this rank has
-    read already; the other fields are equal on all ranks."""
+    """The checkpoint that this attempt starts from; ``manifest`` None: from none. ``loaded``: the state that this rank has
+    read already; the other fields, except perhaps ``notes``, are equal on all ranks."""
 
     base: Base = field(default_factory=Base)
     manifest: Manifest | None = None
@@ -112,8 +112,8 @@ def differences(
     data_digest: str | None,
     own: Record | None = None,
 ) -> list[EnvironmentDifference]:
-    """Return all differences between what the checkpoint recorded and the present. ``own``: what this rank had recorded in it;
-    None: rank 0's record is compared."""
+    """Return the differences in environment, code, data and spec between the checkpoint and now, sorted by key. ``own``: what
+    this rank had recorded in it; None: rank 0's record is compared."""
     recorded = {
         **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
         "code_digest": manifest.code_digest,
@@ -130,8 +130,8 @@ def differences(
 
 
 def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
-    """True if the checkpoint was made under the spec of ``launch``, apart from ``ranks_per_node`` and, with ``any_hook``, a known
-    hook."""
+    """True if the spec of ``launch`` has the checkpoint's spec digest, apart from ``ranks_per_node`` and, with ``any_hook``, a
+    known hook."""
     hook = recorded_hook(manifest) if any_hook else None
     return _spec_with_recorded_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
 
@@ -145,7 +145,8 @@ def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: M
 
 
 def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
-    """Return the fields of the spec that differ from the checkpoint's, or, if these are not known, the specs' digests."""
+    """Return the differences between the canonical specs, without ``ranks_per_node``: by field, or of the digests if the fields
+    are not known."""
     now = _spec_with_recorded_ranks(manifest, launch, {})
     if now.digest() == manifest.spec_digest:
         return []
@@ -180,7 +181,7 @@ def _flatten(part: Mapping[str, Any], prefix: str = "") -> Record:
 
 
 def recorded_hook(manifest: Manifest) -> HookSpec | None:
-    """Return the spec of the hook that made the checkpoint; None if this version does not know it."""
+    """Return the spec of the hook that made the checkpoint; None if this version does not accept it."""
     return recorded_spec({**manifest.hook.parameters, "name": manifest.hook.name})
 
 

@@ -105,7 +105,8 @@ def _plain_classes() -> list[Any]:
 
 
 def _unsafe_globals(file: Path, error: Exception) -> str:
-    """Return the names of up to five unsafe globals in ``file``, as text. ``error``: the refusal of ``torch.load``."""
+    """Return the names of up to five globals in ``file`` that torch does not consider safe, as text, if known. ``error``: the
+    refusal of ``torch.load``."""
     try:
         found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # an old or broken format
@@ -169,7 +170,8 @@ def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
 
 
 def _match_keys(found: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``found`` with the keys of ``live`` where they differ only by prefixes of torch.compile or DDP."""
+    """Return ``found`` with the keys of ``live`` where they differ only by prefixes of torch.compile or DDP, which other keys
+    lose."""
     if set(found) == set(live):
         return found
     ours = {key.replace("_orig_mod.", ""): key for key in live}

@@ -1,4 +1,5 @@
-"""The arguments of ``Session()``, named after keys of the spec. In a job, the job's spec takes precedence."""
+"""The arguments of ``Session()``; all except ``directory`` are named after keys of the spec. In a job, the job's spec takes
+precedence."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ _POLICY: Final = "on_hook_mismatch"
 
 @dataclass(frozen=True)
 class SessionArguments:
-    """The arguments that a script passed to ``Session()``. ``directory``: where a run without a service saves. ``specified``: the
-    other ones, by the spec's keys. ``yields_to_script``: an open Session's arguments take precedence."""
+    """The arguments that a script or an integration package passes to a Session. ``directory``: where a run without a service
+    saves. ``specified``: the others that are not None. ``yields_to_script``: an open Session's arguments take precedence."""
 
     directory: Path = Path(RUN_DIRECTORY)
     specified: dict[str, Any] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """The checkpoint directory of a run without a service. Its layout (``JobPaths``) is that of a job, so that a service can take it
-over. Each start of the script is an attempt::
+over. Each start of the run is an attempt::
 
     ratchet-checkpoints/ratchet-run.json     the run's id
-    ratchet-checkpoints/agent.lock           locked while a start of the script runs
+    ratchet-checkpoints/agent.lock           locked while a start of the run is open
     ratchet-checkpoints/checkpoints/step-000000000040.a0002/
     ratchet-checkpoints/quarantine/          damaged checkpoints
     ratchet-checkpoints/attempts/0002/       files of the second start
@@ -35,8 +35,8 @@ from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 class StandaloneDirectory:
-    """The directory of a run without a service, created if missing, and locked until ``close``. Raises ``UserError`` if another
-    process holds the lock, or if the directory has parts of a run but no run's id; ``OSError`` if it cannot be used."""
+    """The directory of a run without a service, created if missing, and locked until ``close``. Raises ``UserError`` if it is
+    locked already, or if the directory has parts of a run but no run's id; ``OSError`` if it cannot be used."""
 
     def __init__(self, root: Path) -> None:
         self.paths = JobPaths(root)
@@ -58,14 +58,14 @@ class StandaloneDirectory:
             raise
 
     def close(self) -> None:
-        """Release the directory's lock. Safe to call repeatedly."""
+        """Release the directory's lock; in a forked process, only close its descriptor. Safe to call repeatedly."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
         """Create the next attempt: write its ``launch.json``, with ``facts`` among its fields, and return the content. Raises
-        ``UserError`` if no attempt is recorded for the checkpoints, ``CheckpointError`` and ``OSError``."""
+        ``UserError`` if there are checkpoints, and no attempt's base is recorded; ``CheckpointError`` and ``OSError``."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
         segments = lineage(self._run.bases())
@@ -106,8 +106,8 @@ class StandaloneDirectory:
         return made
 
     def delete_surplus(self, spec: CheckpointSpec) -> list[str]:
-        """Delete unfinished checkpoints, and unpinned ones of the lineage that ``spec`` does not keep. Return one sentence for
-        each failure."""
+        """Delete unfinished checkpoints of the run's attempts, and unpinned ones of the lineage that ``spec`` does not keep.
+        Return one sentence for each failure."""
         notes = list[str]()
         try:
             bases = self._run.bases()
@@ -129,8 +129,8 @@ class StandaloneDirectory:
         return notes
 
     def _metric_values(self, best: BestSpec, found: Collection[Id], bases: Mapping[int, Base]) -> dict[Id, float]:
-        """Return the metric ``best`` by checkpoint (step, attempt), as rank 0 logged it at that step; checkpoints without it are
-        left out."""
+        """Return the metric ``best`` by checkpoint (step, attempt), as rank 0 last logged it at that step; checkpoints without it
+        are left out."""
         values: dict[Id, float] = {}
         for attempt, base in sorted(bases.items()):
             for step, logged in self._logged_metrics(attempt):

@@ -16,11 +16,11 @@ from ratchet_worker.state.rng import Seeds
 _TORCH: Final = torch.get_rng_state()
 _PROCESS_SEED: Final = torch.initial_seed()
 _MIN_RANDOM_SEED: Final = 2**32
-"""A seed below this was set before this module was imported: the process's own is a random one of 53 bits or more."""
+"""A seed below this counts as set before this module was imported: the process's own is a random one of 53 bits or more."""
 _NUMPY_WORDS: Final = 624
 _MAX_NUMPY_BLOCKS: Final = 300_000
-"""Blocks of ``_NUMPY_WORDS`` draws. A state of numpy's generator counts as set by the script if not even this many draws lead to
-it; to find that out takes one to four seconds, at each start of a script that sets the state."""
+"""Blocks of ``_NUMPY_WORDS`` draws. A state of numpy's generator counts as set by the script if not even this many blocks lead
+to it; to find that out takes one to four seconds, at each start of a script that sets the state."""
 
 
 class _OwnRandom:
@@ -39,8 +39,8 @@ _RANDOM: Final = _OwnRandom()
 
 
 class ScriptSeeds:
-    """Seeds, for each Session, the generators that the script has not seeded. ``drawn``: those of torch and numpy that the script
-    used unseeded before the first one."""
+    """Seeds, for each run, the generators that the script has not seeded. ``drawn``: those of torch and numpy that the script
+    used unseeded before the first run."""
 
     def __init__(self) -> None:
         self.drawn: list[str] = []
@@ -91,8 +91,8 @@ class ScriptSeeds:
 
 
 def _is_unseeded(numpys: Any, before: Any) -> bool:
-    """True if at most ``_MAX_NUMPY_BLOCKS`` blocks of draws lead from the state ``before`` (None: the initial state) to the
-    current one."""
+    """True if fewer than ``_MAX_NUMPY_BLOCKS`` blocks of draws lead from the state ``before`` (None: the initial state) to the
+    current one; False for a generator other than MT19937, or without a seed sequence."""
     seed: Any = numpys.seed_seq if isinstance(numpys, np.random.MT19937) else None
     if seed is None:
         return False

@@ -32,9 +32,9 @@ The rules:
   ``scaler`` and ``data`` are free. Values derived from ``step`` need no registration.
 - The state is restored when the first step is requested (or by ``restore()``): register before that, and iterate over the data
   through ``batches()``.
-- The body of the loop is one step. Everything that the body changes, down to the last line, belongs to the step. The step is
-  saved when the next step is requested. Take batches in the body, none in advance. End the body with ``optimizer.step()`` and
-  ``zero_grad()``; gradients that are left are saved too, and make the checkpoint larger by their size. After ``checkpoint()``
+- The body of the loop is one step. Everything that the body changes, down to the last line, belongs to the step. A due
+  save begins when the next step is requested. Take batches in the body, none in advance. End the body with ``optimizer.step()``
+  and ``zero_grad()``; gradients that are left are saved too, and make the checkpoint larger by their size. After ``checkpoint()``
   nothing that has state may change in the same body.
 - All ranks do the same number of steps, in one loop. After the last of the loop's ``total`` steps the job has ended, and no
   further step can be requested. For phases of a training write ``if step < 500`` in the body. ``break`` on all ranks in the same
@@ -44,13 +44,13 @@ The rules:
 - The hook ``post_localSGD`` averages the parameters over the ranks every few steps, when the next step is requested. The
   averaging replaces the parameters that ``optimizer.step()`` has set. The script must not have an averager of its own.
 - If the ranks agree on a stop, ``steps`` raises ``Stopped`` (a ``SystemExit``): do not catch it.
-- Every attempt runs the script again from its first line. The current directory is the job's copy of the code, which all attempts
-  share. Modules are imported from a read-only snapshot of the code.
+- Every attempt runs the script again from its first line. In a job, the current directory is its copy of the code, which all
+  attempts share. Modules are imported from the code itself, usually a read-only snapshot.
 - ``Session()`` starts the process group: do not call ``init_process_group`` before or after it.
-- A thread of the script may do the steps. A stop, an error or ``sys.exit`` in the loop then ends the attempt at once, as in the
-  main thread. The main thread does not continue after ``thread.join()``. If the loop ends before its ``total``, the thread that
-  does the steps must mark the job as done: with the Session's ``with`` block around the loop, or with ``finish()`` after a
-  ``break``. A thread pool stores an error in the future: call the future's ``result()``, which raises the error.
+- A thread of the script may do the steps. In a job, a stop, an error or ``sys.exit`` in the loop then ends the attempt at once,
+  as in the main thread. The main thread does not continue after ``thread.join()``. If the loop ends before its ``total``, the
+  thread that does the steps must mark the job as done: with the Session's ``with`` block around the loop, or with ``finish()``
+  after a ``break``. A thread pool stores an error in the future: call the future's ``result()``, which raises the error.
 
 Evaluating inside the loop, at the end of a step::
 
@@ -101,8 +101,8 @@ class Session:
     Without a service (``python``, ``torchrun``, a notebook, a test) the Session is a run of its own. The end of the ``with``
     block ends the run in this process; the next Session with the same ``directory`` starts the run again.
 
-    Raises ``UserError`` if the script has already started a process group. Without a service there are further causes, such as
-    invalid arguments or a ``directory`` that is in use.
+    Raises ``UserError`` for invalid arguments, if the script has already started a process group, and for further causes, such as
+    a ``directory`` that is in use.
     """
 
     # Set by the rank's process before the script starts, as a class attribute since threads inherit no context. Its first call is
@@ -167,9 +167,9 @@ class Session:
     def finish(self) -> None:
         """Mark the job as done and save the final checkpoint. Every rank calls it after the same step, and it waits until all
         have. The end of the Session's ``with`` block also calls it, except after an exception. A thread that does not do the
-        steps waits until the last step is done. Does nothing before the state is restored. Raises ``CheckpointError`` if the
-        final save fails, ``Stopped`` if the ranks have agreed to stop, ``RuntimeError`` if the thread that does the steps ends
-        earlier, and ``UserError`` if a fork has done no step of its own."""
+        steps waits until the last step is done. Does nothing before the state is restored. Raises ``CheckpointError`` after
+        three failed saves in a row, ``Stopped`` if the ranks have agreed to stop, ``RuntimeError`` if the thread that does the
+        steps ends earlier, and ``UserError`` if a fork has done no step of its own."""
         if self._runtime.restored:
             self._runtime.finish()
 
@@ -274,8 +274,8 @@ class Session:
         return self._runtime.batches(data)
 
     def restore(self, total_steps: int | None = None) -> None:
-        """Restore the state now, instead of in the first call of ``steps``. Every rank calls it, at most once, after the model is
-        wrapped and everything is registered. ``total_steps``: the number that ``steps`` gets as ``total``.
+        """Restore the state now, instead of when the first step is requested. Every rank calls it, at most once, after the model
+        is wrapped and everything is registered. ``total_steps``: the number that ``steps`` gets as ``total``.
 
         Raises ``UserError`` at a second call, without a wrapped model, if ``total_steps`` differs between ranks, for state that
         does not fit the registered objects, and for a difference that ``determinism: strict`` forbids. Raises ``StateError`` or
@@ -290,7 +290,7 @@ class Session:
 
     def steps(self, total: int | None = None) -> Iterator[int]:
         """Yield the numbers of the steps to do, from the restored one to ``total`` - 1, or, if ``total`` is None, until the
-        script leaves the loop. The first call restores the state, if ``restore`` was not called. A step ends when the next one is
+        script leaves the loop. The state is restored first, if ``restore`` was not called. A step ends when the next one is
         requested: a due checkpoint is then saved, and the loop stops if the ranks have agreed to stop. Raises ``Stopped``, a
         ``SystemExit``, at such a stop, ``CheckpointError`` after three failed saves in a row, ``UserError`` for a ``total`` below
         1 or a second loop, and the errors of ``restore``."""
@@ -373,6 +373,6 @@ class Session:
         return values
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Log metrics of the current step. ``values``: numbers or tensors of one element, by name. Only rank 0's values are kept.
-        Raises ``UserError`` for an invalid name or value."""
+        """Log metrics of the current step. ``values``: numbers or tensors of one element, by name. Only rank 0's values are kept
+        and checked. Raises ``UserError`` for an invalid name or value."""
         self._runtime.log(values)

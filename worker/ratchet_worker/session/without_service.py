@@ -1,4 +1,4 @@
-"""A Session without a service: the script's own process does what agent and service do for a rank. Rank 0 creates the attempt,
+"""A Session without a service: the script's own process takes the place of agent and service. Rank 0 creates the attempt,
 and the ranks meet over torchrun's store or one that rank 0 serves. The runtime is the same as in a job."""
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from ratchet_worker.state.import_draws import installed_folders
 from ratchet_worker.training.runtime import Runtime, start_runtime
 
 _TIMEOUT: Final = 1800.0
-"""Seconds that a rank waits for others, torch's own default: no service watches for a hang, and a debugger may pause one of the
-ranks."""
+"""Seconds that a rank waits for others, gloo's own default in torch: no service watches for a hang, and a debugger may pause
+one of the ranks."""
 _SIGN_OFF_SECONDS: Final = 3.0
 _EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
@@ -70,8 +70,8 @@ class Place:
 
     @classmethod
     def current(cls) -> Place:
-        """Return this process's place; without torchrun's variables it is the only rank. Raises ``UserError`` if the variables
-        are invalid."""
+        """Return this process's place; without the variable ``RANK`` it is the only rank. Raises ``UserError`` if torchrun's
+        variables are invalid."""
         env = os.environ
         if names.RANK not in env:
             return cls(Identity(0, 0, 1, "127.0.0.1", 0, None), 1, 0, False, _main_file())
@@ -96,7 +96,7 @@ class Place:
 
     @property
     def owns_process(self) -> bool:
-        """True if the process runs the user's script; False at a prompt, in a notebook and under pytest."""
+        """True if there is a main file, and it is no installed program's: not at a prompt, in a notebook or under pytest."""
         return self.script is not None
 
     @property
@@ -119,7 +119,7 @@ class Standalone:
         atexit.register(self._at_exit)
 
     def open(self, arguments: SessionArguments) -> Runtime:
-        """Return the runtime of the open run; if there is none, begin one, on every rank. Raises ``UserError`` and
+        """Return the runtime of the open run; if there is none that can go on, begin one, on every rank. Raises ``UserError`` and
         ``CheckpointError``."""
         run = self._run
         failed = run is not None and not arguments.yields_to_script and run.has_failed_at_prompt
@@ -154,7 +154,7 @@ class Standalone:
 
 
 def _last_cell_error() -> BaseException | None:
-    """Return the last error that ended a cell at a prompt or in a notebook; None if there is none."""
+    """Return the last uncaught error, such as one that ended a cell at a prompt or in a notebook; None if there is none."""
     return getattr(sys, "last_value", None)
 
 
@@ -185,7 +185,8 @@ class _Run:
 
     @property
     def has_failed_at_prompt(self) -> bool:
-        """True if an error has ended a cell of the training at a prompt: the next Session is then another start."""
+        """True if, at a prompt, an error has ended a cell since the first step, and the loop has not ended: the script's next
+        Session is then another start."""
         runtime, error = self.runtime, _last_cell_error()
         if runtime is None or not runtime.restored or runtime.loop_ended or self._place.owns_process:
             return False
@@ -249,7 +250,7 @@ class _Run:
 
     def _launch(self, exchange: Exchange) -> LaunchFile:
         """Have rank 0 create the attempt, and return its launch file. An error of rank 0 is raised on all ranks, as ``UserError``
-        on the others. Raises ``UserError`` if this rank's arguments differ from rank 0's."""
+        on the others. Raises ``UserError`` if this rank's spec differs from rank 0's."""
         told: dict[str, Any] = {}
         spec = error = None
         try:
@@ -512,7 +513,7 @@ class _Stores:
 
 
 def _check_run_possible() -> None:
-    """Raise ``UserError`` if a rank or the script started this process, or if this is not the main thread."""
+    """Raise ``UserError`` if a rank of a job or ``multiprocessing`` started this process, or if this is not the main thread."""
     if job := os.environ.get(names.JOB_ID):
         raise UserError(
             f"this process was started by a rank of job {job}, and is no rank: make the Session in the script that the job "

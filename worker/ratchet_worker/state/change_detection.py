@@ -17,8 +17,8 @@ _OPEN: Final = (list, dict, tuple)
 
 
 class Same:
-    """Remembers the objects of a sequence. Of lists, dictionaries and tuples that are not constant, the caller must check the
-    contents."""
+    """Remembers the objects of a sequence; lists, dictionaries and tuples that are not constant only by ``id``, so the caller
+    must check their contents."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         listed = [*objects]
@@ -46,7 +46,7 @@ def _kind(kind: type) -> Literal["referenced", "weak", "open"]:
 
 
 def is_constant(value: object) -> bool:
-    """True if nothing in ``value`` can change: it is an ``int``, ``float``, ``bool``, ``str``, None, or a tuple of these."""
+    """True if ``value`` is an ``int``, ``float``, ``bool``, ``str``, None, or a tuple of these: nothing in it can change."""
     return type(value) in CONSTANTS or (isinstance(value, tuple) and all(map(is_constant, value)))
 
 
@@ -85,7 +85,8 @@ class Forms:
         self._forms = _forms(tensors) if usual and len({*map(id, tensors)}) == len(tensors) else None
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if the tensors have the same properties as before, in order. Unusual tensors never match (``__init__``)."""
+        """True if the tensors have the same properties as before, in order. False if one is not strided, and as ``__init__``
+        says."""
         if self._forms is None or not all(tensor.layout is torch.strided for tensor in tensors):
             return False
         return _forms(tensors) == self._forms

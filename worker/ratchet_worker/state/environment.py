@@ -31,7 +31,7 @@ Record: TypeAlias = dict[str, Fact]
 PROVENANCE: Final = "provenance:"
 """Prefix of the entries of a manifest's ``environment`` that are not compared."""
 NOT_EXACT: Final = f"{PROVENANCE}not_exact_since"
-"""The step and attempt from which the first resume that was not exact started, among those that led to a checkpoint."""
+"""The base (step and attempt) of the first attempt that was not exact, among those that led to a checkpoint."""
 _PACKAGE_LIST: Final = f"{PROVENANCE}packages"
 PACKAGES: Final = "packages"
 """The fact that is the digest of the rank's list of packages. Checkpoints of earlier versions have none."""
@@ -127,7 +127,8 @@ def _driver_version() -> str | None:
 
 
 def cpu_instruction_set() -> str:
-    """Return, as one text, the CPU's vendor and vector extensions; on other systems than Linux, the processor's name."""
+    """Return, as one text, the CPU's vendor and extensions among ``_ISA_FLAGS``; on other systems than Linux, the
+    processor's name."""
     if not sys.platform.startswith("linux"):
         return platform.processor() or platform.machine()
     found: dict[str, str] = {}
@@ -144,7 +145,7 @@ def _short_digest(text: str) -> str:
 
 
 def commit_of(spec: JobSpec) -> GitFacts | None:
-    """Return the commit of the job's code; None if the job has no code, or it is in no repository."""
+    """Return the commit of the job's code; None if the job has no code, or no commit is recorded."""
     return None if spec.code is None else spec.code.git
 
 
@@ -197,5 +198,6 @@ def compare(recorded: Record | dict[str, Any], current: Record) -> list[Environm
 
 
 def describe_differences(differences: Sequence[EnvironmentDifference], limit: int | None = None) -> str:
-    """Return the differences as text, such as ``threads (2 -> 1)``; of those beyond ``limit`` (None: all) only the number."""
+    """Return the differences as text, such as ``threads (2 -> 1)``; of those beyond ``limit`` (None or 0: all) only the
+    number."""
     return join_first([difference.sentence() for difference in differences], limit or len(differences))

@@ -58,7 +58,7 @@ Reference: TypeAlias = tuple[Any, ...]
 ``("covered", path)``: a tensor that is saved separately; ``("view", path, offset, shape, stride)``: a part of one; ``("member",
 module, class, name)``: of an enumeration; ``("flag", module, class, value)``; ``("code", module, name)``: a function or class;
 ``("bound", reference, name)``: a method of an object; ``("logger", name)``; ``("address", reference)``: an object's ``id``;
-``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges, ``("python", type, text)``."""
+``("torch", name)``, ``("device", name)``, ``("tuple", references)``, ranges, slices, ``("python", type, value)``."""
 
 References: TypeAlias = list[Reference] | dict[str, Any]
 """References of a container's items; ``{"plain": items}`` if all are numbers, strings and the like, ``{"packed": (dtype,
@@ -86,7 +86,7 @@ _LEAVES: Final = ("tensor", "array", "generator", "bytes")
 _CHANGEABLE: Final = ("list", "dict", "set")
 _CODE: Final[tuple[Kind, ...]] = ("other", "bound", "function", "class", "module")
 _HEAP_TYPE_FLAG: Final = 1 << 9
-"""The flag of classes that a ``class`` statement makes (``Py_TPFLAGS_HEAPTYPE``)."""
+"""The flag of classes that are made at run time, as by a ``class`` statement (``Py_TPFLAGS_HEAPTYPE``)."""
 _WITHOUT_CONTENTS: Final = (object, SimpleNamespace)
 """Built-in classes whose objects have attributes and nothing else."""
 _MAX_NAMED: Final = 100
@@ -106,8 +106,8 @@ _MAX_DEPTH: Final = 20
 
 
 class Changes(NamedTuple):
-    """Changes of hidden state. ``stored``: a tree for ``ratchet_hooks.state.encode``, with live tensors. ``unsaved``: paths of
-    changes that cannot be stored; ``made_before_begin``: of those before ``begin``."""
+    """Changes of hidden state. ``stored``: a tree for ``ratchet_hooks.state.encode``, with live tensors. ``unsaved``: changes
+    that cannot be stored, mostly as paths; ``made_before_begin``: those before ``begin``."""
 
     stored: dict[str, Any]
     unsaved: list[str]
@@ -129,8 +129,8 @@ class HiddenState:
         self._visited: set[str] = set()
 
     def note_built(self, roots: Roots, *, undo: bool) -> None:
-        """Note what ``roots`` hold as built by the script: storable changes count from now. ``undo``: copy contents, for undoing
-        changes before ``begin``."""
+        """Note what ``roots`` hold as built by the script: storable changes count from now. ``undo``: copy contents, except
+        of large tensors and arrays, for undoing changes before ``begin``."""
         before = self._roots
         self._roots = replace(roots, separate_optimizers=before.separate_optimizers)
         if self._noted is None:
@@ -176,7 +176,7 @@ class HiddenState:
                 walked.nodes[path], walked.paths[id(node.item)] = node, path
 
     def changes(self) -> Changes:
-        """Return the changes up to now. Storable ones count since ``note_built``, if that was called, and otherwise since
+        """Return the changes up to now. Storable ones of objects that ``note_built`` noted count since then, others since
         ``begin``."""
         now = self._walk_roots()
         self._add_new_modules(now)
@@ -295,7 +295,7 @@ def _restore_attribute(node: Node, name: str) -> None:
 
 
 class _Unstorable(Exception):
-    """Raised for a change that cannot be stored; the message is the path of the changed object."""
+    """Raised for a change that cannot be stored; the message is the path of what cannot be."""
 
 
 class _Recorder:
@@ -373,7 +373,8 @@ class _Recorder:
                 yield f"{path}{path_step(now.kind, name)}"
 
     def _is_set_by_code(self, node: Node, name: str) -> bool:
-        """False for a variable that only an enclosing function, or top-level code of the main script, sets; else True."""
+        """False for a closure variable that neither the function nor one inside it assigns, and for a variable of the main script
+        that no ``global`` statement names; else True."""
         if node.kind == "function":
             return job_modules.assigns(node.item.__code__, name) or name not in node.item.__code__.co_freevars
         return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
@@ -485,8 +486,8 @@ class _Recorder:
         return self._new_reference(path, node)
 
     def _code_in_new(self, path: str, node: Node) -> Reference:
-        """Return a reference to a lock, function, class, logger or bound method in a new object or container. Raises
-        ``_Unstorable`` for anything else."""
+        """Return a reference to a lock, function, class, logger or bound method. Raises ``_Unstorable`` for anything else, and as
+        ``_by_name``."""
         return self._new_reference(path, node) if _lock_kind(node.item) is not None else self._by_name(path, node.item)
 
     def _by_name(self, path: str, item: Any) -> Reference:
@@ -666,7 +667,8 @@ def _is_loader_iterator(item: Any) -> bool:
 
 
 def _bound_to(item: Any) -> dict[Any, Any]:
-    """Return a ``partial``'s function and arguments, or a bound method's object, by name or number. Empty for others."""
+    """Return a ``partial``'s function and arguments, or the object of a bound method or built-in function, by name or number.
+    Empty for others."""
     if isinstance(item, partial):
         return {**dict(enumerate((item.func, *item.args))), **item.keywords}
     return {"__self__": item.__self__} if isinstance(item, (MethodType, BuiltinFunctionType)) else {}
@@ -698,7 +700,7 @@ def _is_code(item: Any) -> bool:
 
 
 def _name_of(item: Any) -> tuple[str, str]:
-    """Return module and qualified name of a function, class or method, each empty if there is none."""
+    """Return module and qualified name of a function, class or method, as far as it has them."""
     return str(getattr(item, "__module__", "")), str(getattr(item, "__qualname__", ""))
 
 
@@ -776,8 +778,8 @@ def _qualified_name(path: str, item: Any, imported: Collection[str]) -> tuple[st
 
 
 def _find_by_name(module: str, name: str) -> Any:
-    """Return the object ``name`` (``Class.method``) of a module that is imported already; None if there is none. Imports
-    nothing."""
+    """Return the object ``name`` (``Class.method``) of a module that is imported already; None if there is none. Does not
+    import the module."""
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -791,7 +793,8 @@ def _new_instance(kind: type) -> Any:
 
 
 def _built_in_base(kind: type) -> Any:
-    """Return the first of ``kind`` and its bases that no ``class`` statement has made; ``object`` if there is no other."""
+    """Return the first of ``kind`` and its bases that was not made at run time (``_HEAP_TYPE_FLAG``); ``object`` if there is no
+    other."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG)
 
 

@@ -41,8 +41,8 @@ class StateTransfer:
 def restore_hook(
     ddp: ManagedDDP, hook: ManagedHook, states: Sequence[HookState], transfer: StateTransfer, *, resized: bool
 ) -> tuple[ComponentStatus, str | None]:
-    """Restore the hook's state; return status and reason for the report. ``states``: this rank's, or with ``resized`` all old
-    ranks'. Raises ``HookStateError`` if they do not fit."""
+    """Restore the hook's state, if it continues; return status and reason for the report. ``states``: this rank's, or
+    with ``resized`` all old ranks'. Raises ``HookStateError`` if they do not fit."""
     change = transfer.change
     if transfer.reset is not None:
         return "reset", transfer.reset

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 _LOADERS: Final = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
 _MAX_DRAWS: Final = 100
-"""Words of 32 bits: a package that has moved ``random`` further has seeded it, which is not undone."""
+"""Words of 32 bits: a package that has moved ``random`` further counts as having seeded it, which is not undone."""
 
 
 @cache
@@ -26,7 +26,8 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def undo_import_draws() -> None:
-    """From now on, undo what imports of installed packages in the main thread draw from ``random``, unless they seed it."""
+    """From now on, undo what imports of installed packages in the main thread draw from ``random``, unless they seed it
+    (``_MAX_DRAWS``)."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 
@@ -68,7 +69,8 @@ def _is_installed(spec: ModuleSpec) -> bool:
 
 
 def is_only_drawn(before: Any, after: Any) -> bool:
-    """True if at most ``_MAX_DRAWS`` draws, perhaps none, lead from the state ``before`` of ``random`` to ``after``."""
+    """True if at most ``_MAX_DRAWS`` draws of 32 bits, perhaps none, lead from the state ``before`` of ``random`` to
+    ``after``."""
     if before == after:
         return True
     probe = random.Random()

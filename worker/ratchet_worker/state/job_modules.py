@@ -45,7 +45,7 @@ def _assigned(code: CodeType) -> frozenset[str]:
 
 
 def is_set_by_functions(module: ModuleType, name: str) -> bool:
-    """True if a change of the module's variable counts; in the main script, only if a function declares it ``global``."""
+    """True if a change of the module's variable counts; in the main script, only if a ``global`` statement names it."""
     # Other names of the main script are like a loop's local variables. Top-level code of other modules has ended before training.
     if module.__name__ != "__main__":
         return True
@@ -89,7 +89,8 @@ def _is_written(node: ast.AST, above: tuple[ast.AST, ...]) -> bool:
 
 
 def _is_used_elsewhere(module: ModuleType, name: str) -> bool:
-    """True if another module of the job uses an attribute ``name``, or imports that name or ``*``."""
+    """True if another of the user's imported modules, in the directory of ``module`` or below, uses an attribute ``name``, or
+    imports that name or ``*``."""
     code = Path(str(module.__file__)).resolve().parent
     others = (other for other in modules_below(code).values() if other is not module)
     return any(

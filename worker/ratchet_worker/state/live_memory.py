@@ -1,5 +1,5 @@
-"""Reads tensors' memory that user code may free during the read, as by ``untyped_storage().resize_(0)``. A plain read would then
-end the process with SIGSEGV. So a thread that reads while user code runs lets the kernel read: ``pwrite`` from freed memory
+"""Reads tensors' memory that user code may free during the read, as by ``untyped_storage().resize_(0)``. A plain read could then
+end the process with SIGSEGV. So a thread that reads while user code runs lets the kernel read: ``pwrite`` from unmapped memory
 fails."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, for comparison only; 0 if it has none."""
+    """Return the address of a tensor's memory, for comparison only; 0 if it has none that torch names."""
     if type(tensor) in _PLAIN_TYPES:
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
     try:
@@ -111,7 +111,7 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
-    """True if a tensor has elements but no memory, since its storage was emptied."""
+    """True if a tensor has elements but no memory, as after its storage was emptied."""
     try:
         return bool(tensor.numel()) and not tensor.data_ptr()
     except RuntimeError:  # a subclass that wraps other tensors

@@ -1,4 +1,4 @@
-"""Finds the loop that takes a Session's steps, and the variables that it carries from step to step."""
+"""Finds the user's loop over steps, epochs or batches, and the variables that it carries from pass to pass."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
 
 
 def calls_next(frame: FrameType | None) -> bool:
-    """True if the user's code in ``frame`` is calling ``next`` outside of a ``while``, except as ``next(iter(...))``."""
+    """True if the user's code in ``frame`` is calling ``next``, except as ``next(iter(...))``, and the innermost loop or function
+    around the call is no ``while``."""
     return (
         frame is not None and _is_users(frame) and any(not isinstance(one, ast.While) for one in _enclosing_next(frame))
     )
 
 
 def _enclosing_next(frame: FrameType) -> list[ast.AST]:
-    """Return, in a list, the innermost loop, function, class or module around the running call of ``next``; empty without one."""
+    """Return, in a list, the innermost loop, function, class or module around the running call of ``next``; empty without one,
+    and for ``next(iter(...))``."""
     place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     for node, above in parsed(frame.f_code.co_filename):
         if isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place:

@@ -20,8 +20,8 @@ _METHODS: Final = frozenset(("state_dict", "_save_to_state_dict", "get_extra_sta
 
 
 def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
-    """Return, as JSON, what is needed to build the model's ``state_dict`` without the user's code; do not change it.
-    ``layout_key``: another object whenever shapes or strides differ; None: not known."""
+    """Return, as JSON, what is needed to build the model's ``state_dict`` without the user's code, or why it is not known; do not
+    change it. ``layout_key``: another object whenever shapes or strides differ; None: not known."""
     walk = as_walk(module)
     if not _has_default_keys(walk):
         return _capture(walk)
@@ -77,7 +77,7 @@ MODEL: Final = "model"
 
 
 def replicated_names(walk: Walk) -> Collection[str]:
-    """Return the names of the parameters that DDP keeps equal: all that the module does not ask DDP to ignore."""
+    """Return the names of the parameters that the module does not ask DDP to ignore."""
     ignored = frozenset(getattr(walk.module, "_ddp_params_and_buffers_to_ignore", ()))
     known = walk.cached("replicated", dict[frozenset[str], Collection[str]])
     if ignored not in known:

@@ -57,8 +57,7 @@ def origin(module: nn.Module) -> Origin:
 
 
 def check_parameters_unchanged(module: Walked, before: Origin) -> None:
-    """Raise ``UserError`` for a parameter that was added, removed, replaced or unfrozen since ``before``: DDP does not know
-    it."""
+    """Raise ``UserError`` for a parameter that was added, removed, replaced or unfrozen since ``before``."""
     walk = as_walk(module)
     built, same = walk.cached("built", lambda: (before, [(n, id(p)) for n, p in walk.named_parameters()] == before.ids))
     if same and built is before and trained_flags(walk) == before.trained:
@@ -89,8 +88,8 @@ def trained_flags(walk: Walk) -> list[bool]:
 
 
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
-    """Return the changes of buffers since ``before``, by kind. ``parted``: buffers whose new memory is shared, which a resume
-    does not restore."""
+    """Return the changes of buffers since ``before``, by kind. ``parted``: those that share their new memory; a resume does
+    not restore the sharing."""
     now = dict(_buffers(module))
     built: dict[int, str] | None = None  # computed only if a buffer is another tensor
     # made: another tensor than the built one (True: in state_dict); moved: a built buffer under another name; same: an earlier

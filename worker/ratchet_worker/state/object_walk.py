@@ -1,10 +1,9 @@
-"""A walk through the attributes of objects and the objects that they hold. It visits an object once, in the first of four regions
-that reaches it:
+"""A walk through the attributes of objects and the objects that they hold. It visits an object at most once, region by region:
 
-- ``own``: attributes of modules, optimizers, data sets and tasks. Changes are stored, or named if they cannot be stored.
+- ``own``: attributes of modules, optimizers, data sets and tasks. Most changes can be stored; others may be named.
 - ``registered``: objects that are saved separately, through their ``state_dict``.
-- ``unordered``: objects that only a set in ``own`` reaches, whose order differs between processes. Changes are named.
-- ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes are named.
+- ``unordered``: objects that only a set in ``own`` reaches, whose order differs between processes. Changes may be named.
+- ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes may be named.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ Children: TypeAlias = dict[Any, Any]
 """By index, key or name."""
 
 UNORDERED: Final = "\0"
-"""Separates the path of a set from the number of one of its several objects. No other path contains it."""
+"""Separates the path of a set from the number of one of its several objects."""
 PLAIN_TENSORS: Final = (torch.Tensor, nn.Parameter)
 VALUES: Final = (Decimal, Fraction, date, time, timedelta, UUID, PurePath)
 """Constants of Python's standard library."""
@@ -107,22 +106,22 @@ _MODULE_HOOK_ATTRIBUTES: Final = _MODULE_ATTRIBUTES - _MODULE_STATE_ATTRIBUTES
 _MAX_OBJECTS: Final = 200_000
 """Largest number of objects that a walk visits."""
 _LARGE_ITEMS: Final = 20_000
-"""A container of up to this many items is entered; of a larger one the number of items and a sample of them are compared."""
+"""Of a list, tuple or dictionary with more items, only the number of items and a sample of them are compared."""
 _SAMPLE: Final = 1000
 _FULLY_COMPARED_BYTES: Final = 256 << 20
-"""An array of up to this many bytes is compared as a whole; of a larger one, a part of about this size."""
+"""An array of up to this many bytes is compared as a whole; of a larger one, a part of at most about this size."""
 _BLOCK: Final = 64 << 10
 """Contiguous bytes in such a part."""
 _MAX_ARRAY_ITEMS: Final = 64 << 10
-"""Number of items of an array of objects that are compared."""
+"""Largest number of items of an array of objects that are compared."""
 SMALL: Final = 16 << 20
-"""The elements of a CPU tensor of up to this many bytes are compared; for other tensors, torch's count of changes is."""
+"""The elements of a plain CPU tensor of up to this many bytes are compared; for other tensors, torch's count of changes is."""
 
 
 @dataclass(frozen=True)
 class Node:
     """One object as a walk has found it. ``mark``: what two walks compare besides ``children``, the objects that it holds.
-    ``from_user``: it is not a package's. ``covered``: a parameter or buffer that is saved separately."""
+    ``from_user``: False for most objects of packages and what they hold. ``covered``: a parameter or buffer saved separately."""
 
     item: Any
     kind: Kind
@@ -208,7 +207,8 @@ class _Walker:
         self._queue = deque[_Found]()
 
     def run(self, region: Region, roots: Mapping[str, Any]) -> None:
-        """Visit what can be reached from ``roots`` in ``region``. An object that raises is added to ``failed``."""
+        """Visit what can be reached from ``roots`` in ``region``; in ``shared``, also from the objects collected for it. An
+        object that raises is added to ``failed``."""
         covered = region == "own"
         self._queue.extend(
             _Found(path, item, covered=covered and isinstance(item, nn.Module)) for path, item in roots.items()
@@ -273,7 +273,8 @@ class _Walker:
             self.shared |= {class_path(base): base for base in _user_bases(its_class)}
 
     def _visit_parts(self, path: str, module: nn.Module) -> None:
-        """Add nodes for a covered module's parameters and buffers, and put its parts at the front of the queue."""
+        """Add nodes for a covered module's parameters and, unless their table is a root, buffers. Its parts go to the front of
+        the queue."""
         # Not the buffers if their table is itself a root.
         buffers = () if id(own_buffers(module)) in self.root_ids else module.named_buffers(recurse=False)
         for name, tensor in (*module.named_parameters(recurse=False), *buffers):
@@ -297,7 +298,7 @@ class _Walker:
         )
 
     def _inner_optimizer_state(self, optimizer: Optimizer) -> Children:
-        """Return the state and the groups of an optimizer that another optimizer holds; empty if they are saved separately."""
+        """Return the state and the groups of an optimizer by name; empty if they are saved separately, as for a root."""
         held = vars(optimizer)
         if id(held.get("state")) in self.excluded_ids:
             self.result.separate_optimizers.add(id(optimizer))
@@ -326,7 +327,7 @@ def path_step(kind: Kind, key: Any) -> str:
 
 
 class ObjectKey:
-    """A key of a dictionary that is not a constant. It is named by its place in the dictionary, ``number``."""
+    """A key of a dictionary that is not a constant, named by its place, ``number``. In the mark of a set: such an item."""
 
     def __init__(self, number: int, item: Any) -> None:
         self.number, self.item = number, item
@@ -352,7 +353,8 @@ class AddressKey:
 
 
 def is_constant(item: Any) -> bool:
-    """True for a value that cannot change (number, string, None, enum member ...), and for a tuple of such values."""
+    """True for an object of the classes ``_CONSTANTS`` (number, string, None, enum member ...), and for a plain tuple of such.
+    False for one with attributes of its own, except an enum member."""
     if type(item) in _PLAIN:
         return True
     if type(item) is tuple:
@@ -410,20 +412,20 @@ def _kind(item: Any, region: Region) -> Kind:
 
 
 def _is_input_file(file: io.IOBase) -> bool:
-    """True if a file is open for reading only, or is in memory."""
+    """True if a file is open and readable, and is either not writable or in memory."""
     with suppress(ValueError):  # closed
         return file.readable() and (isinstance(file, (io.BytesIO, io.StringIO)) or not file.writable())
     return False
 
 
 def _is_excluded(module: str) -> bool:
-    """True if the walk does not enter objects of this module (a dotted name)."""
+    """True if ``module``, a dotted name, is one of ``_EXCLUDED_PACKAGES`` or below one, and not of ``_INCLUDED_MODULES``."""
     return module.partition(".")[0] in _EXCLUDED_PACKAGES and not module.startswith(_INCLUDED_MODULES)
 
 
 def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
-    """Return the module whose code a Python generator runs, or that of a Session or data in its variables; empty if it has
-    ended."""
+    """Return the module of the first class of ``_POSITION_MODULES`` among a Python generator's variables, or else the one whose
+    code it runs; empty if it has ended."""
     frame = generator.gi_frame
     if frame is None:
         return ""
@@ -451,7 +453,8 @@ def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _registered_code(item: Any) -> dict[str, Any]:
-    """Return the user's hooks of a module or optimizer by table, and a module's parts under ``parts``; empty for others."""
+    """Return the user's functions among the hooks of a module or optimizer, by table, and a module's parts under ``parts``; empty
+    for others."""
     if not isinstance(item, (nn.Module, Optimizer)):
         return {}
     found: dict[str, Any] = {"parts": dict(item.named_children())} if isinstance(item, nn.Module) else {}
@@ -477,7 +480,8 @@ def _user_bases(kind: type) -> tuple[type, ...]:
 
 
 def attributes(item: Any) -> dict[str, Any]:
-    """Return the attributes that carry state, by name, slots included; without, for example, torch's tables of hooks."""
+    """Return an object's attributes by name, slots included; of a module or optimizer, without most that torch gives each, such
+    as tables of hooks."""
     held = {name: getattr(item, name) for name in slots_of(cast(type, type(item))) if hasattr(item, name)}
     held |= getattr(item, "__dict__", {})
     if isinstance(item, nn.Module):
@@ -544,7 +548,7 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
 
 
 def _unordered(item: Any, kind: Kind) -> list[Any]:
-    """Return a set's objects that are not constants; empty if there is only one, or the set is large."""
+    """Return a set's objects that are not constants; empty if there is only one, the set is large, or ``kind`` is another."""
     objects = [one for one in item if not is_constant(one)] if kind == "set" and len(item) <= _LARGE_ITEMS else []
     return objects if len(objects) > 1 else []
 
@@ -717,13 +721,14 @@ def slots_of(kind: type) -> tuple[str, ...]:
 
 
 def is_user_class(kind: type) -> bool:
-    """True if a class is the script's own, or is treated like one (``_USER_LIKE_TYPES``)."""
+    """True if a class is the user's own, or is treated like one (``_USER_LIKE_TYPES``)."""
     return kind in _USER_LIKE_TYPES or is_user_module(kind.__module__)
 
 
 @lru_cache(maxsize=4096)
 def is_user_module(name: str) -> bool:
-    """True for ``__main__``, and for modules from files that are neither Python's nor an installed package's. Cached."""
+    """True for ``__main__``, and for modules from files that are neither Python's nor an installed or excluded package's.
+    Cached."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if name == "__main__" or file is None:
         return name == "__main__"
@@ -738,7 +743,8 @@ def _installed_folders() -> tuple[Path, ...]:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """True if both are the same object, equal bound methods, or equal constants of one type."""
+    """True if both are the same object, equal bound methods, or equal constants of one type (of floats and some others, equal as
+    text)."""
     if old is new:
         return True
     if isinstance(old, MethodType):

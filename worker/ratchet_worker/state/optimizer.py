@@ -60,7 +60,7 @@ class AroundOptimizer:
 
 
 class Captured(NamedTuple):
-    """An optimizer's state. ``shared``, ``tensors``: names and tensors that the ranks share; ``rest``: everything else.
+    """An optimizer's state. ``shared``, ``tensors``: names and tensors of replicated parameters; ``rest``: everything else.
     ``layout_key``: the same object only while parameters, tensors and names are the same. ``is_change_detectable``: False if
     changes may go unnoticed. ``is_reused``: names are from an earlier capture, valid only if the caller finds each tensor's
     shape, dtype and strides unchanged."""
@@ -74,7 +74,7 @@ class Captured(NamedTuple):
 
 
 class Capture:
-    """Captures the state of one optimizer for each save, and reuses names while the optimizer holds the very same objects."""
+    """Captures the state of one optimizer for each save; may reuse names while the optimizer holds the very same objects."""
 
     def __init__(self, optimizer: Optimizer, component: str) -> None:
         self.optimizer, self._component = optimizer, component
@@ -141,8 +141,8 @@ class _Known:
         return values if self._in_order else [values[place] for place in self._places]
 
     def rest(self, optimizer: Optimizer) -> object:
-        """Return what ``capture`` returns besides shared tensors, with current options of the groups, and partly encoded
-        already."""
+        """Return what ``capture`` returns besides shared tensors, with current options of the groups, and partly or wholly
+        encoded already."""
         groups = optimizer.param_groups
         if self._groups is not None and self._groups.matches(groups):
             return self._rest
@@ -183,7 +183,7 @@ def _values(state: Mapping[Any, dict[Any, Any]]) -> Iterator[Any]:
 def capture(
     optimizer: Optimizer, component: str, names: Mapping[int, str], replicated: Collection[str]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """Return ``(shared, rest)``, the optimizer's current state, with live tensors. ``shared``: tensors of the ``replicated``
+    """Return ``(shared, rest)``, the optimizer's current state, with live tensors. ``shared``: plain tensors of ``replicated``
     parameters, by name (``optimizer/layer.weight/exp_avg``). ``rest``: everything else, a tree for
     ``ratchet_hooks.state.encode``. ``names``: parameter name by ``id``. Raises ``StateError`` if a parameter's state is not a
     dict."""

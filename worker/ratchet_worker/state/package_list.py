@@ -41,7 +41,7 @@ def installed(folders: Sequence[str] | None = None) -> list[str]:
 
 
 def _name_and_version(place: Path) -> tuple[str, str]:
-    """Return name and version of the package whose metadata directory is ``place``. The version includes ``_source_suffix``."""
+    """Return name and version of the package whose metadata is at ``place``. The version includes ``_source_suffix``."""
     name, _, version = place.stem.partition("-")
     if place.suffix == ".egg-info":  # NAME.egg-info, NAME-VERSION-py3.11.egg-info
         with suppress(OSError, ValueError, KeyError):
@@ -51,8 +51,8 @@ def _name_and_version(place: Path) -> tuple[str, str]:
 
 
 def _source_suffix(place: Path) -> str:
-    """Return what distinguishes this installation from others of the same version, such as ``@COMMIT``; empty if nothing is
-    recorded."""
+    """Return what distinguishes this installation from others of the same version, such as ``@COMMIT``; empty if nothing usable
+    is recorded."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         told = json.loads((place / "direct_url.json").read_bytes())
         if told.get("dir_info", {}).get("editable"):
@@ -75,8 +75,8 @@ def digest(packages: Sequence[str]) -> str:
 
 
 def changes(recorded: Sequence[str], current: Sequence[str], excluded: Collection[str]) -> list[EnvironmentDifference]:
-    """Return a difference, with the key ``package:NAME``, for each package that was added, removed or has another version, except
-    ``excluded``; sorted by name."""
+    """Return a difference, with the key ``package:NAME``, for each package that was added, removed or has another version or
+    suffix, except ``excluded``; sorted by name."""
     then, now = dict(map(_split, recorded)), dict(map(_split, current))
     return [
         EnvironmentDifference(key=f"package:{name}", recorded=then.get(name), current=now.get(name))

@@ -58,7 +58,7 @@ def slice_digests(
     slices: Sequence[Slice], tensors: Mapping[str, torch.Tensor], reader: SafeReader | None = None
 ) -> list[str]:
     """Return the hex XXH3-128 of each slice of a part. ``reader``: for memory that user code may free meanwhile. Raises
-    ``StateError`` for a live tensor changed since the boundary."""
+    ``StateError`` for a live tensor changed since the boundary, or for freed memory."""
     out: list[str] = []
     for name, start, stop in slices:
         live = tensors if isinstance(tensors, LiveTensors) else None
@@ -102,7 +102,7 @@ def compare_parts(
     reader: SafeReader | None = None,
 ) -> dict[int, list[str]]:
     """Return, by part number, digests of parts that other ranks write; beyond a minimum, only until ``is_enough`` returns True.
-    ``number``: the save's. ``total``: bytes of all parts. Raises ``StateError`` for a live tensor changed since the boundary."""
+    ``number``: the save's. ``total``: bytes of all parts. Raises as ``slice_digests``."""
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
     others = [part for part in range(parts) if part not in own]

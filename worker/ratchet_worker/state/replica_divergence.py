@@ -20,7 +20,7 @@ Facts = Mapping[str, Any]
 
 
 class Start(NamedTuple):
-    """Facts about a model before its first step. ``renormed``: by parameter, the module whose ``max_norm`` scales it.
+    """Facts about a model before the attempt's first step. ``renormed``: by parameter, the module whose ``max_norm`` scales it.
     ``versions``: torch's counts of in-place changes."""
 
     renormed: Mapping[str, str]
@@ -40,7 +40,7 @@ def record_start(module: nn.Module) -> Start:
 
 
 def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | None) -> Facts:
-    """Return this rank's facts about the shared tensor ``name``; for None, about the rank's set of tensors. ``found``: from
+    """Return this rank's facts about the shared tensor ``name``; for None, about the rank's list of tensors. ``found``: from
     before the first step."""
     if name is None:
         return {"tensors": [[one, numel] for one, numel, _ in snapshot.sizes()]}
@@ -61,13 +61,13 @@ def facts(snapshot: Snapshot, summary: HookSummary, found: Start, name: str | No
 
 
 def cause(name: str | None, facts_by_rank: Sequence[Facts]) -> str:
-    """Return the likely cause of a difference between the ranks, with advice. ``name``: the tensor; None: the sets of tensors
+    """Return the likely cause of a difference between the ranks, with advice. ``name``: the tensor; None: the lists of tensors
     differ."""
     return f"Likely cause: {_other_tensors(facts_by_rank) if name is None else _other_values(name, facts_by_rank)}"
 
 
 def _other_tensors(facts_by_rank: Sequence[Facts]) -> str:
-    """Return the likely cause of different sets of tensors."""
+    """Return the likely cause of different lists of tensors."""
     ranks = [dict(map(tuple, one["tensors"])) for one in facts_by_rank]
     for name in {name: None for rank in ranks for name in rank}:
         have = [number for number, rank in enumerate(ranks) if name in rank]

@@ -1,4 +1,4 @@
-"""Captures, for a snapshot, the state that the ranks have in common: the model's parameters and the optimizers' tensors."""
+"""Captures, for a snapshot, the state that ranks may have in common: the model's parameters and the optimizers' tensors."""
 
 from __future__ import annotations
 

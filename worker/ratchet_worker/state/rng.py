@@ -36,7 +36,7 @@ def derive_seed(seed: int, *parts: str | int, bits: int = 63) -> int:
 
 
 class Seeds(NamedTuple):
-    """The seeds of a rank's generators: torch's, numpy's and Python's."""
+    """The seeds of a rank's process-wide generators: torch's, numpy's and Python's."""
 
     torch: int
     numpy: int
@@ -53,7 +53,7 @@ class Seeds(NamedTuple):
 
 
 def seed_all(seed: int, rank: int) -> None:
-    """Seed all generators of this process (torch with CUDA, numpy, ``random``) as a function of (seed, rank)."""
+    """Seed the process-wide generators (torch with CUDA, numpy, ``random``) as a function of (seed, rank)."""
     seeds = Seeds.for_rank(seed, rank)
     torch.manual_seed(seeds.torch)
     np.random.seed(seeds.numpy)
@@ -71,7 +71,7 @@ def fork_rng(device: torch.device) -> Iterator[None]:
 
 
 class Capture:
-    """Captures the generators in encoded form for each save, reusing what seldom changes."""
+    """Captures the process-wide generators in encoded form for each save, reusing what seldom changes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -113,7 +113,7 @@ def is_generator(item: object) -> TypeGuard[Generator]:
 
 
 def _spawn_count(generator: np.random.Generator) -> int:
-    """Return how many children ``spawn`` has made of the generator so far; 0 if it cannot spawn."""
+    """Return how many children the generator's seed sequence has spawned so far; 0 if that is not known."""
     # The next children depend on this number, and the generator's state does not contain it.
     return int(getattr(getattr(generator.bit_generator, "seed_seq", None), "n_children_spawned", 0))
 
@@ -126,7 +126,7 @@ class GeneratorState:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the generator's state, and for a ``Generator`` of numpy also how many children it has spawned."""
+        """Return the generator's state, and for a ``Generator`` of numpy also its ``_spawn_count``."""
         if isinstance(self.generator, torch.Generator):
             return {"state": self.generator.get_state()}
         if isinstance(self.generator, np.random.RandomState):

@@ -1,5 +1,5 @@
-"""One rank's state at a step boundary: shared tensors (``shared/model/<parameter>``), private ones
-(``rank/<r>/<component>/<path>``), and JSON by component."""
+"""One rank's state at a step boundary: shared tensors (in a checkpoint such as ``shared/model/<parameter>``), private ones
+(there ``rank/<r>/<component>/<path>``), and JSON by component."""
 
 from __future__ import annotations
 

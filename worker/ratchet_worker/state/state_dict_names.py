@@ -21,8 +21,8 @@ _ATTRIBUTE: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE
 
 
 def stateful_parts(stateful: Mapping[str, Any]) -> dict[str, Any]:
-    """Return, by path, the registered objects that may hold more state than their ``state_dict`` covers, such as modules and
-    schedulers."""
+    """Return, by path, the registered objects, and schedulers inside them, that may hold more state than their ``state_dict``
+    covers, such as modules."""
     found = {}
     for path, item in stateful.items():
         if isinstance(item, (nn.Module, LRScheduler)) or is_user_class(type(item)):
@@ -83,8 +83,8 @@ def _codes(method: Any) -> list[CodeType]:
 
 
 def _attributes_of(code: CodeType, variable: str) -> Iterator[str]:
-    """Yield the names of the attributes of ``variable`` (``self``) and of ``super()`` that ``code``, or a function inside it,
-    uses."""
+    """Yield the names of the attributes of ``variable`` (``self``), and from Python 3.12 on of ``super()``, that ``code``, or a
+    function inside it, uses."""
     is_me = False
     for one in dis.get_instructions(code):
         if (one.opname in _ATTRIBUTE and is_me) or one.opname == "LOAD_SUPER_ATTR":

@@ -1,4 +1,4 @@
-"""A rank's fingerprint after a step: digests of a sample of its parameters, of its generators and of its position in the data.
+"""A rank's fingerprint after a step: digests of a sample of its parameters, of process-wide generators and of its data position.
 Step s reads chunk s of the parameters' bytes, modulo the number of chunks."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHUNKS: Final = 1024
 _MAX_PIECES: Final = 4
 """Largest number of pieces, of different tensors, in a chunk: after a step, nothing that is read of a tensor is in a cache."""
 _MAX_PENDING: Final = 64
-"""Steps whose sums may be in transit from the device; beyond that the oldest is waited for."""
+"""From this many steps on whose sums are in transit from the device, the oldest is waited for."""
 _ALIGNMENT: Final = 4
 _EPOCH: Final = 1 << 40
 """More than the positions of an epoch."""
@@ -49,7 +49,7 @@ class Piece(NamedTuple):
 
 class SamplePlan:
     """Which bytes of the parameters are read: step ``s`` reads chunk ``s`` modulo their number. ``unreadable``: numbers of
-    parameters without memory of their own. ``sizes``: bytes by parameter."""
+    parameters with elements but no memory of their own. ``sizes``: bytes by parameter, 0 if it is not read."""
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         readable = [n for n, p in enumerate(parameters) if p.numel() and address(p) and p.layout is torch.strided]
@@ -107,7 +107,8 @@ class StepFingerprints:
 
     @property
     def has_drawn(self) -> bool:
-        """True if a process-wide generator has drawn since the newest recorded step; False before the first step."""
+        """True if the digest of the process-wide generators differs from that after the newest recorded step; False before the
+        first."""
         return self._generators_digest is not None and self._generators.digest() != self._generators_digest
 
     def record_step(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:
@@ -200,7 +201,7 @@ class _Sums(NamedTuple):
 
 
 class DeviceSums:
-    """Computes two sums of 32-bit words with odd 64-bit weights, modulo 2^64, which are the same in any order."""
+    """Computes two sums of 32-bit words with odd 64-bit weights, modulo 2^64, which are the same in any order of addition."""
 
     def __init__(self, device: torch.device, max_words: int) -> None:
         numbers = random.Random(0).randbytes(
@@ -242,7 +243,7 @@ class Generators:
         self._python = _python_words()
 
     def digest(self) -> int:
-        """Return a 64-bit digest of the generators' current states."""
+        """Return a 64-bit digest of the generators' current states, without the normal number that numpy may have cached."""
         torch_state = self._torch_state()
         hasher = xxh3_64(self._torch_words.from_address(torch_state.data_ptr()))
         if self._cuda is not None:

@@ -1,4 +1,4 @@
-"""Finds optimizers, schedulers and the like that affect the training but were not passed to the Session."""
+"""Finds optimizers, schedulers and the like that seem to affect the training but were not passed to the Session."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MOST_PARTS: Final = 1000
 
 
 def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], registered: Iterable[object]) -> list[str]:
-    """Return the sorted type names of optimizers and the like that affect the training but are not registered. Searches all
-    objects of the process."""
+    """Return the sorted type names of optimizers and the like that seem to affect the training but are not registered. Searches
+    all objects that the garbage collector tracks."""
     kept = {id(part) for item in registered for part in _parts(item, _DEPTH)}
     # These are saved with the attributes (``hidden_state``).
     kept |= {id(average) for average in _averages_in_attributes(module)}
@@ -31,7 +31,7 @@ def find_unregistered(module: nn.Module, optimizers: Iterable[Optimizer], regist
 
 
 def _averages_in_attributes(module: nn.Module) -> Iterator[AveragedModel]:
-    """Yield the averages (``AveragedModel``) that the module and its submodules hold in attributes, also in lists and dicts."""
+    """Yield the averages (``AveragedModel``) that the module and its submodules hold in attributes, down to ``_DEPTH`` levels."""
     values = (value for one in module.modules() for value in vars(one).values())
     parts = (part for value in values for part in _parts(value, _DEPTH))
     return (part for part in parts if isinstance(part, AveragedModel))
@@ -52,7 +52,7 @@ def unregistered_message(names: Collection[str]) -> str:
 
 
 def _unregistered(module: nn.Module, optimizers: Iterable[Optimizer], kept: Collection[int]) -> list[object]:
-    """Return the objects of the process that affect the training of ``module``. ``kept``: ids of objects to leave out."""
+    """Return the objects of the process that seem to affect the training of ``module``. ``kept``: ids of objects to leave out."""
     trained = {id(parameter) for parameter in module.parameters()}
     forms = [_form(one) for one in module.modules()]
     objects = gc.get_objects()
@@ -93,8 +93,8 @@ def _affects_training(item: object, optimizers: Collection[int], forms: Collecti
 
 
 def _parts(item: object, depth: int) -> Iterator[object]:
-    """Yield the object and those that it holds, down to ``depth`` levels. Long containers and contents of modules are left
-    out."""
+    """Yield the object and those that it holds, down to ``depth`` levels. Contents of long containers, modules, tensors and
+    classes, and a scheduler's optimizer, are left out."""
     yield item
     if depth == 0 or isinstance(item, (nn.Module, torch.Tensor, type)):
         return

@@ -110,7 +110,7 @@ class ByteLMTask:
     """The task ``bytelm``. Arguments: ``steps``; ``batch_size`` (per rank, or of the whole group with ``batch_is="global"``);
     ``context`` in bytes; ``width``, ``layers``, ``heads``, ``grams``, ``dropout`` of the model; peak ``lr``, ``warmup`` steps,
     ``weight_decay``, ``clip`` (largest norm of the gradient); ``train_bytes`` and ``held_back_bytes`` (caps); ``num_workers``;
-    ``evaluate_every`` in steps (None: at the end). Raises ``UserError`` for ``steps`` or a model that is impossible.
+    ``evaluate_every`` in steps (None: at the end). Raises ``UserError`` for impossible ``steps``, model or caps.
 
     Metrics: ``loss`` (nats per byte) and ``bits_per_byte`` of the training batches; ``test_bits_per_byte`` of the held-back
     bytes.

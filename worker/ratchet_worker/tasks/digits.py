@@ -88,7 +88,8 @@ class DigitsTask:
     (instead of ``epochs``), ``evaluate`` (False: no evaluation). Raises ``UserError`` if ``epochs``, ``width`` or ``steps`` is
     below 1.
 
-    Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch.
+    Metrics: ``loss`` and ``accuracy`` of the training batches, ``test_loss`` and ``test_accuracy`` after every epoch and
+    at the end.
     """
 
     def __init__(

@@ -54,7 +54,8 @@ def load_corpus(train_bytes: int, held_back_bytes: int, root: Path | None = None
 
 
 def _source_files(base: Path) -> list[str]:
-    """The paths of the source files below ``base``, relative and with ``/``, without tests and installed packages."""
+    """The paths of the source files below ``base``, relative and with ``/``, without tests, installed packages and
+    ``_sysconfigdata``."""
     names: list[str] = []
     for folder, below, files in os.walk(base):
         below[:] = [name for name in below if name not in _NOT_IN]  # skip these directories entirely

@@ -1,1 +1,1 @@
-"""Training under a job: runtime, loops, resume, replay proof."""
+"""Training in a rank: runtime, loops, evaluation, resume, replay proof."""

@@ -1,4 +1,4 @@
-"""Gather tensors of all ranks, stacked, on every rank; gradients flow back through the gather."""
+"""Gathers the tensors of a group's ranks, stacked, on each of them; gradients can flow back through the gather."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DTYPES: Final = tuple(
 
 
 class Gatherer:
-    """One rank's side of gathers, in which every rank gets the tensors of all ranks."""
+    """One rank's side of gathers, in which every rank of a group gets the tensors of all of them."""
 
     def __init__(self) -> None:
         self._groups: dict[str, dist.ProcessGroup] = {}

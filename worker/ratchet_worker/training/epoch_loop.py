@@ -1,6 +1,6 @@
 """Ordinary loops under a Session: ``for epoch in session.epochs(n): for batch in loader: ...``, one step per batch. Requesting a
-further batch ends the open step. The step of an epoch's last batch stays open until the next epoch is requested, so that an
-evaluation after the loop over batches belongs to it."""
+further batch ends the open step. The step of an epoch's last batch stays open until the next epoch is requested, or
+``checkpoint()`` ends it, so that an evaluation after the loop over batches belongs to it."""
 
 from __future__ import annotations
 
@@ -176,8 +176,8 @@ class EpochLoop:
             runtime.mark_nothing_left()
 
     def on_state_restored(self) -> None:
-        """Keep the restored states of generators, schedulers, scalers and hyperparameters, to put them back at the restored
-        position."""
+        """Keep the restored states of process-wide generators, schedulers, scalers and hyperparameters, to put them back at the
+        restored position."""
         # Up to that position the script's code repeats draws and scheduler steps that the checkpoint contains already.
         if self._data is not None and self.runtime.chosen.manifest is not None:
             self._values_to_reapply = rng.capture(self.runtime.device), self.runtime.state.control_states()

@@ -1,4 +1,4 @@
-"""Evaluation. Ranks exchange values through the store, not by collectives, which a stop could leave hanging."""
+"""Evaluation. Ranks exchange results through the store, not by collectives, which a stop could leave hanging."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Evaluation:
         self._gathers = 0
 
     def batches(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield ``items``, and show with each that this rank is alive. Raises ``Abandoned`` if a stop is pending."""
+        """Yield ``items``, and show with each that this rank is alive. Raises ``Abandoned`` if a stop is pending between two
+        steps."""
         for item in items:
             if self._stop_pending():
                 raise Abandoned(self._name)
@@ -70,7 +71,8 @@ def preserving_state(
     broadcast: bool,
 ) -> Iterator[None]:
     """Run the block in eval mode without gradients, with differing parameters replaced by their mean and, with ``broadcast``,
-    buffers by rank 0's. Restore all this and the generators afterwards. Entering may be a collective."""
+    buffers that DDP does not ignore by rank 0's. Restore all this, the process-wide generators and the data's own afterwards.
+    Entering may be a collective."""
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync
     named = sorted(ddp.module.named_buffers())

@@ -1,5 +1,5 @@
-"""Proof that steps lost in a kill are redone as the same steps. Every rank writes a fingerprint per step into its attempt's ring,
-and compares it with that of an earlier attempt. Steps are compared only where they must be equal: on the same line
+"""Checks whether lost steps are redone as the same steps. Every rank writes a fingerprint per step into its attempt's ring, and
+compares it with that of an earlier attempt. Steps are compared only where they must be equal: on the same line
 (``RingHeader.line``), without an inexact resume in between, and under the same facts."""
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ Ranges = list[list[int]]
 
 
 class Redone(NamedTuple):
-    """What all ranks have agreed to compare. ``steps``: number of steps that all had done before. ``compared``: those with all
-    ranks' fingerprints. ``reason``: why others are not compared."""
+    """What all ranks have agreed to compare. ``steps``: number of steps after the base that all had done before.
+    ``compared``: those with all ranks' fingerprints. ``reason``: why others are not compared."""
 
     steps: int
     compared: frozenset[int]
@@ -110,7 +110,7 @@ class ReplayProof:
         self.report()
 
     def report(self) -> None:
-        """Report the comparison so far to the service, unless there is nothing new."""
+        """Report the comparison so far, unless no step was lost or there is nothing new."""
         if self._redone.steps and self._reported != (self._compared, self._equal):
             self._reported, self._reported_at = (self._compared, self._equal), time.monotonic()
             self._reporter.report_redone_steps(
@@ -246,8 +246,8 @@ def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None,
 
 
 def describe_inexact(report: ResumeReport) -> str:
-    """Return a part of a sentence on what is not exact in a resume: the first differences, and a component that lost
-    something."""
+    """Return a part of a sentence on what is not exact in a resume: the first differences, and a component that lost something
+    or, without differences, is not exact."""
     found = []
     if report.differences:
         found.append(describe_differences(report.differences, _MAX_NAMED))
@@ -326,7 +326,7 @@ def _facts(runtime: Runtime, launch: LaunchFile, sample: str) -> Record:
 
 
 def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None:
-    """Create the ring file of this attempt at ``path`` and return it; None if that fails, which is reported."""
+    """Create the ring file of this attempt at ``path`` and return the ring; None if that fails, which is reported."""
     try:
         return StepRing(path, header)
     except (OSError, ValueError) as error:
@@ -336,7 +336,8 @@ def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None
 
 
 def _position(data: TrainData | None, batches_taken: int) -> tuple[int, int]:
-    """Return the epoch of the data and the position in it; for the user's own data, ``batches_taken`` as the position."""
+    """Return the epoch of the data and the position in it; for the user's own data or none, ``batches_taken`` as the
+    position."""
     if isinstance(data, _POSITIONED):
         return data.epoch, data.position
     return 0 if data is None else int(data.epoch), batches_taken

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list[ComponentReport]:
-    """Restore ``saved``, and other ranks' states where needed; return a report per component. Raises ``UserError`` for state that
-    does not fit or is not allowed, ``StateError`` and ``CheckpointError`` for damage."""
+    """Restore ``saved``, and other ranks' states where needed; return the reports on the components. Raises ``UserError`` for
+    state that does not fit or is not allowed, ``StateError`` and ``CheckpointError`` for damage."""
     state, how = runtime.state, _state_transfer(runtime, manifest)
     if manifest.world_size == runtime.world_size:
         if _needs_mean(manifest, how, resized=False):
@@ -39,7 +39,7 @@ def restore_state(runtime: Runtime, manifest: Manifest, saved: Snapshot) -> list
 
 def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
     """Raise ``StateError`` unless the restored shared tensors have the digests of the live tensors at the save. Skipped where
-    replicas differ."""
+    replicas may differ."""
     state = runtime.state
     if not manifest.replicas == state.require_wrapped()[1].replicas == "equal":
         return
@@ -52,7 +52,7 @@ def _check_digests(runtime: Runtime, manifest: Manifest) -> None:
 
 
 def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
-    """Return what happens to the hook's state at this restore: it is kept, converted for another hook, or reset."""
+    """Return what happens to the hook's state at this restore: kept, redistributed, converted for another hook, or reset."""
     notes, recorded = runtime.notes, disk.recorded_hook(manifest)
     reset = notes.reset
     if manifest.world_size != runtime.world_size:
@@ -62,7 +62,7 @@ def _state_transfer(runtime: Runtime, manifest: Manifest) -> StateTransfer:
 
 
 def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -> bool:
-    """True if replicas that differed at the save must be made equal, as for another number of ranks (``resized``)."""
+    """True if replicas that may have differed at the save must be made equal, as for another number of ranks (``resized``)."""
     # A hook that starts without state would not bring them together in its warm-up.
     other = transfer.change is not None and transfer.change.averages
     return manifest.replicas != "equal" and (resized or other or transfer.reset is not None)
@@ -149,8 +149,8 @@ def _check_resize(runtime: Runtime, manifest: Manifest) -> None:
 def _restore_resized(
     runtime: Runtime, manifest: Manifest, own: Snapshot, transfer: StateTransfer
 ) -> list[ComponentReport]:
-    """Restore state that another number of ranks saved, redistributing, resetting or merging it. Returns a report per
-    component."""
+    """Restore state that another number of ranks saved, redistributing, resetting or merging it. Returns the reports on
+    the components."""
     everyone = disk.read(runtime.chosen, range(manifest.world_size), lambda c: c in ("hook", "data"), shared=False)
     if _needs_mean(manifest, transfer, resized=True):
         own, transfer = _average_replicas(runtime, manifest, own, transfer)

@@ -52,8 +52,8 @@ _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 
 @dataclass
 class Notes:
-    """What wrapping and restoring had to change, for the report; None: nothing. ``layout``: why DDP has other buckets; ``reset``:
-    why the hook's state is reset; ``total``, ``unregistered``: sentences."""
+    """What wrapping and restoring have changed or found, for the report; None: nothing. ``layout``: why DDP has other buckets;
+    ``reset``: why the hook's state is reset; ``total``, ``unregistered``: sentences."""
 
     layout: str | None = None
     reset: str | None = None
@@ -244,8 +244,8 @@ def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:
-    """Load the optimizer's state from the file of ``start_from``, if wanted, and return reports on all that was loaded. Raises
-    ``UserError`` if the model was not loaded, or the state does not fit."""
+    """Load the optimizer's state from the file of ``start_from``, if wanted, and return reports on what the components start
+    with. Raises ``UserError`` if the model was not loaded, or the state does not fit."""
     found, state = runtime.notes.imported, runtime.state
     if found is None:
         raise UserError(
@@ -343,8 +343,8 @@ def _nonstrict_advice(launch: LaunchFile) -> str:
 
 
 def _write_base(runtime: Runtime, report: ResumeReport) -> None:
-    """Write ``base.json``, which names the checkpoint that this attempt starts from, and report the resume and that training
-    begins."""
+    """Write ``base.json``, which names the checkpoint that this attempt starts from, if any, and report the resume and that
+    training begins."""
     paths = AttemptPaths(Path(runtime.launch.attempt_dir))
     # Durable before any training: the lineage depends on it.
     write_atomic(paths.base_file, report.base.model_dump_json().encode(), durable=True)

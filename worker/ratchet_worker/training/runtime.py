@@ -59,8 +59,8 @@ Item = TypeVar("Item")
 
 
 class Runtime:
-    """One rank's run of the job. ``step``: number of completed steps, with those of earlier attempts. ``total``: of all steps,
-    None if unknown; over epochs, only expected."""
+    """One rank's run of the job. ``step``: number of completed steps, with those in the restored checkpoint. ``total``: of all
+    steps, None if unknown; over epochs, only expected."""
 
     def __init__(
         self,
@@ -257,7 +257,8 @@ class Runtime:
         self.provenance.setdefault(environment_record.NOT_EXACT, f"step {base.step}, attempt {base.attempt}")
 
     def _set_gates(self) -> None:
-        """Make the hook and the optimizers block, before they change state, until a save in progress has copied it."""
+        """If saves may overlap steps, make the hook and the optimizers block, before they change state, until a save in progress
+        has copied it."""
         if not self.checkpointer.is_overlapped:  # and a hook would be traced with a compiled optimizer.step()
             return
         gate = self.checkpointer.wait_until_copied
@@ -293,8 +294,8 @@ class Runtime:
         self.counter.start_step(self.step + 1)
 
     def set_total(self, total: int | None) -> None:
-        """Set the number of steps of the script's loop. A number unlike the base's makes the run inexact, or raises ``UserError``
-        under ``determinism: strict``."""
+        """Set the number of steps of the script's loop. If none was known before, a number unlike the base's makes the run
+        inexact, or raises ``UserError`` under ``determinism: strict``."""
         unknown, self.total = self.total is None, total
         if unknown and (odd := resume.total_difference(self)) is not None:
             text = f"not exact: {odd.sentence()}"
@@ -361,8 +362,8 @@ class Runtime:
             self.reporter.note("ignored-not-found", f"nothing was found at the ignored path {', '.join(paths)}")
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
-        """Yield the batches of ``data``, epoch after epoch. Raises ``UserError`` for an epoch without batches, and outside a
-        step."""
+        """Yield the batches of ``data``, epoch after epoch. Raises ``UserError`` outside a step, and for an epoch without
+        batches, except the first after a restore."""
         return endless(data, self.count_batch, restored=self.chosen.manifest is not None)
 
     def count_batch(self) -> None:
@@ -470,7 +471,8 @@ class Runtime:
 
     def finish(self) -> None:
         """End the job: save the final checkpoint unless it exists, and wait for all ranks. Raises ``Stopped``,
-        ``CheckpointError``, ``UserError`` if a fork has done no step, and ``RuntimeError`` if the training thread ends early."""
+        ``CheckpointError``, ``UserError`` if, for example, a fork has done no step, and ``RuntimeError`` if the training thread
+        ends early."""
         self._wait_for_last_step()
         with self._boundary_lock:
             if not self.finished:
@@ -478,7 +480,7 @@ class Runtime:
 
     def _wait_for_last_step(self) -> None:
         """In another thread, wait until the thread that does the steps has done the last one or was stopped. Raises
-        ``RuntimeError`` if that thread ends earlier."""
+        ``RuntimeError`` if that thread ends earlier, or is idle in a pool."""
         trainer = self.trainer
         if trainer is None or trainer is threading.current_thread():
             return
@@ -650,7 +652,7 @@ class Runtime:
 
     def _save_if_new(self, reason: Reason, remaining_seconds: float | None = None) -> str | None:
         """Save this step unless it is saved. Return the error message if that failed, else None. Raises ``CheckpointError`` at
-        the third failure in a row, except at a stop."""
+        the third failure in a row, except at a stop, and as ``Checkpointer.drain``."""
         self.checkpointer.drain()
         if self.step == self.checkpointer.last.step:
             self.checkpointer.wait_for_retention()

@@ -1,4 +1,4 @@
-"""The training loop for tasks. Everything that must be exact is in ``runtime``."""
+"""The training loop for tasks. The step boundary is in ``runtime``."""
 
 from __future__ import annotations
 

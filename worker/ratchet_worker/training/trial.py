@@ -98,7 +98,7 @@ class Trial:
 
     def is_over(self, step: int) -> bool:
         """True if the trial ends after ``step``: at ``trial.end_at``, or with ``auto`` some steps after everything expected was
-        exercised."""
+        exercised, at the latest after ``_MAX_STEPS``."""
         if self._spec is None:
             return False
         if self._spec.end_at != "auto":
