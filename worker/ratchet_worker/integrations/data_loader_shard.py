@@ -16,9 +16,16 @@ def prepare_loader(loader: Any) -> None:
     """Prepare ``loader`` for its first pass. Raises ``UserError`` if, without ``even_batches`` and ``drop_last``, the batches
     cannot be divided equally among the ranks."""
     sharded = loader.batch_sampler
-    whole = not isinstance(sharded, BatchSamplerShard) or sharded.even_batches or sharded.drop_last
-    if not whole and sharded.total_length % sharded.num_processes != 0:
-        raise UserError("even_batches: False gives ranks different numbers of batches here; leave it at True")
+    if isinstance(sharded, BatchSamplerShard) and not sharded.even_batches and not sharded.drop_last:
+        ranks = sharded.num_processes
+        if sharded.split_batches:  # the last rank gets a part of the last batch only if the other ranks' parts are full
+            samples = getattr(sharded.batch_sampler, "sampler", None)
+            last = 1 if samples is None else len(samples) % sharded.batch_size  # 1: unknown, so it is refused
+            uneven = 0 < last <= sharded.batch_size // ranks * (ranks - 1)
+        else:
+            uneven = sharded.total_length % ranks != 0
+        if uneven:
+            raise UserError("even_batches: False gives ranks different numbers of batches here; leave it at True")
     sampler = loader.get_sampler()
     if isinstance(sampler, SeedableRandomSampler) and sampler.generator is None:
         # The sampler makes its generator in its first epoch, which is too late for a resume to find it.
