@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,16 +134,18 @@ def verify(directory: Path) -> VerifyOutcome:
 
 def damaged_blocks(
     directory: Path, file: FileEntry, entries: Collection[TensorEntry], progress: Progress | None = None
-) -> list[Block]:
-    """Read one whole file and return all of its damaged blocks. Raises ``CheckpointError`` for faults of the whole file, such as
-    its size."""
-    order = file_order(list(entries))
+) -> Iterator[Block]:
+    """Read one whole file and yield its damaged blocks. Raises ``CheckpointError`` for faults of the whole file, such as its
+    size, and, after the damaged blocks before it, for a block that cannot be read."""
+    order, intact = file_order(list(entries)), True
     with open_rank_file(directory, file) as fd:
         header, regions = _regions(file, order, {})
-        found = read_blocks(fd, file, regions, every(file), progress)
-        if not found:
+        for number in every(file):
+            for block in read_blocks(fd, file, regions, [number], progress):
+                intact = False
+                yield block
+        if intact:
             _check_header(header, file, order)
-    return found
 
 
 def _read_file(

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
-from ratchet_contract.checkpoint.manifest import Manifest, TensorEntry
+from ratchet_contract.checkpoint.manifest import TensorEntry
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, parse_checkpoint_dir_name
 from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE
@@ -41,8 +41,9 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result for one checkpoint. ``flaws``: all damage found; ``error``: why it is unreadable or uncommitted; ``size``: bytes of
-    its rank files by the manifest. ``uncommitted``, without a manifest, is no damage."""
+    """Result for one checkpoint. ``flaws``: all damage found; ``error``: why it is unreadable or uncommitted, or why a file of a
+    damaged one is unreadable; ``size``: bytes of its rank files by the manifest. ``uncommitted``, without a manifest, is no
+    damage."""
 
     path: str
     status: Status
@@ -58,7 +59,8 @@ class Finding:
                 f"{self.path}: ok, {_format_bytes(self.size or 0)} in {self.files} files, format {self.format_version}"
             )
         if self.status == "damaged":
-            return "\n".join([f"{self.path}: DAMAGED", *(f"  {flaw.file}: {flaw.error}" for flaw in self.flaws)])
+            found = [f"{flaw.file}: {flaw.error}" for flaw in self.flaws] + ([self.error] if self.error else [])
+            return "\n  ".join([f"{self.path}: DAMAGED", *found])
         return f"{self.path}: {self.status}: {self.error}"
 
 
@@ -76,6 +78,7 @@ def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
     for entry in manifest.tensors:
         by_file[entry.file].append(entry)
     flaws: list[Flaw] = []
+    unreadable: str | None = None
     done = 0
 
     def count(nbytes: int) -> None:
@@ -87,13 +90,15 @@ def check(directory: Path, progress: ProgressCallback | None = None) -> Finding:
 
     for file in manifest.files:
         try:
-            found = damaged_blocks(directory, file, by_file[file.name], count)
-            flaws += [Flaw(file.name, str(block), block.number, block.begin, block.end) for block in found]
+            for block in damaged_blocks(directory, file, by_file[file.name], count):
+                flaws.append(Flaw(file.name, str(block), block.number, block.begin, block.end))
         except CheckpointError as error:
-            if error.code != DAMAGED:
-                return _finding(path, manifest, "unreadable", flaws, error.detail)
-            flaws.append(Flaw(file.name, error.detail.removeprefix(f"{directory / file.name}: ")))
-    return _finding(path, manifest, "damaged" if flaws else "ok", flaws)
+            if error.code == DAMAGED:
+                flaws.append(Flaw(file.name, error.detail.removeprefix(f"{directory / file.name}: ")))
+            else:  # other files may have damage, which is worse
+                unreadable = unreadable or error.detail
+    status: Status = "damaged" if flaws else "ok" if unreadable is None else "unreadable"
+    return Finding(path, status, manifest.size, len(manifest.files), manifest.format_version, flaws, unreadable)
 
 
 def verifiers(target: str) -> Iterator[Callable[[ProgressCallback | None], Finding]]:
@@ -161,10 +166,6 @@ def _check_committed(directory: Path, progress: ProgressCallback | None) -> Find
             str(directory), "uncommitted", error=f"it has no {MANIFEST_NAME} and does not count as a checkpoint"
         )
     return check(directory, progress)
-
-
-def _finding(path: str, manifest: Manifest, status: Status, flaws: list[Flaw], error: str | None = None) -> Finding:
-    return Finding(path, status, manifest.size, len(manifest.files), manifest.format_version, flaws, error)
 
 
 def _format_bytes(nbytes: int) -> str:

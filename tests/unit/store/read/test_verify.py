@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +38,32 @@ def test_verify_names_every_damaged_block_with_byte_range(tmp_path: Path, monkey
     ]  # fmt: skip
     (directory / second.name).unlink()
     assert [f.block for f in check(directory).flaws] == [0, 1, 2, None] and "missing" in str(check(directory))
+
+
+@pytest.mark.parametrize("unreadable", [(0, 0), (1, 0), (0, 4096), (1, 4096)])
+def test_damage_is_found_also_if_other_bytes_are_unreadable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unreadable: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(rank_file, "BLOCK", 4096)
+    manifest = make_checkpoint(tmp_path, 7, scale=24)
+    directory, names = tmp_path / manifest.id, [file.name for file in manifest.files]
+    damaged = names[1] if unreadable == (0, 0) else names[0]
+    with (directory / damaged).open("r+b") as file:
+        file.write(b"\0")
+    preadv = os.preadv
+
+    def fail(fd: int, buffers: Any, offset: int) -> int:  # as a bad sector does, which a test cannot make
+        if (Path(f"/proc/self/fd/{fd}").readlink().name, offset) == (names[unreadable[0]], unreadable[1]):
+            raise OSError(5, "Input/output error")
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", fail)
+    assert main([str(directory)]) == 1
+    out = capsys.readouterr().out
+    assert "DAMAGED" in out and "Input/output error" in out
+    finding = check(directory)
+    assert [(flaw.file, flaw.block) for flaw in finding.flaws] == [(damaged, 0)]
+    assert names[unreadable[0]] in (finding.error or "")
 
 
 def test_verify_command_prints_lines_and_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
