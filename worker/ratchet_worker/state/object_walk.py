@@ -16,7 +16,7 @@ import warnings
 from argparse import Namespace
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from types import (
     BuiltinMethodType,
@@ -235,7 +235,7 @@ class _Walker:
         if kind in ("function", "class") and region in ("own", "unordered"):
             self.shared.setdefault(path if kind == "function" else class_path(item), item)
             return
-        if len(self.result.nodes) == _MAX_OBJECTS:
+        if len(self.result.nodes) >= _MAX_OBJECTS:
             self.result.complete = False
             return
         its_class: type = type(item)
@@ -614,21 +614,25 @@ def _mark(item: Any, kind: Kind) -> Any:
 
 
 def _mark_of_large(item: Any) -> Any:
-    """Return the length of a large container and a sample of its items: constants as text, others by identity."""
-    every = -(-len(item) // _SAMPLE)
-    found = islice(item.items() if isinstance(item, dict) else item, 0, None, every)
-    return len(item), [repr(one) if is_constant(one) else _shallow(one) for one in (*found, *_last(item))]
-
-
-def _last(item: Any) -> list[Any]:
-    """Return a list with the last item of a container, or the last pair of a dictionary; empty without items."""
-    return [*islice(reversed(item.items() if isinstance(item, dict) else item), 1)]
+    """Return the length of a large container and a sample of its items (of a dictionary: of its keys and values): constants as
+    text, others by identity."""
+    held = item.items() if isinstance(item, dict) else item
+    sample = chain(islice(held, 0, None, -(-len(item) // _SAMPLE)), islice(reversed(held), 1))
+    if isinstance(item, dict):  # not the pairs: ``items()`` makes new ones each time
+        return len(item), _identities(chain.from_iterable(sample))
+    return len(item), [repr(one) if is_constant(one) else _shallow(one) for one in sample]
 
 
 def _shallow(item: Any) -> Any:
-    """Return the identity of an item and, for a container, the identities of its first ``_SAMPLE`` items (constants as text)."""
-    held = [*(item.items() if isinstance(item, dict) else item)] if isinstance(item, (list, dict, tuple)) else []
-    return id(item), [repr(one) if is_constant(one) else id(one) for one in held[:_SAMPLE]]
+    """Return the identity of an item and, for a container, ``_identities`` of its first ``_SAMPLE`` items, or keys and values."""
+    if isinstance(item, dict):
+        return id(item), _identities(chain.from_iterable(islice(item.items(), _SAMPLE)))
+    return id(item), _identities(islice(item, _SAMPLE)) if isinstance(item, (list, tuple)) else ()
+
+
+def _identities(items: Iterable[Any]) -> list[Any]:
+    """Return constants as text, and the ``id`` of other items."""
+    return [repr(one) if is_constant(one) else id(one) for one in items]
 
 
 def _mark_of_sealed(item: Any) -> Any:
@@ -636,6 +640,8 @@ def _mark_of_sealed(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         return version_of(item)
     if isinstance(item, np.ndarray):
+        if item.dtype.hasobject and item.dtype.names:  # its rows are new objects each time
+            return [_mark_of_sealed(item[name]) for name in item.dtype.names]
         return [*map(id, item.reshape(-1)[:_MAX_ARRAY_ITEMS])] if item.dtype.hasobject else _array_digest(item)
     if isinstance(item, np.random.SeedSequence):
         return repr(item.state)
@@ -667,6 +673,8 @@ def _position(iterator: Any) -> Any:
             parts = iterator.__reduce__()
     except Exception:  # whatever the iterator's own code raises
         return object()
+    if len(parts) == 2 and parts[0] is iter and type(parts[1][0]) is list:
+        return len(parts[1][0])  # of a dictionary or set, or at its end: a new list of the items that remain
     return _position_of(parts)
 
 

@@ -35,6 +35,7 @@ from torch.utils.data import DataLoader
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.state.encode import decode, encode
+from ratchet_worker.state import object_walk
 from ratchet_worker.state.hidden_state import Changes, HiddenState, _Recorder
 from ratchet_worker.state.object_walk import Roots
 from tests.unit.hooks.state.test_encode import through_disk
@@ -832,6 +833,43 @@ def test_hidden_state_scan_of_large_dataset_is_partial() -> None:
     hidden = HiddenState()
     hidden.begin(Roots({"dataset": SimpleNamespace(samples=[[number, number] for number in range(250_000)], at=0)}))
     assert hidden.changes() == Changes({}, [])
+
+
+@pytest.mark.parametrize(
+    ("samples", "change"),
+    [
+        ({n: [n] for n in range(20_001)}, lambda found: found.update({0: [0]})),
+        ({Bank(): n for n in range(20_001)}, lambda found: found.update({next(iter(found)): 7})),
+        ([{"tokens": [n], "label": n} for n in range(20_001)], lambda found: found[0].update(tokens=[0])),
+        ([{"x": torch.ones(1)} for _ in range(20_001)], lambda found: found[-1].update(x=torch.ones(1))),
+    ],
+    ids=["dict of lists", "dict with object keys", "dicts with lists", "dicts with tensors"],
+)
+def test_hidden_state_names_large_container_of_objects_only_if_it_changed(
+    samples: Any, change: Callable[[Any], Any]
+) -> None:
+    _, changes = later(Net(samples=samples), lambda net: change(net.samples))
+    assert changes.unsaved or changes.stored, changes
+
+
+def test_hidden_state_names_structured_array_with_objects_only_if_it_changed() -> None:
+    rows = np.array([(1, [1]), (2, None)], dtype=[("size", "i4"), ("item", object)])
+    assert later(Net(x=rows), lambda net: net.x["size"].__setitem__(0, 5))[1].unsaved == ["model.x"]
+    assert later(Net(x=rows), lambda net: net.x["item"].__setitem__(0, [1]))[1].unsaved == ["model.x"]
+
+
+@pytest.mark.parametrize("items", [{1: 1, 2: 2}, {1, 2}], ids=["dict", "set"])
+def test_hidden_state_names_iterator_over_dict_or_set_only_if_it_moved(items: Any) -> None:
+    moved, ended = iter(items), iter([1])
+    assert [*ended] == [1]
+    assert later(Net(it=moved, ended=ended), lambda net: next(net.it))[1].unsaved == ["model.it"]
+
+
+def test_walk_stops_even_if_parameters_pass_the_largest_number_of_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        object_walk, "_MAX_OBJECTS", 3
+    )  # the model, its layer, and the first of the layer's two parameters
+    assert not object_walk.walk(Roots({"model": Net(x=[Bank()])})).complete
 
 
 def test_hidden_state_ignores_recreated_code_and_module_references() -> None:
