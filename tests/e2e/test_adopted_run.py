@@ -209,6 +209,11 @@ def test_adopt_that_does_not_match_the_run_is_refused(server: Server, tmp_path: 
     with (run / "agent.lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "stop it" in _submitted(cli, _spec(project, 1, POWER), run, expect=4).errors
+    newest = max((run / "attempts").iterdir())
+    (newest / "base.json").write_text('{"step": 5, "attempt": 9}')
+    refused(run, "/query/adopt", "adopt-damaged", "attempt 9")
+    (run / "ratchet-run.json").write_text("[" * 100_000)
+    refused(run, "/query/adopt", "adopt-no-run", "ratchet-run.json")
 
 
 def test_copy_for_a_job_that_was_never_stored_is_deleted_at_the_next_start(server: Server, tmp_path: Path) -> None:

@@ -154,6 +154,9 @@ def _newest_manifest(run: RunDirectory, directory: str) -> Manifest:
         raise _damaged_error(error, directory) from None
     except OSError as error:
         raise _unreadable_error(error, directory) from error
+    except ValueError as error:  # from ``lineage``
+        text = f"{directory} was changed by something else: {error}. Restore it from a backup, or submit the job without it"
+        raise _directory_error("adopt-damaged", text) from None
 
 
 def _unreadable_error(error: OSError, directory: str) -> SpecError:

@@ -52,7 +52,7 @@ class RunDirectory:
 
     def id(self) -> str | None:
         """Return the run's id; None if the mark file is missing, unreadable or without a valid id."""
-        with suppress(OSError, ValueError, LookupError, TypeError):
+        with suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             found = json.loads(self._read(self.mark))["id"]
             return str(found) if is_job_id(found) else None
         return None

@@ -65,10 +65,18 @@ class StandaloneDirectory:
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
         """Create the next attempt: write its ``launch.json``, with ``facts`` among its fields, and return the content. Raises
-        ``UserError`` if there are checkpoints, and no attempt's base is recorded; ``CheckpointError`` and ``OSError``."""
+        ``UserError`` if there are checkpoints, and no attempt's base is recorded, or if bases contradict each other;
+        ``CheckpointError`` and ``OSError``."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
-        segments = lineage(self._run.bases())
+        try:
+            segments = lineage(self._run.bases())
+        except ValueError as error:
+            raise UserError(
+                f"{self.paths.root / 'attempts'} was changed by something else: {error}. Restore it, or give another directory "
+                '(Session("other-directory"))',
+                code="directory-of-others",
+            ) from error
         if attempts and not segments:
             raise UserError(
                 f"{self.paths.root} has checkpoints, and {self.paths.root / 'attempts'} does not record which starts made them: "

@@ -53,6 +53,21 @@ def _begin(
     return launch.lineage
 
 
+def test_contradictory_records_of_starts_are_refused_with_advice(root: Path) -> None:
+    directory = StandaloneDirectory(root)
+    _begin(directory, Base())
+    _begin(directory, Base(step=5, attempt=3))
+    with pytest.raises(
+        UserError, match=r"attempt 2 records that it started from attempt 3.*another directory"
+    ) as caught:
+        directory.begin_attempt(FACTS)
+    assert caught.value.code == "directory-of-others"
+    directory.close()
+    (root / "ratchet-run.json").write_text("[" * 100_000)
+    with pytest.raises(UserError, match="has no id"):
+        StandaloneDirectory(root)
+
+
 def test_run_directory_numbers_starts_as_attempts_and_applies_retention(root: Path) -> None:
     directory = StandaloneDirectory(root)
     keep = {"keep_last": 2, "keep_best": {"metric": "loss"}}
