@@ -4,9 +4,10 @@ parameters."""
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from itertools import chain, islice
 from typing import Any, Final, NamedTuple
 
@@ -323,15 +324,20 @@ def _undo_casts(optimizer: Optimizer, labels: list[str], entries: dict[str, dict
 
 
 def _as_recorded(value: Any, there: Any) -> Any:
-    """Return ``there``, which ``load_state_dict`` made of ``value``, with the recorded dtype and strides, on the same device."""
+    """Return ``there``, which ``load_state_dict`` made of ``value``, with the recorded dtypes and strides, on the same device, in
+    containers of the recorded types. A string is returned as recorded: ``load_state_dict`` makes ``str`` of a generator."""
     if isinstance(value, torch.Tensor) and isinstance(there, torch.Tensor):
         same = (there.dtype, there.stride()) == (value.dtype, value.stride())
         return there if same else value.to(there.device, copy=True)
     if isinstance(value, dict) and isinstance(there, dict):
-        return {key: _as_recorded(item, there[key]) for key, item in value.items()}
-    if type(value) in (list, tuple) and isinstance(there, list | tuple):
-        return type(value)(_as_recorded(item, other) for item, other in zip(value, there, strict=True))
-    return there
+        found = copy(value)  # a defaultdict keeps its factory
+        for key, item in value.items():  # ``update`` of a Counter adds
+            found[key] = _as_recorded(item, there[key])
+        return found
+    if type(value) in (list, tuple, deque) and isinstance(there, list | tuple | deque):
+        items = [_as_recorded(item, other) for item, other in zip(value, there, strict=True)]
+        return deque(items, value.maxlen) if isinstance(value, deque) else type(value)(items)
+    return value if isinstance(value, str) else there
 
 
 def _labels(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[str]:

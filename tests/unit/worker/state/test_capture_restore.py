@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -189,6 +190,34 @@ def test_restored_optimizer_continues_bit_exact_with_dtypes_and_strides(make: An
                 assert all(torch.equal(a, b) and a.dtype is b.dtype for (a, _), (b, _) in zip(*pasts, strict=True))
             else:
                 assert again.state[q][key] == value
+
+
+def test_restored_optimizer_has_the_recorded_containers_and_strings() -> None:
+    """``load_state_dict`` makes ``str(generator)`` of a string, and other classes and dtypes of what containers hold."""
+    model, optimizer = _trained(Momentum, 0)
+    names = {id(p): n for n, p in model.named_parameters()}
+    for state in optimizer.state.values():
+        state["mode"], state["name"], state["size"] = "warm", [b"raw", ("a", {"b": "c"})], torch.Size([2, 3])
+        state["last"] = deque([torch.ones(2) / 3, torch.zeros(2)], maxlen=2)
+        state["counts"], state["order"] = defaultdict(int, a=1), OrderedDict(b=torch.ones(1) / 3)
+        state["seen"] = Counter("aab")
+    shared, rest = optimizer_state.capture(optimizer, "optimizer", names, list(names.values()))
+    _, again = _trained(Momentum, 1)
+    optimizer_state.restore(again, "optimizer", _names_of(again, names), shared, _through_a_checkpoint(rest))
+    for state in again.state.values():
+        assert (state["mode"], state["name"]) == ("warm", [b"raw", ("a", {"b": "c"})])
+        assert type(state["size"]) is torch.Size and state["size"] == (2, 3)
+        state["last"].append(torch.ones(2))
+        assert len(state["last"]) == 2 and state["last"][0].dtype is torch.float32
+        state["counts"]["new"] += 1
+        assert state["counts"] == {"a": 1, "new": 1}
+        assert type(state["order"]) is OrderedDict and torch.equal(state["order"]["b"], torch.ones(1) / 3)
+        assert state["seen"].most_common(1) == [("a", 2)]
+
+
+def _names_of(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
+    """``names``, in order, for the parameters of another optimizer of the same form."""
+    return dict(zip(map(id, optimizer.param_groups[0]["params"]), names.values(), strict=True))
 
 
 def test_an_optimizer_over_other_parameters_is_refused_by_name() -> None:
