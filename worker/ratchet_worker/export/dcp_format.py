@@ -72,7 +72,7 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
             lost.append(key)
     if lost:
         notes.append(f"left out, being neither parameter nor buffer: {', '.join(lost[:5])}")
-    optimizers = _optimizers(saved, tensors)
+    optimizers = _optimizers(saved, tensors, notes)
     if optimizers and manifest.replicas != "equal":
         notes.append("the optimizer's state is rank 0's: every rank has its own")
     notes.append(".metadata is a pickle, as in every DCP checkpoint: load it only if you trust its source")
@@ -80,9 +80,9 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
     return {"model": state_dict, **optimizers, "step": manifest.step, "ratchet": facts}, notes
 
 
-def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
+def _optimizers(saved: Snapshot, tensors: dict[str, Any], notes: list[str]) -> dict[str, Any]:
     """Return the parameters' states and the groups of rank 0's optimizers, by component, with parameter names instead of the
-    numbers of a ``state_dict``."""
+    numbers of a ``state_dict``. ``notes`` gets a note on what belongs to no parameter, which is left out."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in sorted(saved.state):
@@ -91,6 +91,8 @@ def _optimizers(saved: Snapshot, tensors: dict[str, Any]) -> dict[str, Any]:
         value = saved.value(component, exclude=replicas)
         if not optimizer.is_captured(value):
             continue
+        if lost := [str(key) for key in (*value["others"], *value["extra"])]:
+            notes.append(f"left out of {component}, since it belongs to no parameter: {', '.join(lost[:5])}")
         labels = [label for group in value["param_groups"] for label in group["params"]]
         numbered = optimizer.as_state_dict(component, tensors, value)
         named = {

@@ -208,10 +208,15 @@ class Registered:
     def load_state_dict(self, state):
         self.state = state
 
+class Counting(torch.optim.SGD):
+    def state_dict(self):
+        return {**super().state_dict(), "seen": 3}
+
 with Session() as s:
     net = torch.nn.Linear(2, 1)
     model = s.wrap(net)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = Counting(net.parameters(), lr=0.1)
+    optimizer.state["calls"] = 1
     s.register(optimizer=optimizer, mine=Registered(eval(sys.argv[1])))
     for step in s.steps(1):
         model(torch.ones(1, 2)).sum().backward()
@@ -282,6 +287,11 @@ def test_torch_export_of_value_that_torch_does_not_have_is_refused_by_its_path(
         assert api.client.get(url, params={"format": "safetensors"}).status_code == 200
     assert (answer.status_code, answer.json()["code"]) == (409, "export-failed")
     assert "user:mine['kept'][1]: numpy's float128 cannot be exported" in answer.json()["detail"]
+
+
+def test_dcp_export_notes_what_an_optimizer_keeps_for_no_parameter(registered: Callable[[str, str], Job]) -> None:
+    _, notes = _export(registered("counting", "{}"), "dcp")
+    assert "left out of optimizer, since it belongs to no parameter: calls, seen" in notes
 
 
 @pytest.mark.parametrize("name", ["power", "local"])
