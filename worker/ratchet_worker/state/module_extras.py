@@ -101,7 +101,8 @@ def restore(module: nn.Module, state: dict[str, Any], *, frozen: bool = True) ->
 
 def _is_zero(gradient: torch.Tensor) -> bool:
     """True if all elements are zeros, and none is a negative zero."""
-    return not bool(gradient.any()) and not bool(torch.signbit(gradient).any())
+    parts = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+    return not bool(parts.any()) and not bool(torch.signbit(parts).any())
 
 
 def _gradient(parameter: nn.Parameter, saved: torch.Tensor | None) -> torch.Tensor:

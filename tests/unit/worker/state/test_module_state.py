@@ -72,6 +72,15 @@ def test_modes_frozen_parameters_extra_state_and_gradients_are_restored() -> Non
         module_extras.restore(nn.Sequential(Calibrated(3, 4)), state)
 
 
+@pytest.mark.parametrize("zero", [0j, complex(0.0, -0.0)], ids=["zero", "negative zero"])
+def test_complex_gradient_of_zeros_is_restored(zero: complex) -> None:
+    net, other = (nn.Linear(2, 2, bias=False, dtype=torch.complex64) for _ in range(2))
+    net.weight.grad = torch.full((2, 2), zero)
+    module_extras.restore(other, _through_a_checkpoint(module_extras.capture(net, origin(net))))
+    assert other.weight.grad is not None and other.weight.grad.dtype is torch.complex64
+    assert torch.equal(*(torch.view_as_real(one.weight.grad).signbit() for one in (net, other)))
+
+
 class Restless(nn.Module):
     """What models do to themselves in training."""
 
