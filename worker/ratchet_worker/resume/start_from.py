@@ -105,10 +105,11 @@ def _plain_classes() -> list[Any]:
 
 
 def _unsafe_globals(file: Path, error: Exception) -> str:
-    """Return the names of up to five globals in ``file`` that torch does not consider safe, as text, if known. ``error``: the
-    refusal of ``torch.load``."""
+    """Return the names of up to five globals in ``file`` that neither torch nor ``_plain_classes`` considers safe, as text, if
+    known. ``error``: the refusal of ``torch.load``."""
     try:
-        found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        with torch.serialization.safe_globals(_plain_classes()):
+            found = torch.serialization.get_unsafe_globals_in_checkpoint(file)
     except Exception:  # an old or broken format
         found = []
     named = sorted(found)[:5] or re.findall(r"GLOBAL ([\w.]+)", str(error))[:1]

@@ -103,6 +103,14 @@ def test_start_from_unsafe_pickle_is_refused_without_executing(tmp_path: Path) -
     assert mark.exists()
 
 
+def test_start_from_refusal_names_no_class_that_is_read_without_it(tmp_path: Path) -> None:
+    dtypes = [np.ones(1, kind) for kind in ("i4", "i8", "f4", "f8", "u1")]
+    torch.save({"args": argparse.Namespace(a=1), "arrays": dtypes, "x": Tied()}, tmp_path / "m.pt")
+    with pytest.raises(UserError, match=r"m\.pt needs [^ ]*\.Tied, ") as caught:
+        read(tmp_path / "m.pt", "m.pt")
+    assert "argparse" not in caught.value.detail and "numpy" not in caught.value.detail
+
+
 def test_start_from_truncated_file_is_refused(tmp_path: Path) -> None:
     torch.save(_net(1).state_dict(), tmp_path / "m.pt")
     save_file({"w": torch.ones(100)}, tmp_path / "m.safetensors")
