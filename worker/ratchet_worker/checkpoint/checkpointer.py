@@ -282,15 +282,19 @@ class Checkpointer:
         limit = 3 * self._launch.deadlines.step + 120  # longer than any wait of a saving thread
         seen, deadline = (-1, 0), time.monotonic() + limit
         save.awaited.set()
-        while not save.done.wait(_TICK_SECONDS):
-            self._counter.tick()
-            if (size := write_progress(directory)) != seen:
-                seen, deadline = size, time.monotonic() + limit
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"the save of step {save.order.step} is stuck: nothing was written for {limit:.0f} s",
-                    code=NOT_WRITTEN,
-                )
+        save.drained_since = time.perf_counter()
+        try:
+            while not save.done.wait(_TICK_SECONDS):
+                self._counter.tick()
+                if (size := write_progress(directory)) != seen:
+                    seen, deadline = size, time.monotonic() + limit
+                if time.monotonic() > deadline:
+                    raise CheckpointError(
+                        f"the save of step {save.order.step} is stuck: nothing was written for {limit:.0f} s",
+                        code=NOT_WRITTEN,
+                    )
+        finally:  # the save is reported, and this wait must not count as a cost that every scheduled save has
+            save.drained_since = None
 
     def _process_result(self) -> int:
         """Process the save in progress if it has ended; return the number of failed saves in a row, else 0. Raises the saving

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -72,9 +72,9 @@ class Committer:
         self._keeper = Keeper(self._job.checkpoints, launch.spec.checkpoint, launch.attempt, protected)
         self._committed: tuple[Manifest, float] | None = None  # the newest of this attempt, and the seconds it took
 
-    def decide(self, order: Order, content: Content | None, stall: float) -> Verdict:
+    def decide(self, order: Order, content: Content | None, stall: Callable[[], float]) -> Verdict:
         """Wait for all ranks' reports on a save, commit its manifest if they agree, and return the verdict. ``content`` None:
-        rank 0 itself has failed; ``stall``: as ``Save.stall``."""
+        rank 0 itself has failed; ``stall``: returns ``Save.stall``."""
         directory = self._job.checkpoint(order.step, self._launch.attempt)
         try:
             reports_with_listings = self._exchange.collect_with_attachments(
@@ -115,8 +115,8 @@ class Committer:
         except (RatchetError, OSError) as error:
             return {"error": str(error)}
         self.last = manifest.base
-        self._committed = manifest, time.monotonic() - order.started_at
-        self._reporter.report_committed(*self._committed, stall)
+        self._committed = manifest, (seconds := time.monotonic() - order.started_at)
+        self._reporter.report_committed(*self._committed, min(stall(), seconds))
         return {"error": None, "base": manifest.base.model_dump()}
 
     def finish(self) -> None:

@@ -28,6 +28,8 @@ class Save:
     stall_state: tuple[float, float | None] = (0.0, None)
     """Seconds that the loop has spent on capturing and has waited for copies, and since when it is waiting again
     (``time.perf_counter``), else None. One tuple, since the saving thread reads both while the loop, the only writer, waits."""
+    drained_since: float | None = None
+    """Since when the loop is waiting for the save to end (``time.perf_counter``); None: it is not."""
     previous_retention_done: Latch | None = None
     """``retention_done`` of the previous save: nothing is written before it is set."""
     loop_waits: Latch = field(default_factory=Latch)
@@ -54,9 +56,10 @@ class Save:
 
     @property
     def stall(self) -> float:
-        """Seconds that capturing and waiting for copies have held up the loop until now, a wait in progress included."""
+        """Seconds that capturing and waiting for copies have held up the loop until now, a wait in progress included, also one
+        for the end of the save."""
         seconds, since = self.stall_state
-        return seconds if since is None else seconds + time.perf_counter() - since
+        return seconds + sum(time.perf_counter() - begun for begun in (since, self.drained_since) if begun is not None)
 
     def wait_until_copied(self, until: Until) -> float:
         """Wait until tensors of the kind ``until`` are copied and may change, or the save has given up; return the seconds.

@@ -104,7 +104,7 @@ class Saver:
             self._exchange.post(order.name, report, listing)
         else:
             self._exchange.post_locally(order.name, report, listing)
-            verdict = self._committer.decide(order, save.content, save.stall)
+            verdict = self._committer.decide(order, save.content, lambda: save.stall)
             self._failures = 0 if verdict["error"] is None else self._failures + 1
             verdict["failures"] = self._failures
             if verdict["error"] is not None and "diverged" not in verdict:

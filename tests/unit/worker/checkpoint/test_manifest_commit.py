@@ -83,7 +83,7 @@ class Saves:
             snapshot, None, HookRecord(name="n", parameters={}, state_version=1), "equal", summaries[0], {}, None, None,
             parts, lambda _: None,
         )  # fmt: skip
-        return self.committer.decide(order, content, 0.0)
+        return self.committer.decide(order, content, lambda: 0.0)
 
     def check(self, step: int, sizes: list[int]) -> None:
         """What is on the disk is what was saved, by the lists that were told."""

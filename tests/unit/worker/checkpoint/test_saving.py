@@ -345,10 +345,35 @@ def test_a_checkpoint_that_is_due_waits_for_the_one_before(tmp_path: Path, gate:
     behind.start()
     behind.join(0.2)
     assert behind.is_alive()
+    save = group.ranks[0]._save
+    assert save is not None
+    wait_for(lambda: save.stall > 0.2, "a loop that stands still", 10)
     gate.open()
     behind.join(20)
     group.drain()
     assert group.saved() == {1: 1.0, 2: 2.0, 3: 3.0}
+    (seconds, stall), *_ = [told[1:] for told in group.told[0].of("report_committed") if told[0].step == 2]
+    assert 0.2 < stall <= seconds
+
+
+def test_reported_stall_of_a_requested_save_includes_its_writing(tmp_path: Path, gate: Gate) -> None:
+    group = Group(tmp_path, every_steps=3)
+    group.step(1)
+    gate.close(1)  # rank 0 itself has written, and waits for rank 1
+
+    def act(rank: int) -> Any:
+        return group.ranks[rank].save(1, "request", False, lambda: group.content(rank, 1))
+
+    saving = threading.Thread(target=lambda: group.together(act), daemon=True)
+    saving.start()
+    gate.reached(1)
+    save = group.ranks[0]._save
+    assert save is not None
+    wait_for(lambda: save.stall > 0.2, "a loop that stands still", 10)
+    gate.open()
+    saving.join(20)
+    ((_, seconds, stall),) = group.told[0].of("report_committed")
+    assert 0.2 < stall <= seconds
 
 
 def test_due_checkpoint_with_when_busy_skip_is_skipped_and_noted(tmp_path: Path, gate: Gate) -> None:
