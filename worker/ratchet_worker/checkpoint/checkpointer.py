@@ -267,7 +267,7 @@ class Checkpointer:
             raise UserError(text, code="hook-state-unsupported") from error_
         except UserError:
             raise
-        except (RatchetError, OSError, MemoryError) as error_:
+        except (RatchetError, OSError, MemoryError, torch.OutOfMemoryError) as error_:
             mine, error = None, f"rank {self._rank}: {error_}"
         stall = time.perf_counter() - begun
         self._save = Save(

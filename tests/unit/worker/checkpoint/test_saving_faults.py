@@ -171,6 +171,22 @@ def test_staging_allocation_failure_fails_only_one_checkpoint(tmp_path: Path, mo
     assert "memory" in group.told[0].of("report_checkpoint_failed")[0][1]
 
 
+def test_out_of_memory_on_the_device_fails_only_one_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Group(tmp_path, every_steps=2)
+
+    def refuse(*_: Any) -> Any:  # as ``contiguous`` does on CUDA
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    group.step(1)
+    with monkeypatch.context() as patched:
+        patched.setattr(Staged, "copy_at_boundary", refuse)
+        assert group.step(2) == [None, None]
+    assert group.drain() == [1, 1]
+    assert "CUDA out of memory" in group.told[0].of("report_checkpoint_failed")[0][1]
+    group.step(3), group.step(4), group.drain()
+    assert group.saved() == {4: 4.0}
+
+
 def test_copy_uses_taken_buffer_despite_concurrent_reallocation(monkeypatch: pytest.MonkeyPatch) -> None:
     class Meddled(StagingBuffer):
         def acquire(self, nbytes: int) -> torch.Tensor:
