@@ -56,16 +56,16 @@ def next_attempt(paths: JobPaths, attempt: int) -> Next:
 
 
 def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
-    """Return when the attempt's ``launch.json`` was written, at most ``now``; ``now`` if the file cannot be read."""
+    """Return when the attempt's ``launch.json`` was written, at most ``now``; ``now`` if that is unknown."""
     try:
         return min(now, datetime.fromtimestamp(paths.launch_file.stat().st_mtime, UTC))
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # the job's code may set any time
         return now
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a run directory and a database, as job ids. ``without_row``: jobs only on the disk.
+    """Differences between a run directory and a database, as job ids. ``without_row``: jobs with attempts, only on the disk.
     ``with_unknown_attempts``: jobs with later attempts on the disk. ``without_directory``: begun jobs only in the database.
     ``unreadable``: their directory cannot be read."""
 

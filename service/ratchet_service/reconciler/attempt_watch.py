@@ -26,12 +26,12 @@ KILLED: Final = "agent-killed"
 WAITING: Final = "engine-queue"
 """Reason of a job that waits in its engine's queue, or until the engine can accept its request; the message is the engine's."""
 LEFT: Final = "agent-left"
-"""Event of an attempt of another protocol than the service's, with nothing to continue from: it runs to its end."""
+"""Event of a script without a Session whose agent has another protocol than the service: it is left to run to its end."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time limits in seconds. ``launch_deadline``: until an agent holds its lock; ``kill_after``: at least, from SIGTERM to
+    """Time limits in seconds. ``launch_deadline``: until an agent has begun; ``kill_after``: at least, from SIGTERM to
     SIGKILL; ``linger``: from ``is_over`` until all agents are gone; ``lost``: from one agent's death without a result until
     the others are killed."""
 
@@ -109,7 +109,7 @@ class Watch:
         return self.protocol != PROTOCOL_VERSION
 
     def killable_after(self, timing: Timing) -> float:
-        """Return the seconds from SIGTERM to SIGKILL of an agent, which may include ``policy.stop_grace``."""
+        """Return the least seconds from SIGTERM to SIGKILL of an agent, which may include ``policy.stop_grace``."""
         # these agents receive no stop request, and start their last save at the SIGTERM
         first = self.other_protocol or self.forced_cause is Cause.TIMEOUT
         return timing.kill_after + (self.limits.stop_grace if first else 0.0)
@@ -159,7 +159,7 @@ def agent_started_at(agent_file: Path, now: datetime) -> datetime:
     """Return when the agent wrote ``agent_file``, at most ``now``; ``now`` if the file cannot be read."""
     try:
         return min(now, datetime.fromtimestamp(agent_file.stat().st_mtime, UTC))
-    except OSError:
+    except (OSError, ValueError, OverflowError):  # the job's code may set any time
         return now
 
 
