@@ -38,7 +38,7 @@ from ratchet_worker.state import (
     state_dict_names,
 )
 from ratchet_worker.state import optimizer as optimizer_state
-from ratchet_worker.state.hidden_state import HiddenState
+from ratchet_worker.state.hidden_state import NOT_VISITED, RAISES, HiddenState
 from ratchet_worker.state.hook_transfer import HookState, StateTransfer, describe_batch_change, restore_hook
 from ratchet_worker.state.model import MODEL
 from ratchet_worker.state.module_baseline import Origin
@@ -57,8 +57,22 @@ _BUILT_IN_COMPONENTS: Final = frozenset({
 })  # fmt: skip
 
 
+def _describe_unsaved(names: Sequence[str]) -> str:
+    """Return a text, with advice, on ``Changes.unsaved``, which is not empty."""
+    *changed, last = names
+    if not last.startswith(NOT_VISITED):
+        return f"{', '.join(names[:5])} changed in training and cannot be saved. {_advice(names[0])}"
+    path = last.removeprefix(NOT_VISITED)
+    text = (
+        f"{last}, were not looked at, and their changes are not saved. If training changes nothing there: "
+        f"session.ignore({path!r}, 'why'), or checkpoint.ignore"
+    )
+    return f"{_describe_unsaved(changed)}; {text}" if changed else text
+
+
 def _advice(path: str) -> str:
     """Return advice for the user about a change that no checkpoint holds. ``path``: an attribute, or a module's variable."""
+    path = path.removesuffix(RAISES)
     name = path.rpartition(":")[2]
     kept = f"{name}=..." if ":" in path and name.isidentifier() else "..."
     cure = f"Keep it in an object, kept = session.keep({kept}), or in the model's state_dict"
@@ -255,11 +269,7 @@ class JobState:
         stored."""
         changes = self.hidden.changes()
         if changes.unsaved and self._strict:
-            raise UserError(
-                f"determinism is strict, and this has changed in training and cannot be saved: {', '.join(changes.unsaved[:5])}. "
-                + _advice(changes.unsaved[0]),
-                code="state-unsaved",
-            )
+            raise UserError(f"determinism is strict, and {_describe_unsaved(changes.unsaved)}", code="state-unsaved")
         told = {"unsaved": changes.unsaved, "ignored": self.hidden.ignored, "unmatched": self.hidden.unmatched}
         out.add(_HIDDEN, {"stored": changes.stored, "made": changes.made_before_begin, **told})
 
@@ -389,8 +399,7 @@ class JobState:
         hidden = saved.value(_HIDDEN) if _HIDDEN in saved.state else {}
         self.unmatched_ignores = frozenset(hidden.get("unmatched", ()))
         if names := hidden.get("unsaved"):
-            text = f"{', '.join(names[:5])} changed in training and cannot be saved. {_advice(names[0])}"
-            reports.append(self._report(_HIDDEN, "not-exact", text))
+            reports.append(self._report(_HIDDEN, "not-exact", _describe_unsaved(names)))
         return reports
 
     def _report_absent(self, saved: Snapshot) -> list[ComponentReport]:

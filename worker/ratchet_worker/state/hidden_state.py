@@ -101,6 +101,10 @@ _CHANGED_ONLY_NOW: Final = (
     "a hook of the script has changed it before the first batch of this attempt, but not before that of the attempt that saved "
     "this, and it cannot be saved"
 )
+NOT_VISITED: Final = "objects beyond the first 200000, most of which are below "
+"""In ``Changes.unsaved``: begins the entry that is no path; the path of a container follows."""
+RAISES: Final = " (raises when it is inspected)"
+"""In ``Changes.unsaved``: follows the path of an object that raises."""
 _MAX_DEPTH: Final = 20
 """Largest depth at which nested objects are compared with other objects than the original ones."""
 
@@ -184,7 +188,10 @@ class HiddenState:
         # Unstorable changes made before `begin` are made by each attempt again: `restore` checks that.
         early = found if self._noted is None else self._compare(self._noted, now)
         made = tuple(sorted({*early.unsaved} - {*found.unsaved}))
-        return Changes(early.stored, found.unsaved[:_MAX_NAMED], made)
+        unsaved = found.unsaved[:_MAX_NAMED]
+        if not now.complete:
+            unsaved.append(f"{NOT_VISITED}{_largest_container(now)}")
+        return Changes(early.stored, unsaved, made)
 
     def _compare(self, before: Walked, now: Walked) -> Changes:
         """Return the changes from the walk ``before`` to the walk ``now``, with all paths in ``unsaved``."""
@@ -235,6 +242,12 @@ class HiddenState:
                 left[path] = _TOO_LARGE
         self._copies.clear()
         return left
+
+
+def _largest_container(walked: Walked) -> str:
+    """Return the path of the outermost list, dictionary or set below which the most objects of a walk are."""
+    paths = (path.partition("[")[0].partition(UNORDERED)[0] for path in walked.nodes)
+    return Counter(paths).most_common(1)[0][0]
 
 
 def _is_below_one(path: str, roots: Iterable[str]) -> bool:
@@ -350,9 +363,7 @@ class _Recorder:
             else:
                 if content is not None:
                     changed[path] = {"kind": node.kind, "content": content}
-        self._unsaved |= {f"{path.partition(UNORDERED)[0]} (raises when it is inspected)" for path in self._now.failed}
-        if not self._now.complete:
-            self._unsaved.add("objects beyond the first 200000")
+        self._unsaved |= {f"{path.partition(UNORDERED)[0]}{RAISES}" for path in self._now.failed}
         return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved))
 
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:

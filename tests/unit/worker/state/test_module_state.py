@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_worker.checkpoint.rank_state import JobState
-from ratchet_worker.state import model, module_baseline, module_extras
+from ratchet_worker.state import model, module_baseline, module_extras, object_walk
 from ratchet_worker.state import optimizer as optimizer_state
 from ratchet_worker.state.module_baseline import check_parameters_unchanged, is_compiled, origin
 from ratchet_worker.state.snapshot import Snapshot
@@ -158,6 +159,42 @@ def test_changed_buffers_and_attributes_are_restored_or_named() -> None:
     gone.add("modules", {**module_extras.capture(net, job._origin), "made": {"head.late": True}})
     with pytest.raises(StateError, match=r"'head\.late', which the model has no longer"):
         model.restore_buffers(other, gone, relayout=False)
+
+
+def test_too_many_objects_are_reported_with_the_path_whose_exclusion_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_walk, "_MAX_OBJECTS", 60)
+
+    def begun(*ignored: str) -> JobState:
+        net = Restless()
+        net.few, net.items = [[n] for n in range(5)], [{"tokens": [n]} for n in range(50)]
+        job = JobState(0, torch.device("cpu"), strict=True)
+        job.hidden.ignored = dict.fromkeys(ignored, "never changes")
+        job.set_model(SimpleNamespace(module=net), SimpleNamespace())  # type: ignore[arg-type]
+        job.begin()
+        return job
+
+    with pytest.raises(UserError, match="were not looked at") as caught:
+        begun()._add_hidden(Snapshot())
+    assert "changed in training" not in caught.value.detail
+    [path] = re.findall(r"session\.ignore\('(.*?)', 'why'\)", caught.value.detail)
+    assert path == "model.items"
+    begun(path)._add_hidden(Snapshot())
+
+
+class Raising:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("closed")
+
+
+def test_advice_on_an_object_that_raises_names_a_path_whose_exclusion_helps() -> None:
+    net = Restless()
+    net.handle = Raising()
+    job = _begun(net)
+    saved = _saved(net, job)
+    [report] = job._report_unsaved(saved)
+    assert "model.handle (raises when it is inspected)" in str(report.reason)
+    assert "session.ignore('model.handle', 'why')" in str(report.reason)
 
 
 class Tied(nn.Module):
