@@ -4,4 +4,4 @@ from __future__ import annotations
 
 
 class StartError(Exception):
-    """The service cannot start. The message says why and what to do."""
+    """The service, or another command of this package, cannot start or go on. The message says why."""

@@ -1,4 +1,4 @@
-"""What all routers share: the service's parts, bodies, answers, content negotiation, and refusal of unknown query parameters."""
+"""What routers share: the service's parts, bodies, answers, content negotiation, and refusal of unknown query parameters."""
 
 from __future__ import annotations
 

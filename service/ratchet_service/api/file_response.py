@@ -16,7 +16,7 @@ _CHUNK: Final = 1 << 20
 
 
 class Sending(StreamingResponse):
-    """A response that streams ``parts`` and then closes ``resources``. It is cut off if one part takes longer than
+    """A response that streams ``parts`` and then closes ``resources``. It is cut off if sending one part takes longer than
     ``part_seconds``."""
 
     def __init__(
@@ -48,6 +48,6 @@ class Sending(StreamingResponse):
 
 
 def read_chunks(file: BinaryIO) -> Iterator[bytes]:
-    """Yield the file's bytes from its current position to its end, in chunks of a MiB."""
+    """Yield the file's bytes from its current position to its end, in chunks of at most 1 MiB."""
     while chunk := file.read(_CHUNK):
         yield chunk

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _JSON: Final = "application/json"
 _TIMEOUT_SECONDS: Final = 10.0
-"""Time limit in seconds for a request's head, and between two requests of a connection."""
+"""Time limit in seconds for each read and write on a connection."""
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Idempotency-Key: a repeated POST gets the first answer again, and its effect happens once.
 
-The answer is stored in the transaction that has the effect, so neither exists without the other. A request first claims its key.
-A second request is refused, unless the claim is old or its process is dead: then it takes the claim over. If the first request
-still runs, its transaction fails, because its token no longer matches.
+The answer of a success is stored in the transaction that has the effect, so neither exists without the other. Answers to errors
+of the server or of limits are not stored. A request first claims its key. Until it has an answer, a second request is refused,
+unless the claim is old or its process, on this host, is dead: then it takes the claim over. If the first request still runs, its
+transaction fails, because its token no longer matches.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class Idempotency:
 
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
         """Run ``prepare``, then ``effect`` in a write transaction, and return its answer; or the key's stored answer. Raises what
-        these raise, ``Conflict`` and ``Refused``. An error that no retry can cure is stored as the answer, too."""
+        these raise, ``Conflict`` and ``Refused``. A ``RatchetError`` that is not ``_is_retryable`` becomes the stored answer."""
         if call.key is None:
             prepared = prepare()
             with self._database.write() as session:
@@ -106,8 +107,8 @@ class Idempotency:
             raise
 
     def _claim_key(self, call: Call, token: str) -> Reply | None:
-        """Claim the key and return None, or return the stored answer. Raises ``Conflict`` while another request runs, ``Refused``
-        for another body."""
+        """Claim the key and return None, or return the stored answer. Raises ``Conflict`` while another request's claim is valid,
+        ``Refused`` for another body or query."""
         with self._database.write() as session:
             now = clock_of(session).server_now(session)  # several APIs share the keys, and their clocks may differ
             session.execute(sa.delete(IdempotencyKey).where(IdempotencyKey.created_at < now - self._retention))
@@ -179,7 +180,7 @@ class Idempotency:
 
 
 def _is_retryable(error: RatchetError, status: int) -> bool:
-    """True if a retry of the same request may succeed, for example after a server error."""
+    """True for an error of the server, a rate limit, a used-up quota, too many tokens or a lost claim; False for others."""
     codes = {error.code, *(problem.code for problem in error.errors)}
     return status >= 500 or status == 429 or bool(codes & {"idempotency-claim-lost", EXCEEDED, TOO_MANY_TOKENS})
 

@@ -1,5 +1,5 @@
 """The outermost layer: errors become problems, and answers are counted. ``OwnMachineOnly``, for a service without tokens, refuses
-requests of web pages and through proxies."""
+requests of foreign web pages and through proxies."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _http_error(request: Request, error: Exception) -> Response:
 
 
 def _allowed_methods(request: Request) -> list[str]:
-    """Return the methods of all routes that match the request's path, sorted."""
+    """Return the methods of all routes of the API that match the request's path, sorted."""
     scope = dict(request.scope)
     # Starlette itself names only the methods of the first route
     routes = [r for r in request.app.state.routes if r.matches(scope)[0] is not Match.NONE]
@@ -118,7 +118,7 @@ def _invalid_parameters(request: Request, error: Exception) -> Response:
 
 
 def _database_unavailable(request: Request, error: Exception) -> Response:
-    """Answer a database error: 507 for a full disk, 503 if a retry may succeed, 500 otherwise."""
+    """Answer 507 for a full disk; 503 for an ``OperationalError``, a timeout of the pool or a lost connection; 500 otherwise."""
     if disk_space.is_disk_full_error(error, request.app.state.service.settings.home):
         return _disk_full(request, error)
     if isinstance(error, OperationalError | PoolTimeout) or (
@@ -162,7 +162,7 @@ class ErrorsAndMetrics:
         self._app, self._instruments = app, instruments
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one request. If the client disconnects before it has sent the whole request, no answer is sent."""
+        """Handle one request. After ``ClientDisconnect`` (the client did not send the whole request) no answer is sent."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -196,7 +196,7 @@ class ErrorsAndMetrics:
 
 
 def _request_id(scope: Scope) -> str:
-    """Return the caller's X-Request-Id if it is safe in a log and a header; otherwise a new random id."""
+    """Return the caller's X-Request-Id if it has 1 to 64 letters, digits, ``.``, ``_`` or ``-``; otherwise a new random id."""
     for name, value in scope["headers"]:
         if name == REQUEST_ID and _VALID_REQUEST_ID.fullmatch(value):
             return str(value, "ascii")
@@ -210,7 +210,8 @@ def _method(scope: Scope) -> str:
 
 
 def _route(scope: Scope) -> str:
-    """Return the template of the route's path, such as ``/v1/jobs/{job_id}``, as a metric label; "none" if no route matched."""
+    """Return the template of the route's path, such as ``/v1/jobs/{job_id}``, as a metric label. "none": no route of the
+    API matched, such as for ``/openapi.json``."""
     route = scope.get("route")
     return str(getattr(route, "path", "none"))
 
@@ -221,14 +222,14 @@ _CURE: Final = "start the service with --auth token and send a token"
 
 
 class OwnMachineOnly:
-    """ASGI middleware that answers 403 (``foreign-origin``) to requests whose headers show that no program of this machine sent
-    them."""
+    """ASGI middleware that answers 403 (``foreign-origin``) to requests without a loopback Host, through a proxy or of a
+    foreign web page, as far as their headers show that."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 403 to an HTTP request whose headers show a foreign origin; pass anything else on to the app."""
+        """Answer 403 to an HTTP request with a ``_foreign_origin_reason``; pass anything else on to the app."""
         if scope["type"] == "http":
             fault = _foreign_origin_reason(scope["headers"], scope["scheme"])
             if fault is not None:
@@ -239,7 +240,7 @@ class OwnMachineOnly:
 
 
 def _foreign_origin_reason(headers: Sequence[tuple[bytes, bytes]], scheme: str) -> str | None:
-    """Return why the headers show that no program of this machine sent the request; None if they do not."""
+    """Return why the headers are refused: no loopback Host, a proxy, or a foreign web page; None: they are accepted."""
     hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
     if len(hosts) != 1 or _HOST.fullmatch(hosts[0]) is None:
         return f"the request is for {', '.join(hosts)[:100] or 'no host'!r}"

@@ -135,7 +135,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Complete an operation of the document, in place: its error responses, and the parameter Idempotency-Key of a POST."""
+    """Complete an operation of the document, in place: its error responses, and the parameter Idempotency-Key of a POST other
+    than a report."""
     operation["responses"].pop("422", None)  # FastAPI's; ours is among the 4XX
     for status, response in operation["responses"].items():
         if status[0] in "45":

@@ -90,7 +90,8 @@ class HeadDeadline(H11Protocol):
             self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer an invalid or too large head with a problem, and close the connection, at once or after a while."""
+        """Answer a request that is invalid HTTP, or whose head is too large, with a problem, and close the connection, at once or
+        after a while."""
         text = f"the head of the request is not valid HTTP, or is larger than {MAX_HEADERS >> 10} KiB"
         body = problem(400, "malformed-head", text).model_dump_json(exclude_none=True).encode()
         headers = [("content-type", MEDIA_TYPE), ("content-length", str(len(body))), ("connection", "close")]

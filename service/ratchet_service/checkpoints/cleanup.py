@@ -61,8 +61,8 @@ def metric_values_of(
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Result of ``scan_disk``. ``present``: checkpoints with a manifest; None: unknown. ``complete``: those of the lineage,
-    newest first -> True if pinned by a marker file."""
+    """Result of ``scan_disk``. ``present``: checkpoints with a manifest; None: unknown. ``complete``: those of the lineage
+    that look complete, newest first -> True if pinned by a marker file."""
 
     present: frozenset[Id] | None
     complete: Mapping[Id, bool]
@@ -71,7 +71,7 @@ class OnDisk:
 
 def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
     """Delete remains of saves by attempts up to ``attempt``, all dead, and the space that ``attempt`` reserved. Return which
-    checkpoints the disk has. Errors of the file system are returned."""
+    checkpoints the disk has. Errors are returned; those with the reserved space are ignored."""
     refused = []
     with as_owner(paths.root):
         try:
@@ -91,8 +91,8 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
 def mark_surplus(
     session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, attempt: int
 ) -> None:
-    """Mark as deleted the checkpoints that the spec's rules do not keep and those without any copy left, and quarantine damaged
-    ones. Called in the transaction that ends the attempt."""
+    """Mark as deleted the lineage's surplus checkpoints, by the spec's rules, and those without any copy left. Quarantine those
+    that a verification found damaged. Called in the transaction that ends the attempt."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)
@@ -141,8 +141,8 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
 
 
 def _delete_reserve_files(paths: JobPaths, attempt: int) -> None:
-    """Delete the files with which the attempt, now dead, reserved disk space. Called within ``as_owner``. Raises ``OSError`` if a
-    directory cannot be listed."""
+    """Delete the files with which the attempt, now dead, reserved disk space. Called within ``as_owner``. Raises ``OSError`` as
+    ``names_in`` does."""
     root = paths.attempt(attempt).root
     nodes = [root / name for name in names_in(root) if name.startswith("node-")]
     for folder in (root, root / "results", *nodes):

@@ -31,8 +31,8 @@ def mark_deleted(session: Session, rows: Iterable[Checkpoint]) -> None:
 
 
 def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
-    """Delete the files of the job's marked checkpoints, and return the deleted names. Not in a transaction. A checkpoint that is
-    still complete becomes committed again."""
+    """Delete the files of the job's marked checkpoints, and return the deleted names. Not in a transaction. A checkpoint that
+    still has its manifest becomes committed again."""
     marked = sa.select(Checkpoint.step, Checkpoint.attempt).where(
         Checkpoint.job_id == job_id, Checkpoint.removing_since.is_not(None)
     )
@@ -50,7 +50,7 @@ def delete_marked(database: Database, paths: JobPaths, job_id: str) -> set[str]:
 
 
 def _delete(paths: JobPaths, directory: Path) -> tuple[bool, str | None]:
-    """Delete the checkpoint's directory, unless it is pinned. Return whether it is still complete, and the text of a refusal."""
+    """Delete the checkpoint's directory, unless it is pinned. Return whether its manifest exists, and the text of a refusal."""
     refusal = None
     with as_owner(paths.root):
         try:

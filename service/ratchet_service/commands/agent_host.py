@@ -1,5 +1,5 @@
-"""``ratchet agent-host``: starts the agents of local jobs for a reconciler elsewhere. It has no database, so that jobs in its
-container find no data of the service. On SIGTERM it stops its agents, and exits once they have ended."""
+"""``ratchet agent-host``: starts the agents of local jobs for a reconciler elsewhere. It uses no database, so its
+container need not have the service's data. On SIGTERM it stops its agents, and exits once they have ended."""
 
 from __future__ import annotations
 

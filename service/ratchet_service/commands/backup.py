@@ -242,7 +242,7 @@ def _check_revision(path: Path) -> None:
 
 @contextmanager
 def _hold_service_lock(paths: HomePaths) -> Iterator[None]:
-    """Hold the run directory's lock during the block, so that no service can run. Raises ``StartError`` if one runs."""
+    """Hold the run directory's lock during the block, so that no service on SQLite can run. Raises ``StartError`` if one runs."""
     with (paths.home / "service.lock").open("a") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -271,7 +271,8 @@ def _set_aside(target: Path) -> Path | None:
 
 
 def _merge_wal(target: Path) -> None:
-    """Merge the write-ahead log into the database file. Raises ``StartError`` while another process has the database open."""
+    """Merge the write-ahead log into the database file. Raises ``StartError`` while another process has it open in WAL
+    mode."""
     try:
         with closing(sqlite3.connect(target, timeout=1.0, isolation_level=None)) as connection:
             connection.execute("PRAGMA journal_mode = DELETE")

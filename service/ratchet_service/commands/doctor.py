@@ -1,7 +1,7 @@
 """``python -m ratchet_service.doctor --home DIR``: could the service work with its database? Prints one JSON document.
 
-Nothing is written. An SQLite file that no service has open is read as immutable, so that not even ``-shm`` and ``-wal`` files
-appear next to it. A file that is open is read through the files that already exist next to it.
+The database is not changed. An SQLite file without a write-ahead log (``-wal``) is read as immutable, so that no ``-shm`` and
+``-wal`` files appear next to it. A file with one, such as an open file, is read together with it.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def probe(settings: Settings) -> list[Finding]:
-    """Check the database that ``ratchet serve`` would use with these settings, and compare the jobs' directories and processes
-    with it. Return the findings. Nothing is changed."""
+    """Check the database that ``ratchet serve`` would use with these settings, and, if possible, compare the jobs'
+    directories and processes with it. Return the findings. Nothing is changed."""
     try:
         url = normalise_url(settings.url)
     except ValueError as error:

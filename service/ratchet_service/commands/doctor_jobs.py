@@ -107,8 +107,8 @@ def check_clock(server_time: datetime) -> Finding:
 
 
 def check_wal(path: Path, mode: str) -> list[Finding]:
-    """Return the finding about the size of the SQLite database's write-ahead log. ``path``: the database file; ``mode``: its
-    journal mode."""
+    """Return the finding about the size of the SQLite database's write-ahead log, or about another journal mode.
+    ``path``: the database file; ``mode``: its journal mode."""
     if mode != "wal":
         return [ok("database log", mode, "the next `ratchet serve` puts it into WAL mode")]
     try:

@@ -149,7 +149,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_loopback_name(name: str) -> bool:
-    """True if the host name of a URL denotes loopback; it is not resolved, since perhaps only other machines can."""
+    """True if the host of a URL is ``localhost``, ``::1`` or 127.*. It is not resolved, since perhaps only other machines can."""
     return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdigit())
 
 

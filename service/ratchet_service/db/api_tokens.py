@@ -47,7 +47,7 @@ class Principal:
 
 
 LOCAL: Final = Principal(LOCAL_OWNER, Role.ADMIN, SCOPES[Role.ADMIN])
-"""Every caller of a service that needs no token."""
+"""Every caller without a token, of a service that needs none."""
 
 
 def create(

@@ -23,7 +23,8 @@ from ratchet_service.isolation.file_access import raise_if_impersonating
 
 BUSY_TIMEOUT_MS: Final = 20_000
 PING_SECONDS: Final = 2
-"""Time limit for PostgreSQL's answer to ``Database.ping``, and for its connection. libpq's minimum."""
+"""Time limit in seconds for the connection of ``Database.ping`` to PostgreSQL, and for sent data that stay unacknowledged.
+libpq's minimum."""
 _POSTGRES_FORM: Final = (
     "it is postgresql://USER:PASSWORD@HOST:PORT/DATABASE, where %40 stands for an @ of the password, %3A for : and %2F for /; "
     "or omit :PASSWORD, and set PGPASSWORD or PGPASSFILE, where nothing is escaped"
@@ -42,7 +43,7 @@ _POSTGRES_SESSION: Final = {
     "tcp_keepalives_interval": "10",
     "tcp_keepalives_count": "3",
 }
-"""Server settings of each of our connections, unless the URL contains ``options``."""
+"""Server settings of each connection but that of ``Database.ping``, unless the URL contains ``options``."""
 
 
 def utc_now() -> datetime:
@@ -147,8 +148,8 @@ class Database:
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        """Context manager for a write transaction, committed at the block's end, rolled back after an error. May block on SQLite.
-        Raises ``RuntimeError`` within ``as_owner``."""
+        """Context manager for a write transaction, committed at the block's end, rolled back after an error. May block. Raises
+        ``RuntimeError`` within ``as_owner``."""
         raise_if_impersonating()
         make = self.session_class(self.engine, expire_on_commit=False, info=self._session_info)
         with self._serialise_writer(), make as session, session.begin():

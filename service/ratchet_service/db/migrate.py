@@ -1,5 +1,5 @@
-"""Migrates the schema at start, one process at a time. On PostgreSQL, a change to a table that waits for its lock makes all later
-transactions wait. So a migration waits only a few seconds, then releases its locks and tries again."""
+"""Migrates the schema at start, one process at a time. On PostgreSQL, a change to a table that waits for its lock makes later
+transactions on that table wait. So a migration waits only a few seconds for a lock, then releases its locks and tries again."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ _BLOCKING_QUERY: Final = sa.text(
 
 
 class MigrationBlocked(Refused):
-    """Another transaction holds a table that a migration must change, and has not ended within the time of all tries."""
+    """Other transactions kept a migration from a lock that it needs, in each of its tries."""
 
     code = "migration-blocked"
 
 
 class Blocking:
-    """The database processes that block a connection: their server pids, and a description for messages."""
+    """The database processes that were last seen to block a connection: their server pids, and a description for messages."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -56,8 +56,8 @@ class Blocking:
 
     @contextmanager
     def watch(self, connection: Connection) -> Iterator[None]:
-        """Context manager: in its block, a thread reads which processes block ``connection``, and the connection's waits for
-        locks are limited."""
+        """Context manager: in its block, a thread reads which processes block ``connection``. Limits each wait of the connection
+        for a lock until its transaction ends. PostgreSQL only."""
         connection.execute(sa.text(f"SET LOCAL lock_timeout = {int(LOCK_SECONDS * 1000)}"))
         pid, over = connection.scalar(sa.text("SELECT pg_backend_pid()")), threading.Event()
 
@@ -93,8 +93,8 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``, again if PostgreSQL ends it for lack of a lock, at most ``MAX_TRIES`` times. It must use
-    one transaction. Raises ``MigrationBlocked``."""
+    """Run ``migrate``, again if PostgreSQL ends it after a wait for a lock or a deadlock, at most ``MAX_TRIES`` times. It must
+    use one transaction. Raises ``MigrationBlocked``."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:
@@ -129,13 +129,13 @@ _DEVELOPMENT: Final = frozenset(f"{number:04d}" for number in range(1, 15))
 
 
 class NewerSchema(Refused):
-    """Raised because a newer version of Ratchet created or migrated the database."""
+    """The database's revision is unknown to this version: a newer version of Ratchet has probably created or migrated it."""
 
     code = "schema-newer"
 
 
 class UnsupportedSchema(Refused):
-    """Raised because a development version created the database: it cannot be migrated."""
+    """A development version created the database: it cannot be migrated."""
 
     code = "schema-unsupported"
 
@@ -188,7 +188,7 @@ def refusal(revision: str) -> NewerSchema | UnsupportedSchema | None:
 
 
 def revision_of(connection: Connection) -> str | None:
-    """Return the database's revision; None if it has no Ratchet schema."""
+    """Return the revision that the database records; None if it records none."""
     if not sa.inspect(connection).has_table("alembic_version"):
         return None
     found = connection.scalar(_REVISION)
@@ -212,8 +212,8 @@ def _raise_if_unusable(connection: Connection) -> None:
 
 
 def upgrade(database: Database, revision: str = "head") -> None:
-    """Run all migrations up to ``revision``. Blocks while another process migrates. Raises ``NewerSchema``, ``UnsupportedSchema``
-    and ``MigrationBlocked``."""
+    """Run the missing migrations up to ``revision``. Blocks while another process migrates. Raises ``NewerSchema``,
+    ``UnsupportedSchema`` and ``MigrationBlocked``."""
 
     def migrate(blocking: Blocking) -> None:
         with _migration_lock(database, blocking) as connection:

@@ -17,7 +17,8 @@ JOB_ID_LENGTH = 16  # "job-" and 12 base32 characters
 
 
 class Base(DeclarativeBase):
-    """Base class of all tables. It names every constraint, so that migrations can, and maps Python types to column types."""
+    """Base class of all tables. It names every constraint, so that migrations can refer to it, and maps Python types to column
+    types."""
 
     metadata = sa.MetaData(
         naming_convention={
@@ -148,7 +149,8 @@ class JobLabel(Base):
 
 
 class Attempt(Base):
-    """One launch of a job's group of agents. ``base_step``: step at which the ranks continue; None: not known yet."""
+    """One launch of a job's group of agents. ``base_step``: step at which the ranks continue; None: not known, such as for a
+    script without a Session."""
 
     __tablename__ = "attempts"
     __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
@@ -209,7 +211,7 @@ class AttemptNode(Base):
 
 
 class Checkpoint(Base):
-    """One checkpoint of a job, by step and attempt. The row stays when the files are deleted."""
+    """One checkpoint of a job, by step and attempt. The row stays when only the files are deleted."""
 
     __tablename__ = "checkpoints"
     __table_args__ = (
@@ -246,7 +248,7 @@ class Checkpoint(Base):
 
     @property
     def name(self) -> str:
-        """The checkpoint's id in the API, and its directory's name."""
+        """The checkpoint's id in the API, and the name of its directory among the job's checkpoints."""
         return checkpoint_dir_name(self.step, self.attempt)
 
 
@@ -266,7 +268,7 @@ class Event(Base):
 
 
 class IdempotencyKey(Base):
-    """An idempotency key that a request has used. ``status`` is None until the answer to that request is stored."""
+    """An idempotency key that a request has used. ``status`` is None until an answer is stored."""
 
     __tablename__ = "idempotency_keys"
     __table_args__ = (sa.Index("ix_idempotency_keys_created_at", "created_at"),)
@@ -282,7 +284,8 @@ class IdempotencyKey(Base):
 
 
 class MetricSeries(Base):
-    """Which points of one metric of a job are stored: among others those at steps with ``step % stride == phase``."""
+    """One metric of a job, and the grid of its stored points: the steps with ``step % stride == phase``. Other points may be
+    stored, too."""
 
     __tablename__ = "metric_series"
 
@@ -297,7 +300,8 @@ class MetricSeries(Base):
 
 
 class Metric(Base):
-    """One value of a metric, by name and step. A later value replaces it, unless it is of an earlier attempt."""
+    """One stored value of a metric, by name and step. A later value replaces it, unless the later one is of an earlier
+    attempt."""
 
     __tablename__ = "metrics"
 
@@ -323,7 +327,7 @@ class SupersededMetric(Base):
 
 
 class HookSample(Base):
-    """A rank's hook summary at one step. A later one replaces it, unless it is of an earlier attempt."""
+    """A rank's hook summary at one step. A later one of that step replaces it, unless the later one is of an earlier attempt."""
 
     __tablename__ = "hook_samples"
 
@@ -381,7 +385,7 @@ class ClockLevel(Base):
 
 
 class SlotHost(Base):
-    """The host whose GPUs and cores are the slots of this database. There is at most one row."""
+    """The lease of this database's slots by the host whose GPUs and cores they are. There is at most one row; on SQLite none."""
 
     __tablename__ = "slot_host"
 

@@ -21,7 +21,7 @@ def find_job(session: Session, job_id: str) -> Job:
 
 
 def find_job_for_update(session: Session, job_id: str) -> Job:
-    """As ``find_job``, but lock the job's row until the transaction ends; blocks while another transaction holds it."""
+    """As ``find_job``, but lock the job's row until the write transaction ends; blocks while another transaction holds it."""
     if not is_job_id(job_id):
         raise no_such_job(job_id)
     return lock_job(session, job_id)

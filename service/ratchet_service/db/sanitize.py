@@ -1,4 +1,4 @@
-"""Makes what ranks report storable in both databases and readable again: no message may fail again and again."""
+"""Makes texts and JSON data, such as ranks' reports, storable in both databases and readable again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def sanitize_text(text: str) -> str:
 
 
 def sanitize_json(value: Any, depth: int = 0) -> Any:
-    """Return JSON data in a form that both databases can store. ``depth``: the level of ``value``, for the recursion."""
+    """Return JSON data in a form that both databases can store: long texts and deep nesting are cut, and non-finite numbers
+    become texts. ``depth``: the level of ``value``, for the recursion."""
     if depth > _MAX_DEPTH:
         return "..."
     if isinstance(value, str):
@@ -42,8 +43,8 @@ def sanitize_json(value: Any, depth: int = 0) -> Any:
 
 
 def sanitize_bounded_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Like ``sanitize_json``, but data of more than ``MAX_DATA`` characters as JSON is replaced with its size: ``{"left_out":
-    characters}``."""
+    """Like ``sanitize_json``, but data that then has more than ``MAX_DATA`` characters as JSON is replaced with its size:
+    ``{"left_out": characters}``."""
     found: dict[str, Any] = sanitize_json(value)
     size = len(json.dumps(found, ensure_ascii=False))
     return found if size <= MAX_DATA else {"left_out": size}

@@ -1,7 +1,7 @@
 """The only place that changes a job's phase: one guarded UPDATE, and the row of its event in the same transaction.
 
-Every writer of a job's events holds the lock on the job's row (``lock_job`` or an UPDATE of it). So the ids of one job's events
-grow in commit order, and a follower that remembers the last id misses none.
+Every writer of a job's events holds the lock on the job's row (by ``lock_job``, for example). So the ids of one job's events grow
+in commit order, and a follower that remembers the last id misses none.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ def no_such_job(job_id: str) -> NotFound:
 
 
 def check_transition(job: Job, event: Event) -> Step:
-    """Return what follows from ``event`` by the transition table. Raises ``Conflict`` if the event is refused in the
-    job's phase."""
+    """Return what follows from ``event`` by the transition table. Raises ``Conflict`` if the event is refused."""
     step = next_step(job.phase, event, job.desired)
     if step.phase is None:
         text = _DETAILS[step.code].format(phase=job.phase.value, event=event.value)
@@ -107,8 +106,8 @@ def apply(
 def transition_values(
     job: Job, event: Event, now: datetime, *, expected_attempt: int | None = None, cause: Cause | None = None
 ) -> dict[str, Any]:
-    """Return the columns that ``event`` changes. Raises ``Conflict`` if it is refused or ``expected_attempt`` is not the job's
-    attempt."""
+    """Return values of the job's columns that follow from ``event``. Raises ``Conflict`` if it is refused or ``expected_attempt``
+    is not the job's attempt."""
     if expected_attempt is not None and job.attempt != expected_attempt:
         raise Conflict(f"attempt {expected_attempt} is not the newest one ({job.attempt})", code="stale-attempt")
     step = check_transition(job, event)
@@ -117,7 +116,7 @@ def transition_values(
 
 
 def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:
-    """Return the columns to write when the job moves to ``phase`` by ``step``. ``cause``: see ``apply``."""
+    """Return the values to write when the job moves to ``phase`` by ``step``. ``cause``: see ``apply``."""
     out: dict[str, Any] = {"phase": phase, "updated_at": now}
     if step.desired is not None and step.desired is not job.desired:
         out["desired"] = step.desired

@@ -1,7 +1,7 @@
 """File accesses in a job's directory, made with the rights of its owner, so that a link made by user code cannot lead the service
 to root's files.
 
-A block such as ``as_owner`` changes the thread's file system user (setfsuid(2)). It ends in the thread that began it, inner
+A block such as ``as_owner`` changes the thread's file system user (setfsuid(2)). It must end in the thread that began it, inner
 blocks first. The database must not be used within it.
 """
 
@@ -33,7 +33,7 @@ OF_THE_SYSTEM: Final = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errn
 @contextmanager
 def as_owner(path: Path) -> Iterator[None]:
     """During the block, make this thread's file accesses as the owner of the job's directory that ``path`` is or lies in. Nothing
-    changes unless this process is root and that owner is not.
+    changes unless this process is root, that owner is not, and the run directory has a record of the jobs' user.
 
     The block must not contain a ``yield``. Raises ``PermissionError`` if the user cannot be changed, and ``RuntimeError`` within
     an event loop.
@@ -48,8 +48,8 @@ def as_owner(path: Path) -> Iterator[None]:
 
 @contextmanager
 def as_user(user: User | None) -> Iterator[None]:
-    """Like ``as_owner``, with the rights of ``user``; None: nothing changes. Raises ``PermissionError`` if those rights cannot be
-    had."""
+    """Like ``as_owner``, with the user id and the first group of ``user``; None: nothing changes. Raises ``PermissionError`` if
+    these cannot be set."""
     if user is None:
         yield
         return
@@ -117,14 +117,14 @@ def raise_if_impersonating() -> None:
 
 
 def is_foreign(path: Path) -> bool:
-    """True if the job's directory that ``path`` is or lies in belongs to another user than the service's."""
+    """True if, by ``owner_of``, the job's directory that ``path`` is or lies in belongs to another user than the service's."""
     owner = owner_of(path)
     return owner is not None and owner[0] != os.geteuid()
 
 
 def owner_of(path: Path) -> tuple[int, int] | None:
     """Return user id and group id of the owner of the job's directory that ``path`` is or lies in; None if there is none, or if
-    jobs never had another user."""
+    the run directory has no record of the jobs' user."""
     for folder in (path, *path.parents):
         if is_job_id(folder.name):
             if not HomePaths(folder.parent.parent).run_as_file.exists():
@@ -139,7 +139,7 @@ def owner_of(path: Path) -> tuple[int, int] | None:
 
 def open_read(path: Path) -> BinaryIO:
     """Open a job's file for reading, with the rights of the job's owner. Raises ``OSError``, also for anything but a regular
-    file."""
+    file, and for a symbolic link in a job of another user."""
     # a link into /proc/self/fd would lead to files that the service itself has open
     link = os.O_NOFOLLOW if is_foreign(path) else 0
     try:
@@ -167,7 +167,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
-    """Return at most ``limit`` names in the directory, in no order; empty if it cannot be read. Raises ``OSError`` for
+    """Return at most ``limit`` names in the directory, in no order; empty if it cannot be read. Raises ``OSError`` for the errors
     ``OF_THE_SYSTEM``. Called within ``as_owner``."""
     try:
         with os.scandir(folder) as found:
@@ -185,8 +185,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def give_to_user(root: Path, uid: int, gid: int) -> None:
-    """Create the job's directory ``root`` for this user, or hand it over with its content. Raises ``OSError``, such as for files
-    of third users."""
+    """Create the job's directory ``root`` for this user, or, if it is not that user's, hand it over with its content. Raises
+    ``OSError``, such as for files of third users."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     former = root.lstat().st_uid
     if former == uid:

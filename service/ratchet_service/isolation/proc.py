@@ -57,8 +57,8 @@ def wait_until_visible(pid: int) -> None:
 
 
 def _read_environ(pid: int) -> bytes:
-    """Return the environment that the process was started with; empty if it cannot be read. Blocks while the process is in
-    ``execve``."""
+    """Return the environment that the process was started with; empty if it cannot be read. Blocks for some seconds at most while
+    the process is in ``execve``."""
     deadline = time.monotonic() + _EXEC_TIMEOUT_SECONDS
     settled = False
     while True:
@@ -86,7 +86,7 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Send SIGKILL to the processes that ``find_pids`` finds, calling it again until it finds no more or time is up; from the
+    """Send SIGKILL to the processes that ``find_pids`` finds, calling it again until it finds no new ones or time is up; from the
     second call on, also to their process groups. Return all pids found, without waiting for their end."""
     found = find_pids()
     for pid in found:

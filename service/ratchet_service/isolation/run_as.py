@@ -44,8 +44,8 @@ sys.stdin.read()
 
 
 def parse_user(text: str | None) -> User | None:
-    """Return the user that ``USER[:GROUP]`` names, by names or numbers; None if ``text`` is None or names the service's own user.
-    Raises ``StartError`` if jobs cannot run as that user."""
+    """Return the user that ``USER[:GROUP]`` names, by names or numbers; None if ``text`` is None or names what the service itself
+    runs as. Raises ``StartError`` if it names none, or none that jobs can run as."""
     if text is None:
         return None
     user, _, group = text.partition(":")
@@ -98,24 +98,25 @@ def _is_number(text: str) -> bool:
 
 
 def restrict_process() -> None:
-    """Set the umask, so that other users cannot read new files, and drop supplementary groups. Raises ``PermissionError`` if not
-    root."""
+    """Set the umask, so that other users cannot read new files, and drop supplementary groups. Raises ``PermissionError`` if this
+    process may not, as without root."""
     os.umask(_UMASK)
     os.setgroups([])
 
 
 def _is_process_restricted() -> bool:
-    """True if ``restrict_process`` has taken effect in this process."""
+    """True if this process has what ``restrict_process`` sets: such a umask, and no supplementary groups."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (mask,) = (line.split()[1] for line in lines if line.startswith("Umask:"))
     return int(mask, 8) & _UMASK == _UMASK and not os.getgroups()
 
 
 def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | None) -> None:
-    """Let ``user`` reach, of the run directory, only the directories of jobs and code; record ``user`` in a file, and check that
-    ``user`` can run the agent. None: the record is emptied. ``database``: the database's file, if it is one.
+    """Let ``user`` reach the directories of jobs and code in the run directory, and close the service's other files there; record
+    ``user`` in a file, and check that ``user`` can run the agent. None: the record is emptied. ``database``: the database's file,
+    if it is one.
 
-    Raises ``StartError``, also if ``restrict_process`` was not called. Raises ``OSError``.
+    Raises ``StartError``, also if this process lacks what ``restrict_process`` sets. Raises ``OSError``.
     """
     if user is None:
         if paths.run_as_file.exists():  # directories of jobs still belong to the previous user
@@ -134,7 +135,7 @@ def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | 
 
 
 def recorded_user(paths: HomePaths) -> str | None:
-    """Return the user that jobs run as, as text, from the run directory's record. None if the record names none."""
+    """Return the user that jobs run as, as text, from the run directory's record. None if there is no record that names one."""
     try:
         name, uid, gid = paths.run_as_file.read_text(encoding="utf-8").split()
     except (OSError, ValueError):
@@ -143,8 +144,9 @@ def recorded_user(paths: HomePaths) -> str | None:
 
 
 def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
-    """Create the run directory and its directories of jobs and code where missing, open for other users to pass. Close other
-    files there, and the database's, to other users."""
+    """Create the run directory and its directories of jobs and code where missing, and let other users only pass through them.
+    Close the service's other files there, and the database's, to other users; directories only if the run directory was new or
+    closed."""
     opened = (paths.home, paths.jobs, paths.code)
     closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
     for folder in opened:
@@ -274,7 +276,8 @@ def parse_limits(text: str) -> Limits:
 
 
 def with_defaults(limits: Limits, user: User | None) -> Limits:
-    """Return ``limits``, with a default number of processes for a user. Raises ``StartError`` for limits that cannot apply."""
+    """Return ``limits``, with a default number of processes for a user. Raises ``StartError`` for limits that cannot apply, and
+    if there is no default."""
     if user is None:
         if limits != Limits():
             raise StartError(
@@ -292,7 +295,8 @@ def with_defaults(limits: Limits, user: User | None) -> Limits:
 
 
 def max_processes(cgroup: Path = _CGROUP, cgroups: Path = _CGROUPS) -> int:
-    """Return how many processes this machine or container can have at the same time. Raises ``StartError`` if that is unknown."""
+    """Return the smallest known limit on the processes, threads counted, of this machine, its container or this process's user.
+    Raises ``StartError`` if none is known."""
     found = list(_machine_limits())
     found += _cgroup_limits(cgroup, cgroups)
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -310,7 +314,8 @@ def _machine_limits() -> Iterator[int]:
 
 
 def _cgroup_limits(cgroup: Path, cgroups: Path) -> Iterator[int]:
-    """Yield ``pids.max`` of this process's control group and of those above it, for control groups of versions 1 and 2."""
+    """Yield the limits in ``pids.max`` of this process's control group and of those above it, for control groups of versions 1
+    and 2."""
     with suppress(OSError):
         for line in cgroup.read_text().splitlines():
             number, controllers, place = line.split(":", 2)

@@ -1,5 +1,5 @@
 """Makes the commands of processes that run users' code or their interpreter. Such a process may run as the jobs' user and within
-limits. The module also defines which variables of the environment no job gets."""
+limits. The module also defines which variables of the environment jobs do not inherit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DEFAULT_OPEN_FILES: Final = 4096
 
 @dataclass(frozen=True)
 class User:
-    """A user of this machine: ids, all groups, home directory and name."""
+    """A user of this machine: ids, groups (also the first one), home directory and name."""
 
     uid: int
     gid: int
@@ -125,8 +125,8 @@ class Sandbox:
             yield Command([sys.executable, "-I", "-S", _PROGRAM, str(fd), *argv], env, (fd,))
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return ``environ`` for the sandbox's user: with this user's HOME, and without the login session of this process.
-        Without a user: a copy."""
+        """Return ``environ`` for the sandbox's user: with this user's HOME, USER and LOGNAME, and without variables of a login
+        session. Without a user: a copy."""
         if self.user is None:
             return dict(environ)
         kept = {key: value for key, value in environ.items() if not key.startswith(_SESSION_PREFIXES)}
@@ -143,7 +143,8 @@ _BARE_PREFIXES: Final = ("LC_", "LD_", "PYTHON", "OMP_", "MKL_")
 
 
 def withheld_names(environ: Mapping[str, str]) -> set[str]:
-    """Return the names of variables in ``environ`` that no job gets: Ratchet's own, and those with access to the database."""
+    """Return the names of variables in ``environ`` that jobs do not inherit: Ratchet's own, and known ones that give access to
+    the database."""
     url = environ.get(names.DATABASE_URL)
     return {
         name
@@ -153,11 +154,12 @@ def withheld_names(environ: Mapping[str, str]) -> set[str]:
 
 
 def inherited_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``environ`` that a process with a user's code or interpreter inherits."""
+    """Return the variables of ``environ`` that a process with a user's code or interpreter may inherit."""
     kept = withheld_names(environ)
     return {name: value for name, value in environ.items() if name not in kept}
 
 
 def minimal_environ(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return only the variables of ``environ`` that an interpreter needs to start: no credential of any kind."""
+    """Return only the variables of ``environ`` that an interpreter may need to start: no usual name of a credential is among
+    them."""
     return {k: v for k, v in inherited_environ(environ).items() if k in _BARE or k.startswith(_BARE_PREFIXES)}

@@ -19,8 +19,8 @@ _LAST_CAPABILITY = 63
 
 
 def main(argv: list[str]) -> int:
-    """Apply the options in the descriptor ``argv[1]`` to this process, and replace it with ``argv[2:]``. Returns 126 if that
-    fails."""
+    """Apply the options in the descriptor ``argv[1]`` to this process, and replace it with ``argv[2:]``. Returns 126 if an option
+    or the command fails with ``OSError``, which is printed."""
     with os.fdopen(int(argv[1])) as file:
         options: dict[str, Any] = json.load(file)
     command = argv[2:]
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def _set_limits(limits: dict[str, int | None]) -> None:
-    """Set this process's hard limits, none above the limit that it has. None: unchanged."""
+    """Set this process's soft and hard limits, none above the hard limit that it has. None: unchanged."""
     kinds = {
         "memory": resource.RLIMIT_DATA,
         "open_files": resource.RLIMIT_NOFILE,

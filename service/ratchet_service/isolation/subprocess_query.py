@@ -46,7 +46,7 @@ def query_process(
     limits: Limits | None = None,
 ) -> dict[str, Any]:
     """Start ``command`` in the sandbox, wait until its process ends, and return its answer to ``question``. In any case, what the
-    process has started is killed.
+    process has started is killed, as far as it keeps its process group or environment.
 
     The process reads the question as JSON from standard input, with two added keys: ``asker``, this process's pid, and
     ``answer``, a descriptor for its answer, a JSON object of at most 1 MiB. ``start_timeout_seconds`` limits the time to the

@@ -40,8 +40,8 @@ _MAX_MARKER_BYTES: Final = 64 << 10  # bytes of a marker file
 
 
 class _Mark(BaseModel):
-    """Content of the marker file of a deletion: what to delete. ``outputs``: the working directory is deleted, too. ``uri``:
-    prefix of the checkpoints' copies in the object store. ``code``: digest of the code's snapshot."""
+    """Content of the marker file: what to delete. ``outputs``: the working directory is deleted, too. ``uri``: prefix of the
+    checkpoints' copies in the object store. ``code``: digest of the code's snapshot."""
 
     keep_checkpoints: bool = False
     outputs: bool = False
@@ -64,8 +64,8 @@ def delete(
     made in its working directory; None: as the job's ``ttl_outputs`` says.
 
     If the job was deleted before without its outputs, True deletes these now, on behalf of ``caller``, its owner or an admin.
-    ``if_match``: the header If-Match. Raises ``NotFound``, ``Refused``, ``Conflict`` (such as while the job has not ended), and
-    ``OSError``; if the row is gone by then, a reconciler deletes the rest later.
+    ``if_match``: the header If-Match. Raises ``NotFound``, ``Refused``, ``Conflict`` (such as while the job has not ended),
+    ``CheckpointError`` and ``OSError``; if the row is gone by then, a reconciler deletes the rest later.
     """
     try:
         _with_reserve(
@@ -88,7 +88,7 @@ def delete(
 
 
 def _with_reserve(database: Database, homes: HomePaths, step: Callable[[], T]) -> T:
-    """Return the result of ``step``. If the disk is full, release the reserved space and call it again."""
+    """Return the result of ``step``. If the disk is full, and reserved space can be released, call it again."""
     try:
         return step()
     except (DBAPIError, OSError) as error:
@@ -105,7 +105,8 @@ def _delete_row(
     if_match: str | None,
     homes: HomePaths,
 ) -> None:
-    """Delete the job's row, and write the marker file for ``_remove_files``. Parameters and errors are those of ``delete``."""
+    """Delete the job's row, and before that write the marker file for ``_remove_files``. Parameters and errors are those of
+    ``delete``."""
     paths = homes.job(job_id)
     with database.write() as session:
         job = find_job_for_update(session, job_id)
@@ -134,7 +135,7 @@ def _delete_row(
 @contextmanager
 def deleted_unless_stored(paths: JobPaths) -> Iterator[None]:
     """Create the directory of a job whose row the block commits. It is deleted if the block raises ``RatchetError`` or
-    ``OSError``; if the block ends in another way, such as by SIGKILL, ``sweep_deleted`` deletes it unless the row exists."""
+    ``OSError``; after another error or a SIGKILL, ``sweep_deleted`` deletes it unless the row exists."""
     paths.root.mkdir(mode=0o700, parents=True)
     marker = paths.root / MARKER_NAME
     with marker.open("w") as handle:
@@ -150,8 +151,8 @@ def deleted_unless_stored(paths: JobPaths) -> Iterator[None]:
 
 
 def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
-    """Finish interrupted deletions and submissions, and return the ids of the jobs concerned. A job whose files cannot be deleted
-    is only logged."""
+    """Finish interrupted deletions, delete the files of interrupted submissions, and return the ids of the jobs concerned. A job
+    whose files cannot be deleted is only logged."""
     done = []
     for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
         job_id = mark.parent.name

@@ -22,7 +22,8 @@ _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 
 def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
     """Delete unchanged files of the job's code from the working directory. Return True if anything is left: the directory then
-    stays, with a marker file. Called within ``as_owner``. ``code``: directory of the code snapshot, if there is one."""
+    stays, and a marker file in the job's directory names ``owner``. Called within ``as_owner``. ``code``: directory of the code
+    snapshot, if there is one."""
     if not paths.work_dir.is_dir() or paths.work_dir.is_symlink():
         return False
     _remove_code(paths, code)
@@ -35,7 +36,8 @@ def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
 
 
 def _remove_code(paths: JobPaths, code: Path | None) -> None:
-    """Delete files of the working directory that are the same in the snapshot ``code``. Errors are ignored."""
+    """Delete files of the working directory that are the same in the snapshot ``code``, and directories of it that are then
+    empty. Errors of single files are ignored."""
     copy = CodeCopy(code, 2**63)
     for path in copy.entries:
         *folders, name = path.split("/")

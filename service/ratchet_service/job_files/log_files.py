@@ -26,7 +26,7 @@ _ATTEMPT: Final = re.compile(r"\d{4,9}", re.ASCII)
 @dataclass(frozen=True)
 class LogFilter:
     """What a reader of logs requests; None: no restriction. ``first`` to ``last``: attempts, both included. ``grep``: a text in
-    the lines. ``since``: lines written since then, or seconds earlier. ``tail``: the last N lines of each rank."""
+    the lines. ``since``: lines written since then, and perhaps earlier ones. ``tail``: the last N lines of each log."""
 
     first: int = 1
     last: int | None = None

@@ -84,8 +84,8 @@ class _Log:
         self._path = path
 
     def pieces(self, at: int, partial: bool, grep: str | None) -> Iterator[Piece]:
-        """Yield the lines from byte ``at`` (``grep``: with this text), and pieces without bytes. ``partial``: also an unfinished
-        last line."""
+        """Yield the lines from byte ``at`` (``grep``: with this text), and gaps as pieces without bytes. ``partial``: also an
+        unfinished last line."""
         # Searching for holes moves a descriptor's position, so a separate descriptor is used.
         probe = self._reopen()
         try:
@@ -120,12 +120,13 @@ class _Log:
             os.close(probe)
 
     def _reopen(self) -> int:
-        """Return a separate descriptor of the same file; the caller closes it."""
+        """Return another descriptor of the file at the log's path; the caller closes it."""
         with open_read(self._path) as file:
             return os.dup(file.fileno())
 
     def _first_line_offset(self, data: int) -> int:
-        """Return the offset of the first whole line after a gap that ends at offset ``data``."""
+        """Return the offset after the first line end from offset ``data``, where a gap ends; ``data`` itself if there is none
+        nearby."""
         self._handle.seek(data)
         end = self._handle.read(MAX_LINE).find(b"\n")
         return data if end < 0 else data + end + 1

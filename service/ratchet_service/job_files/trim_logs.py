@@ -69,7 +69,7 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
 
 
 def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
-    """Delete spools and step fingerprints of old attempts, which nothing reads any more. Errors are ignored."""
+    """Delete spools and step fingerprints of old attempts, which nothing reads any more. Failed deletions are ignored."""
     with as_owner(paths.root), suppress(OSError):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):
@@ -111,7 +111,7 @@ def _allocated_bytes(path: Path) -> int:
 
 
 def _shorten(path: Path) -> int:
-    """Delete the middle of the log, keeping its times, and return the number of bytes freed. Raises ``OSError``."""
+    """Delete the middle of the log, keeping the file's times, and return the number of bytes freed. Raises ``OSError``."""
     found = path.stat()
     freed = punch_hole(path, KEPT_BYTES, found.st_size - KEPT_BYTES)
     if freed:  # keep the time of the attempt's last write

@@ -146,8 +146,8 @@ def _open_error(name: str, folder_fd: int | None, path: str, error: OSError) -> 
 
 
 def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
-    """Return the entry ``name`` of the directory ``folder_fd``; ``refused`` is set if it is no directory and cannot be read.
-    Raises as ``open_folder``."""
+    """Return the entry ``name`` of the directory ``folder_fd``; ``refused`` is set for a link, a special file, or a file that is
+    found unreadable. Raises as ``open_folder``."""
     try:
         seen = os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
     except OSError as error:
@@ -164,7 +164,7 @@ def stat_entry(name: str, folder_fd: int, path: str) -> DirEntry:
 def walk(
     folder_fd: int, prefix: tuple[str, ...] = (), after: tuple[str, ...] = (), *, recursive: bool = True
 ) -> Iterator[DirEntry]:
-    """Yield the entries below the directory ``folder_fd`` in byte order, each directory before its content. Use an
+    """Yield the entries below the directory ``folder_fd`` in byte order of their names, each directory before its content. Use an
     entry's ``folder_fd`` before the next one: it may be closed then. ``prefix``: that directory's path. ``after``: only entries
     after this path, relative to ``folder_fd``. Raises ``Refused`` and ``OSError``."""
     for name in _names(folder_fd, prefix):
@@ -190,8 +190,8 @@ def walk(
 
 
 def _enter_folder(entry: DirEntry, parts: tuple[str, ...]) -> tuple[int | None, DirEntry]:
-    """Open the subdirectory ``entry``, and return its descriptor and the entry; None and the entry with ``refused`` set if it may
-    not be read. Raises ``OSError``."""
+    """Open the subdirectory ``entry``, and return its descriptor and the entry; None and the entry with ``refused`` set if it is
+    too deep or cannot be read. Raises ``OSError``."""
     if len(parts) >= MAX_LEVELS:
         return None, DirEntry(entry.path, entry.folder_fd, entry.stat, "too-deep")
     try:

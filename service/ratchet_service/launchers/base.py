@@ -23,13 +23,13 @@ _STOP_ROOM: Final = 20.0
 
 
 class LaunchError(RatchetError):
-    """The launcher could not start the attempt's agents, and a retry without changes would not help; ``detail`` says why."""
+    """The launcher could not start the attempt's agents, and the caller ends the attempt; ``detail`` says why."""
 
     code = "launcher-error"
 
 
 class EngineUnreachable(RatchetError):
-    """The engine does not answer now, so the state of its attempts is unknown. The caller tries again later."""
+    """The engine does not answer, or fails a request that may succeed later. The caller tries again later."""
 
     code = "engine-unreachable"
 

@@ -104,7 +104,7 @@ class CallQueue:
         answer yet: the caller repeats the call.
 
         ``must_run``: the call is made even if not repeated, unless a later action discards it. ``keep_seconds``: how long a late
-        answer is kept. ``is_final``: True for an answer that stays valid, and is used again for ``REUSE_PROOF_SECONDS``.
+        answer is kept. ``is_final``: True for an answer that stays valid, and if late is used again for ``REUSE_PROOF_SECONDS``.
         """
         now = time.monotonic()
         with self._changed:
@@ -216,7 +216,7 @@ class ThreadedLauncher:
         self.same_files = launcher.same_files
 
     def close(self) -> None:
-        """Stop the engine's thread, and close the launcher if it can be closed."""
+        """Close the queue of calls, and the launcher if it can be closed."""
         self._call_queue.close()
         close = getattr(self._launcher, "close", None)
         if close is not None:
@@ -244,7 +244,7 @@ class ThreadedLauncher:
         self._call_queue.call(("stop", ref.name), partial(self._launcher.stop, ref, grace), must_run=True)
 
     def kill(self, ref: AttemptRef) -> Sequence[str]:
-        """As ``Launcher.kill``, on the engine's thread. A late empty result, the proof of death, is kept for longer."""
+        """As ``Launcher.kill``, on the engine's thread. A late empty result, the proof of death, is used again for longer."""
         return self._call_queue.call(
             ("kill", ref.name), partial(self._launcher.kill, ref), is_final=lambda left: not left
         )

@@ -66,7 +66,7 @@ def _read_service_ca(home: HomePaths) -> str | None:
 
 
 def read_launch_file(paths: AttemptPaths) -> LaunchFile | None:
-    """Return the attempt's launch file; None if it does not exist, is too large or cannot be parsed."""
+    """Return the attempt's launch file; None if it cannot be read, is too large or cannot be parsed."""
     try:
         with open_read(paths.launch_file) as file:
             data = file.read(_MAX_BYTES + 1)

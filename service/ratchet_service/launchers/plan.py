@@ -1,4 +1,4 @@
-"""Parts of every launcher's plan: the ranks' commands for display, the secrets by name, the agents' environment."""
+"""Parts of launchers' plans: the ranks' commands for display, the secrets by name, the agents' environment."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def lost_steps(self) -> int:
-        """Number of steps that the attempt did after ``safe_step``, which must be done again; 0 without ``base``."""
+        """Number of steps that the attempt did after ``safe_step``, which no checkpoint has; 0 without ``base``."""
         return max(0, self.last_step - self.safe_step) if self.base is not None else 0
 
     def own_committed_step(self, attempt: int) -> int | None:
@@ -154,14 +154,15 @@ def verdict(
 
 
 def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime) -> datetime:
-    """Return when the attempt ended, by the agents' results, or ``now`` without one; never before it began or after ``now``."""
+    """Return when the attempt ended, by the agents' results, or ``now`` without one; never before it began, and otherwise not
+    after ``now``."""
     reported_end = max((parse_time(result.ended_at, now) for result in results), default=now)
     return max(attempt.begun_at or attempt.created_at, min(reported_end, now))
 
 
 def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | None, now: datetime) -> float:
-    """Return the seconds from the first agent's beginning to ``ended_at``. ``ran_seconds``: the monotonic count, used if the wall
-    clock differs much."""
+    """Return the seconds from the first agent's beginning to ``ended_at``; 0.0 if none began. ``ran_seconds``: the monotonic
+    count, used if the wall clock differs much."""
     if attempt.begun_at is None:
         return 0.0
     wall_seconds = (ended_at - attempt.begun_at).total_seconds()
@@ -193,7 +194,8 @@ def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, sec
 
 
 def _served_resume_request(job: Job, attempt: Attempt, base: Base) -> bool:
-    """True if the attempt has served the job's request to resume from a certain checkpoint, or if there is none."""
+    """False if the attempt was recovered from the disk and began elsewhere than the job's request to resume asks; otherwise
+    True."""
     if job.resume_from is None or not attempt.launch.get(RECOVERED_FROM_DISK):
         return True
     # an attempt found on the disk may have begun before the request was made

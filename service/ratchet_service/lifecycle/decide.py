@@ -1,7 +1,8 @@
 """Decides what happens next to a job, by one pure function of what is known about it, ``decide``.
 
-When an attempt has ended, the first of these counts: training that has finished, a requested cancel, a fault that cannot heal, a
-requested suspend. Otherwise the cause's budget decides between another attempt, perhaps after a back-off, and the end of the job.
+When an attempt has ended, the first of these counts: training that has finished and ended cleanly, a requested cancel, a fault
+that cannot heal, a requested suspend. Otherwise budgets, repeated errors and missing progress decide between another attempt,
+perhaps after a back-off, and the end of the job.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ _RATCHET_STOP_CAUSES = (Cause.API_SUSPEND, Cause.API_CANCEL, Cause.API_PREEMPT, 
 
 
 def notice_given(cause: Cause | None, stop_grace: float, preemption_notice: float | None) -> float:
-    """Return the seconds that the ranks had for their last save: ``stop_grace`` after a suspend, cancel or preemption by Ratchet;
-    otherwise ``preemption_notice``, or ``stop_grace`` if that is None."""
+    """Return the seconds that the ranks had for their last save: ``stop_grace`` after a suspend, a cancel, or a preemption by
+    request or for a higher priority; otherwise ``preemption_notice``, or ``stop_grace`` if that is None."""
     outside = cause is None or cause not in _RATCHET_STOP_CAUSES
     return preemption_notice if outside and preemption_notice is not None else stop_grace
 

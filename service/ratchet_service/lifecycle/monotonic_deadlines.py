@@ -1,5 +1,5 @@
 """Elapsed time for the reconciler's deadlines, by monotonic clocks, since wall clocks can be set. The count is stored, and the
-next process continues from it. A deadline may be late, never early."""
+next process continues from it. By such a count a deadline may be late, never early."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ class Count(NamedTuple):
 
 
 def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> float | None:
-    """Return the seconds that an attempt has run by now; None if no agent of it has begun. ``stored``: its ``Count``."""
+    """Return the seconds that an attempt has run by now; None if no agent of it has begun. ``stored``: its ``Count``; without
+    one the wall clock counts."""
     if begun_at is None:
         return None
     found = carried_seconds(stored, clock, math.inf)

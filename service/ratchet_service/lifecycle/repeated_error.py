@@ -25,7 +25,8 @@ the network."""
 
 
 class Raised(NamedTuple):
-    """One rank's exception, in the parts that are compared: class, last finished step, file and line of every frame."""
+    """One rank's exception, in the parts that are compared: class with errno, last finished step, file and line of each
+    frame."""
 
     kind: str
     step: int
@@ -33,8 +34,8 @@ class Raised(NamedTuple):
 
 
 def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous: Attempt | None) -> int | None:
-    """Return the last step that the failed rank had finished, if the attempt ended with the same error as ``previous``; otherwise
-    None."""
+    """Return the last step that the failed rank had finished, if the attempt ended with the same lasting error as ``previous``;
+    otherwise None. After a long run without a Session no error counts as the same."""
     if (
         end.cause is not Cause.EXCEPTION
         or previous is None

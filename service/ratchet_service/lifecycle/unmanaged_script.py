@@ -56,7 +56,8 @@ def hook_problems(spec: JobSpec, main_file: bytes) -> list[FieldProblem]:
 
 
 def read_main_file(spec: JobSpec) -> bytes | None:
-    """Return the content of the script's main file on this machine; None if there is none, or it cannot be read."""
+    """Return the content of the script's main file on this machine; None if the spec has no script or no
+    code for a snapshot, or the file cannot be read."""
     if spec.script is None or spec.snapshot_code is None:
         return None
     try:

@@ -60,7 +60,8 @@ def database_disk_full(database: Database) -> Refused | None:
 
 
 def is_disk_full_error(error: BaseException, home: Path) -> bool:
-    """True if ``error`` was caused by a full disk or an exceeded disk quota. ``home``: the run directory."""
+    """True if ``error`` is an ``OSError`` or a database error from a full disk or an exceeded quota. ``home``: the run
+    directory."""
     if isinstance(error, OSError):
         return error.errno in _FULL_ERRNOS
     if not isinstance(error, DBAPIError):
@@ -91,12 +92,12 @@ def disk_full_error(directory: Path, consequence: str, needed: int | None = None
 
 
 def _directory(database: Database) -> Path | None:
-    """Return the directory of a SQLite database and its log; None for a database server or a database in memory."""
+    """Return the directory of a SQLite database and its log; None for a database server."""
     return Path(database.url.database).parent if database.is_sqlite and database.url.database else None
 
 
 def _reserve_file(database: Database) -> Path | None:
-    """Return the path of the file that ``reserve_space`` creates; None for a database server or a database in memory."""
+    """Return the path of the file that ``reserve_space`` creates; None for a database server."""
     directory = _directory(database)
     return None if directory is None else HomePaths(directory).database_reserve
 

@@ -35,7 +35,8 @@ def log_fields(**fields: Any) -> Iterator[None]:
 
 
 def add_log_fields(**fields: Any) -> None:
-    """Add ``fields`` to the log records that this task makes from now on. The JSON format logs those in ``FIELDS``."""
+    """Add ``fields``, except None, to the log records that this task makes from now on. The JSON format logs those in
+    ``FIELDS``."""
     _context_fields.set(
         {**_context_fields.get(), **{name: value for name, value in fields.items() if value is not None}}
     )
@@ -49,7 +50,7 @@ def fields_of(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class Text(logging.Formatter):
-    """Formats records as readable text, with secrets hidden. ``FIELDS`` are not printed, since the messages contain them."""
+    """Formats records as readable text, with secrets hidden. ``FIELDS`` are not printed."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -97,7 +98,7 @@ class Hide:
 
 
 def configure(level: str, log_format: LogFormat, secrets: Iterable[str] = (), stream: TextIO | None = None) -> None:
-    """Send the log records of all loggers, and Python's warnings, to ``stream`` (None: standard error). Removes the root logger's
+    """Send log records from ``level`` on, and Python's warnings, to ``stream`` (None: standard error). Removes the root logger's
     earlier handlers. ``secrets``: more texts to hide."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(Json(secrets) if log_format == "json" else Text(secrets))

@@ -144,7 +144,7 @@ class Instruments:
         self._reports.labels("stored").inc()
 
     def count_refused_report(self) -> None:
-        """Count as ``refused`` a report in another protocol version, which cannot be read."""
+        """Count one report as ``refused``, such as one in another protocol version."""
         self._reports.labels("refused").inc()
 
     @contextmanager

@@ -26,8 +26,8 @@ class _Fault(NamedTuple):
 
 
 def check(spec: JobSpec, report: Report, seconds: float = TIMEOUT_SECONDS) -> None:
-    """Add to ``report`` the fault of the object store ``checkpoint.uri``, if any. Writes a small object there and deletes it.
-    Blocks for at most ``seconds``."""
+    """Add to ``report`` the fault of the object store ``checkpoint.uri``, if any. Writes a small object there and, if it can,
+    deletes it. Blocks for at most ``seconds``."""
     uri = spec.checkpoint.uri
     if uri is None:
         return

@@ -74,7 +74,7 @@ def _check(tree: ast.Module, task: TaskSpec, package: bool) -> FieldProblem | No
 
 
 def _bindings(body: Sequence[ast.stmt]) -> dict[str, list[ast.AST]]:
-    """Return every name that the statements bind, outside functions and classes, each with the nodes that bind it."""
+    """Return every name that the statements bind, outside functions and classes but also in comprehensions, with its nodes."""
     out: dict[str, list[ast.AST]] = {}
     for node in _statements(body):
         for name in _bound_names(node):

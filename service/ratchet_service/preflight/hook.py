@@ -1,5 +1,5 @@
-"""Pre-flight of a spec's hook against wrapper, back end, device and number of ranks. A hook of the user's own is imported in
-another process."""
+"""Pre-flight of a spec's hook, for example against its wrapper, back end and number of ranks. A hook of the user's own is
+imported in another process."""
 
 from __future__ import annotations
 
@@ -160,8 +160,8 @@ def recheck_for_world(spec: JobSpec, resolved: Resolved, report: Report) -> None
 
 
 def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, probe: Probe) -> Report:
-    """Return the warnings and problems of ``spec``, a stored job's spec with another hook. ``resolved``: what was decided for the
-    job."""
+    """Return the warnings and problems of the hook of ``spec``, a stored job's spec with another hook. ``resolved``: what was
+    decided for the job."""
     report = Report()
     check(spec, resolved, report)
     if (main_file := unmanaged_script.read_main_file(spec)) is not None:
@@ -172,7 +172,8 @@ def check_changed_hook(spec: JobSpec, resolved: Resolved, machine: Machine, prob
 
 
 def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Report) -> None:
-    """Import a hook of the user's own with the job's interpreter, and add its faults, or a warning, to ``report``."""
+    """Import a hook of the user's own with the job's interpreter, and add its faults to ``report``; a warning if it is not
+    imported."""
     if not isinstance(spec.hook, CustomSpec):
         return
     if machine.is_this_machine and machine.runs_jobs:

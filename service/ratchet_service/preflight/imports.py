@@ -26,8 +26,8 @@ _OWN_PATHS: Final = (b"sys.path", b"sys.modules", b"meta_path", b"path_hooks", b
 
 @dataclass
 class Imported:
-    """The top-level modules that a job's code imports and that are not part of the code, with places. ``certain``: the import
-    runs in any case; ``conditional``: it may run."""
+    """The top-level modules that a job's code imports, without its own and those that may be missing (in a ``try``, for
+    instance), with places. ``certain``: the import runs in any case; ``conditional``: it may run."""
 
     certain: dict[str, str] = field(default_factory=dict)
     conditional: dict[str, str] = field(default_factory=dict)
@@ -56,8 +56,8 @@ def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Im
 
 
 def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
-    """Return the imports of the files ``entry`` and of the modules in ``code`` that they import, also indirectly. ``roots``:
-    where modules are searched."""
+    """Return the imports of the files ``entry`` and of the modules in ``code`` that they import absolutely, also indirectly; of
+    at most ``_MAX_FILES`` files. ``roots``: where modules are searched."""
     out, seen, own_paths = Imported(), dict[Path, bool](), False
     pending = [(file, True) for file in entry]
     while pending and len(seen) < _MAX_FILES:
@@ -88,13 +88,13 @@ def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
 
 
 def _is_local(name: str, roots: Sequence[Path]) -> bool:
-    """Return True if one of the directories ``roots`` has a module or package ``name``."""
+    """Return True if one of the directories ``roots`` has a directory ``name``, or a file ``name`` with any suffix."""
     return any(exists(root / name, directory=True) or any(root.glob(f"{name}.*")) for root in roots)
 
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
-    """Add to ``report`` the packages that the code imports and ``python`` lacks. ``missing``: what the interpreter
-    did not find. Warn of a module of the code that hides Ratchet's package."""
+    """Add to ``report`` the packages that the code imports for certain, or else those that it may import, and ``python`` lacks.
+    ``missing``: what the interpreter did not find. Warn of a module of the code that hides Ratchet's package."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow

@@ -23,8 +23,8 @@ class Roots:
     uris: tuple[str, ...] | None = None
 
     def check(self, spec: JobSpec, report: Report, *, copied: bool = False) -> None:
-        """Add a problem to ``report`` for each path or URI in ``spec`` that is not allowed. ``copied``: the code's path is not
-        checked."""
+        """Add a problem to ``report`` for each forbidden path (code, start file, volumes) or object store in ``spec``. Code
+        that is ``copied``, uploaded, or on the nodes of an engine is not checked."""
         code = None if copied else spec.code
         if code is not None and code.digest is None and (code.source == "snapshot" or spec.launcher.kind == "local"):
             self._check_path("/code/path", code.path, report, " or upload it (`ratchet submit FILE --upload`)")

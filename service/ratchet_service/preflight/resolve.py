@@ -50,8 +50,8 @@ def resolve(
     paths before (``paths.Roots.check``).
 
     ``launchers``: None: no launcher is checked, and the job trains on ``machine``. ``environ``: the launcher's environment; None:
-    this process's. ``hook_seconds``: time limit for importing a user's own hook. ``faulty_keys``: keys of the spec whose checks
-    are left out. ``allowed``: whether the snapshot may read a path.
+    this process's. ``hook_seconds``: time limit for importing a user's own hook. ``faulty_keys``: keys of the spec with a
+    fault; some checks that rely on them are left out. ``allowed``: whether the snapshot may read a path.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -184,8 +184,8 @@ def _check_code_of_nodes(path: str, report: Report) -> bool:
 
 
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
-    """Add to ``report`` a problem for a script that is missing, unreadable or certainly wrong, and what applies if it has no
-    Session. ``version``: that of the ranks' interpreter."""
+    """Add to ``report`` a problem for a script that is missing, unreadable or no Python, and what applies if it has no Session.
+    ``version``: that of the ranks' interpreter; a newer one than this may accept other syntax."""
     if spec.code is None or spec.script is None:
         return
     script = Path(spec.code.path) / spec.script[0]
@@ -295,7 +295,7 @@ def _warn_about_world(spec: JobSpec, resolved: Resolved, machine: Machine, repor
 
 
 def _warn_about_settings(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Add warnings about other settings that are legal but have no effect, or less effect than they seem to have."""
+    """Add warnings about other settings that are legal but risky, or have less effect than they seem to have."""
     if spec.nccl and resolved.backend != "nccl":
         report.warn("/nccl", "no-effect", f"NCCL settings have no effect with backend {resolved.backend}")
     if spec.policy.backoff > MAX_BACKOFF:

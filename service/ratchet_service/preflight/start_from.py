@@ -19,8 +19,8 @@ _MAGIC: Final = (b"PK\x03\x04", b"\x80")
 
 
 def check(spec: JobSpec, report: Report) -> None:
-    """Add to ``report`` the problems with ``start_from`` that can be detected without torch. The script must have been checked
-    into ``report`` before."""
+    """Add to ``report`` problems with ``start_from`` that are found without torch. The script must have been checked into
+    ``report`` before."""
     start = spec.start_from
     if start is None:
         return
@@ -50,7 +50,7 @@ def check(spec: JobSpec, report: Report) -> None:
 
 
 def _format_fault(path: Path, *, is_safetensors: bool) -> str | None:
-    """Return what is wrong with the format of the file, as the end of a sentence; None: nothing was found. Raises ``OSError``."""
+    """Return what is wrong with the format of the file, as the end of a sentence; None: nothing was found. Raise ``OSError``."""
     fd = open_regular(path)
     with os.fdopen(fd, "rb") as file:
         if is_safetensors:

@@ -15,7 +15,7 @@ from ratchet_service.db.sanitize import parse_time
 
 
 def stop_received_at(results: Sequence[AttemptResult]) -> datetime | None:
-    """Return when the first agent received a stop request, by that agent's clock; None: none received one."""
+    """Return the earliest time in ``results`` at which an agent received a stop request, by its own clock; None: no valid one."""
     return min((at for r in results if (at := parse_time(r.stop_at or "", None)) is not None), default=None)
 
 

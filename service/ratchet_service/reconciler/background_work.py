@@ -155,6 +155,6 @@ class Background:
                 log.exception("%s failed", kind)
 
     def wait(self, seconds: float) -> None:
-        """Block until no background work is running, at most ``seconds``."""
+        """Block until no finalisation and no housekeeping is running, at most ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: not self._finishing and not self._housekeeping, seconds)

@@ -22,11 +22,11 @@ DATABASE: Final = "database"
 _FORGOTTEN: Final = timedelta(days=30)
 """Boots whose rows have not been written for this long are over, or start again as unknown ones."""
 _PLAUSIBLE_SECONDS: Final = 60.0
-"""Seconds. A clock this near to the time of the newest thing recorded has not jumped by more since."""
+"""Seconds. A clock this near to the time of the newest event is assumed not to have jumped since."""
 
 
 class Seen(NamedTuple):
-    """Result of ``Jumps.handle``. ``jump_seconds``: seconds of a new jump, forwards if positive, else 0.0.
+    """Result of ``Jumps.handle``. ``jump_seconds``: seconds of a new jump, positive if forwards; 0.0: there is none.
     ``first_observation``: nothing earlier is known, so that a jump cannot be excluded."""
 
     row: ClockLevel
@@ -44,7 +44,7 @@ class Jumps:
 
     @property
     def is_paused(self) -> bool:
-        """True for some time after the clock has jumped or may have jumped: nothing may be done by the clock."""
+        """True during a pause that ``handle`` has stored: nothing may be done by the clock."""
         return self._clock.monotonic() < self._paused_until
 
     def observed_jump(self) -> float | None:
@@ -61,7 +61,7 @@ class Jumps:
 
     def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
         """Detect a jump, and store the clock's new level and pause in the caller's write transaction. What follows from the jump
-        belongs into the same transaction, as no other process handles it; call ``mark_handled`` after the commit.
+        belongs into the same transaction, as no other process of this machine handles it; call ``mark_handled`` after the commit.
         ``pause_seconds`` returns for how long nothing may be done by the clock; its argument is True if nothing earlier is
         known."""
         boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)

@@ -1,4 +1,4 @@
-"""Stores the reports that a dead agent left in its own spool and in its ranks' spools, each once."""
+"""Stores the messages that an attempt's dead agents left in their own and in their ranks' spools, each once."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def ingest_leftover(
     ranks_per_node: int,
     bounds: Bounds = DEFAULT_BOUNDS,
 ) -> int:
-    """Store the reports in the attempt's spools that are not stored yet, and return how many there were. The ranks must be
-    dead. A spool's unreadable rest is left out, with an event. Raise ``LeaseLost``, and ``OSError`` for errors of the disk or
-    of this process."""
+    """Store the messages in the attempt's spools that are not stored yet, and return how many were stored. Agents and ranks must
+    be dead. A spool's unreadable rest is left out, with an event. Raise ``LeaseLost``, and ``OSError`` for errors of the disk
+    or of this process."""
     paths = job_paths.attempt(lease.attempt)
     with database.read() as session:
         rows = [session.get(AttemptNode, (lease.job_id, lease.attempt, node)) for node in range(nodes)]
@@ -74,7 +74,8 @@ def ingest_leftover(
 
 
 def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> Iterator[RankBatch]:
-    """Like ``batches``, but most errors only end the iteration and add a text to ``unread``. Raise ``OSError`` for others."""
+    """Like ``batches``, but an ``OSError`` that is not in ``OF_THE_SYSTEM`` only ends the iteration, and adds a text to
+    ``unread``."""
     try:
         yield from batches(spool, rank, acked)
     except OSError as error:

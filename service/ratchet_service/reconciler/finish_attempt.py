@@ -187,13 +187,13 @@ def _end_attempt(
 
 
 def _newest_checkpoint(session: Session, job: Job, attempt: int, base: Base | None) -> Checkpoint | None:
-    """Return the newest committed checkpoint of the lineage, from which the next attempt starts; None: there is none."""
+    """Return the row of the newest committed checkpoint of the job's lineage up to the attempt; None: there is none."""
     segments, _ = _lineage(session, job, attempt, base)
     return next(iter(filter_lineage(segments, committed_of(session, job.id))), None)
 
 
 def _last_step(evidence: Evidence, paths: AttemptPaths) -> int:
-    """Return the last step that any rank is known to have finished; 0: none."""
+    """Return the last step that a rank has finished, by the results and, if one is missing, the ranks' counter files; 0: none."""
     results = evidence.state.results
     reported = max((result.last_step for result in results), default=0)
     if len(results) == len(evidence.state.nodes):

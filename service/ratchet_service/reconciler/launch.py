@@ -52,7 +52,7 @@ NO_LAUNCHER: Final = "no-launcher"
 UNLAUNCHABLE_AFTER_SECONDS: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before its row records that there is none."""
 _MAX_PASSES: Final = 3
-"""Most transactions of one pass over the queue: more than one if other processes change the planned jobs meanwhile."""
+"""Most transactions of one pass over the queue: another follows only if none of the planned attempts was created."""
 _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 
@@ -95,8 +95,8 @@ class AttemptLauncher:
         self._bounds = bounds
 
     def launch_ready(self) -> list[Launched]:
-        """Create attempts for some of the queued jobs that can start, and return them for the caller to submit. Other jobs may
-        be stopped, ended, or get the reason why they wait."""
+        """Create attempts for some of the queued jobs that can start, and return them; the caller submits their plans. Other jobs
+        may be stopped, ended, or get the reason why they wait."""
         launched: list[Launched] = []
         next_attempts: dict[Key, Next | OSError] = {}
         tried: set[Key] = set()
@@ -136,8 +136,8 @@ class AttemptLauncher:
         planned: Mapping[Key, Planned],
         done: set[Key],
     ) -> Iterator[Launched]:
-        """Create the attempts of ``plan`` in this transaction, under the lock of the slots, and yield them. The keys of jobs
-        that were tried are added to ``done``."""
+        """Carry out ``plan`` in this transaction, as far as it still holds, under the lock of the slots; yield the new attempts.
+        The keys of jobs that were tried are added to ``done``."""
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
@@ -187,7 +187,7 @@ class AttemptLauncher:
 
     def shift_backoffs(self, session: Session, seconds: float) -> None:
         """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped, so that they last about
-        as long as before."""
+        as long as before. After a small jump backwards they last longer instead. Jobs whose rows are locked are skipped."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
         if -MAX_BACKOFF_AHEAD < jump < timedelta(0):  # a small step back: jobs wait a little longer
             return

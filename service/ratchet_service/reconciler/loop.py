@@ -51,11 +51,11 @@ log = logging.getLogger(__name__)
 
 ACTIVE_INTERVAL: Final = 0.2
 ENDING_INTERVAL: Final = 0.03
-"""Used while an agent has written its result and is about to exit: the next attempt waits for nothing else."""
+"""Used while an attempt is about to end, as after its agent has written its result: a next attempt waits for that end."""
 IDLE_INTERVAL: Final = 1.0
 _MAX_POLL_SHARE: Final = 0.2
-"""Largest share of a core for polling attempts: with some hundred attempts of one reconciler the polls become rarer, down to one
-in ``_MAX_POLL_PAUSE`` seconds. That does not delay agents' reports to the service."""
+"""Share of the time for polling attempts, once a poll of all takes long, as with some hundred attempts: a pause of at most
+``_MAX_POLL_PAUSE`` seconds follows it. That does not delay agents' reports to the service."""
 _MAX_POLL_PAUSE: Final = 2.0
 _SHORT_POLL_SECONDS: Final = 0.05
 LEASE_SECONDS: Final = 15.0
@@ -76,8 +76,7 @@ def next_poll_at(began: float, ended: float) -> float:
 
 
 class Reconciler:
-    """One reconciler of this process. ``run`` runs its rounds until another thread calls ``stop``; ``wake`` starts the next
-    round early."""
+    """One reconciler of this process. ``run`` runs its rounds until ``stop`` is called; ``wake`` starts the next round early."""
 
     def __init__(
         self,
@@ -129,7 +128,8 @@ class Reconciler:
         self.heartbeat = ReconcilerHeartbeat(home.reconciler_marker)
 
     def wake(self) -> None:
-        """Make the next round start early and process the queue. Never blocks; any thread may call it."""
+        """Make the next round start early, unless the last one failed, and process the queue. Never blocks; any thread may call
+        it."""
         self._changed.set()
 
     def stop(self) -> None:
@@ -138,7 +138,7 @@ class Reconciler:
         self._changed.set()
 
     def run(self) -> None:
-        """Run rounds until ``stop``; blocks. Then wait a few seconds for background work, and release leases."""
+        """Run rounds until ``stop``; blocks. Then wait at most a few seconds for background work, and release leases."""
         while not self._stopping.is_set():
             began = time.monotonic()
             try:
@@ -170,7 +170,8 @@ class Reconciler:
         log.error("trying again: %s", why)
 
     def run_round(self) -> float:
-        """Run one round and return the seconds until the next. Errors of one attempt are recorded, others raised."""
+        """Run one round and return the seconds until the next. Errors of one attempt are recorded; errors of the database are
+        raised."""
         now = self._database.clock.monotonic()
         woken = self._changed.is_set()
         self._changed.clear()
@@ -282,7 +283,7 @@ class Reconciler:
                 self._watcher.record_error(lease, error)
 
     def _launch(self) -> None:
-        """Create attempts for the queued jobs that can start, start to watch them, and submit them to their launchers."""
+        """Create attempts for queued jobs that can start, start to watch them, and submit their plans to their launchers."""
         held_at = self._database.clock.monotonic()
         for launched in self._attempt_launcher.launch_ready():
             with log_fields(job_id=launched.lease.job_id, attempt=launched.lease.attempt):
@@ -309,7 +310,8 @@ class Reconciler:
                 self._watcher.record_error(launched.lease, error)
 
     def _poll_attempts(self) -> None:
-        """Poll every watched attempt that is not paused. Drop the watches of jobs that this process no longer holds."""
+        """Poll every watched attempt that is not paused; of one being finalised, take the result if there is one. Drop the
+        watches of jobs that this process no longer holds."""
         now = self._database.clock.monotonic()
         watches = {job_id: watch for job_id, watch in self._watches.items() if watch.paused_until <= now}
         for job_id, watch in list(watches.items()):
@@ -376,7 +378,7 @@ class Reconciler:
         del self._watches[job_id]
 
     def _sweep(self) -> None:
-        """Make every launcher end what carries this service's name and belongs to no active attempt in the database."""
+        """Make every launcher end what this service runs on its engine for no active attempt in the database."""
         for kind, launcher in self._launchers.items():
             try:
                 ended = launcher.sweep(self._known_attempts)
@@ -387,7 +389,7 @@ class Reconciler:
                 log.warning("%s: %s ran without a known attempt: ended", kind, name)
 
     def _known_attempts(self, names: Collection[str]) -> set[str]:
-        """Return which of these names (``AttemptRef.name``) belong to attempts that have not ended."""
+        """Return the names (``AttemptRef.name``) of all attempts that have not ended, of the jobs that ``names`` belong to."""
         query = sa.select(Attempt.job_id, Attempt.number).where(Attempt.phase != AttemptPhase.ENDED)
         with self._database.read() as session:
             rows = session.execute(query.where(Attempt.job_id.in_({name.rpartition("-a")[0] for name in names})))
@@ -405,7 +407,8 @@ class Reconciler:
         return min(IDLE_INTERVAL, max(0.0, (due - now).total_seconds()))
 
     def _release_leases(self) -> None:
-        """Release the leases of watched jobs at a clean exit, and shorten that of the slots. Database errors are logged."""
+        """Release the leases of watched jobs that are not being finalised, at a clean exit, and shorten that of the slots.
+        Database errors are logged."""
         at_work = self._background.finishing_jobs
         held: list[Lease] = [w.lease for w in self._watches.values() if w.lease.job_id not in at_work]
         try:

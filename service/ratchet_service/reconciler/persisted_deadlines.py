@@ -15,14 +15,14 @@ from ratchet_service.lifecycle.monotonic_deadlines import Count
 from ratchet_service.reconciler.attempt_watch import WAITING, Watch
 
 RUN: Final = "run"
-"""The time that ``policy.timeout`` limits; not a deadline itself."""
+"""The time that the attempt has run, part of what ``policy.timeout`` limits; not a deadline itself."""
 LAUNCH: Final = "launch"
 STOP_REQUEST: Final = "wish"
 STOP: Final = "stop"
 RESULT: Final = "result"
 LOST: Final = "lost"
 _REQUEST_ID: Final = "of"
-"""Identifies the request: the time at which it was made."""
+"""Identifies the request: ``DesiredState.request_id``."""
 _WRITE_AFTER_SECONDS: Final = 1.0
 """Seconds. Most requests, results and losses are over by then, and cost no write."""
 

@@ -69,7 +69,7 @@ ENDING: Final = "attempt-ending"
 _CLEARED_REASONS: Final = (WAITING, UNREACHABLE, NO_LAUNCHER, ENDING)
 """Reasons that are cleared once the attempt is supervised and out of the queue."""
 _RESUBMIT_SECONDS: Final = 2.0
-"""Seconds."""
+"""Seconds until the next submission, after the engine was full or unreachable."""
 _MAX_ERROR_CHARS: Final = 1000  # characters of an error
 JUMPED: Final = "clock-jumped"
 RECONCILE_ERROR: Final = "reconcile-error"
@@ -155,7 +155,7 @@ class Watcher:
             self._submit(watch, plan)
 
     def _submit_again(self, watch: Watch, now: float) -> None:
-        """Submit an attempt that has no process yet, and start its launch deadline again. Raises as ``_submit`` does."""
+        """Submit an attempt that has no process yet, and start its launch deadline again. Raise as ``_submit`` does."""
         plan = self._attempt_launcher.recover_plan(watch.lease)
         watch.last_queued_at = now
         self._write_deadlines(watch, now)
@@ -192,8 +192,8 @@ class Watcher:
         return decision
 
     def _poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
-        """Poll the engine and carry out the next action. Return as ``poll`` does. Raise ``EngineUnreachable`` or
-        ``EngineBusy``."""
+        """Poll the engine, unless the attempt is proved dead, and carry out the next action. Return as ``poll`` does. Raise
+        ``EngineUnreachable`` or ``EngineBusy``."""
         if watch.evidence is not None:
             self._ensure_lease(watch)
             # proved dead: the engine is not needed any more
@@ -438,13 +438,13 @@ class Watcher:
         persisted_deadlines.write_many(session, kept, now, self._database.clock.boot_id())
 
     def _write_deadlines(self, watch: Watch, now: float) -> None:
-        """Store the attempt's deadlines in a transaction of its own. Raises ``LeaseLost``."""
+        """Store the attempt's deadlines in a transaction of its own. Raise ``LeaseLost``."""
         with self._database.write() as session:
             lock_leased_job(session, watch.lease)
             persisted_deadlines.write(session, watch, now, self._database.clock.boot_id())
 
     def _add_event(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
-        """Log the message and add it as an event to the job's history. Raises ``LeaseLost``."""
+        """Log the message and add it as an event to the job's history. Raise ``LeaseLost``."""
         log.info("%s: %s: %s", watch.ref.name, type_, message)
         with self._database.write() as session:
             job = lock_leased_job(session, watch.lease)

@@ -166,7 +166,8 @@ def should_report_unproven(watch: Watch, now: float) -> bool:
 
 
 def record_failure(watch: Watch, now: float) -> None:
-    """Record in ``watch`` that a poll raised. The pause before the next poll grows with each failure in a row."""
+    """Record in ``watch`` that a poll raised. The pause before the next poll doubles with each failure in a row, up to
+    ``LONGEST_PAUSE``."""
     watch.paused_until = now + min(_FIRST_PAUSE * 2.0 ** min(watch.failures, 16), LONGEST_PAUSE)
     watch.failures += 1
 

@@ -29,8 +29,8 @@ PAUSE_SECONDS: Final = 600.0
 _CODE_INTERVAL: Final = 3600.0
 """Which snapshots jobs name is read from every job's row: not more often than this, after the first round."""
 _REMOVALS_INTERVAL: Final = 600.0
-"""Removals that another process has begun, and may still be working on, are continued not more often than this, after the first
-round."""
+"""Interval in seconds at which this housekeeping continues removals, which another process may have begun and still be working
+on."""
 
 
 class Expiry:
@@ -85,7 +85,8 @@ class Expiry:
             return leases.database_now(session)
 
     def _is_clock_trusted(self) -> bool:
-        """True if jobs may be deleted by the database's clock now; False for some time after a possible jump."""
+        """True if jobs may be deleted by the database's clock now. False for some time after a jump, or after a start at which
+        it is unknown whether the clock jumped and its time is not plausible."""
         seconds = self._jumps.observed_jump()
         if seconds is None:
             with self._database.read() as session:

@@ -24,7 +24,7 @@ MACHINE_FILE: Final = "machine.json"
 @dataclass(frozen=True)
 class Machine:
     """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots`` None: as many as ``cpus``. ``is_this_machine`` False: its
-    files cannot be inspected from here. ``runs_jobs`` False: jobs run elsewhere."""
+    files are not inspected from here. ``runs_jobs`` False: jobs run elsewhere."""
 
     gpus: tuple[int, ...] = ()
     cpus: int = 1

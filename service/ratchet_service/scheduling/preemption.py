@@ -12,7 +12,7 @@ from ratchet_service.scheduling.slots import Need
 NOTHING = Need(0, 0)
 Scope = Literal["owner", "any", "off"]
 """Whose jobs are stopped for one of higher priority: the same owner's, any owner's, none. Submitters set the priority of their
-own jobs, so ``any`` lets each submitter stop all others' jobs."""
+own jobs, so with ``any`` each submitter can have others' jobs stopped."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 

@@ -56,8 +56,8 @@ def queue_length(session: Session, now: datetime) -> int:
 
 
 def _walk_queue(session: Session, now: datetime, job_id: str, max_depth: int, ahead: int) -> Standing:
-    """Return the job's position if it is among the first ``max_depth`` jobs, else the least number ahead of
-    it. ``ahead``: how many are certainly ahead."""
+    """Return the job's position if it is among the first ``max_depth`` jobs, else a lower bound of the number ahead of it.
+    ``ahead``: how many are certainly ahead."""
     for n, row in enumerate(iter_queue(session, now, max_depth, ahead + 1), 1):
         if row.queued.job == job_id:
             return Standing(n, n - 1)

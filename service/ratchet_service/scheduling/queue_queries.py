@@ -23,12 +23,13 @@ from ratchet_service.scheduling.preemption import Running
 from ratchet_service.scheduling.slots import Grant, Need
 
 EXAMINED_PER_OWNER: Final = 100
-"""Queued jobs of one owner that are examined in one round, in order, and again as many of those that cannot start."""
+"""Most queued jobs of one owner, in order, that one call of ``startable_jobs`` returns; in addition, as many that can never
+start, as many whose creation failed, and those for which another job was stopped."""
 MAX_ROWS_PER_STATEMENT: Final = 10_000
 """Most rows of one priority that one statement reads."""
 CREATION_FAILED: Final = Cause.LAUNCHER_ERROR.value
-"""Reason of a queued job whose attempt could not be created when it was to start. Until it can, the job comes after all others,
-and no other job is stopped for it."""
+"""Reason of a queued job whose attempt could not be created when it was to start. Until it can, the job comes after others, and
+no other job is stopped for it."""
 _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MAX_REASONS_PER_PASS: Final = 2_000
 """Most jobs, of those that were not examined, for which one pass stores why they wait; later passes do the others."""
@@ -72,8 +73,8 @@ def startable_jobs(
     kinds: Collection[str] | None = None,
     never_reason: Callable[[Queued], str | None] = lambda _: None,
 ) -> list[Row]:
-    """Return the queued jobs that a scheduling pass examines, of launchers ``kinds`` (None: any), unordered. ``never_reason``
-    returns why a job can never start; None: it can."""
+    """Return the queued jobs that a dry run examines, of launchers ``kinds`` (None: any), unordered. ``never_reason`` returns why
+    a job can never start; None: it can."""
     out = {row.queued.job: row for row in claiming_jobs(session, now, kinds)}
     lines = Lines(session, now, kinds)
     for owner, priorities in priorities_by_owner(session).items():
@@ -108,7 +109,7 @@ def claiming_jobs(session: Session, now: datetime, kinds: Collection[str] | None
 
 
 def creation_failed_jobs(session: Session, now: datetime) -> list[Row]:
-    """Return the queued jobs, in no back-off, whose attempt could not be created when it was last tried, unordered."""
+    """Return the queued jobs, in no back-off, with the reason ``CREATION_FAILED``, unordered."""
     return jobs_by_id(
         session, now, None, session.scalars(sa.select(Job.id).where(QUEUED, Job.reason == CREATION_FAILED)).all()
     )
@@ -131,7 +132,8 @@ def ids_without_reason(
 def store_waiting_reason(
     session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
 ) -> None:
-    """Store reason and message in the rows of jobs that still wait, except after a failed creation. Their ETags do not change."""
+    """Store reason and message in the rows of those jobs ``ids`` that still wait, except after a failed creation. Their ETags do
+    not change."""
     still = is_due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != CREATION_FAILED)
     for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT):
         told = (
@@ -167,7 +169,7 @@ class Lines:
 
     def for_owner(self, owner: str, priorities: list[tuple[int, int]], first: int) -> Iterator[Row]:
         """Yield the owner's jobs by priority (high ones first), then age (oldest first). ``first``: about how many are read at
-        once. ``priorities``: as in ``priorities_by_owner``."""
+        first. ``priorities``: as in ``priorities_by_owner``."""
         for low, high in _priority_blocks(priorities, first):
             if low != high:  # about as many jobs as requested
                 yield from map(

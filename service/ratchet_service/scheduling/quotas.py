@@ -1,5 +1,5 @@
-"""Quotas of owners, and the admission to the queue, which checks the number of jobs that have not ended. What attempts hold
-together is checked when they are launched (``scheduler``)."""
+"""Quotas of owners, and the admission to the queue, which checks what the job takes alone and the number of jobs that have not
+ended. What attempts hold together is checked when they are launched (``scheduler``)."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ QUOTA: Final = "quota"
 @dataclass(frozen=True)
 class Preemption:
     """Settings of preemption. ``scope``: whose jobs may be stopped for one of higher priority. ``min_run_seconds``: least
-    training between two such stops."""
+    training of a job between two such stops."""
 
     scope: Scope = "owner"
     min_run_seconds: float = 60.0
@@ -148,11 +148,11 @@ class SchedulingPass:
         raise NotImplementedError
 
     def _handle_unreadable(self, job: Job, error: ValidationError) -> None:
-        """Handle a job whose stored spec cannot be validated; the rest of the queue must still run."""
+        """Handle a job whose stored spec or decisions cannot be validated; the rest of the queue must still run."""
         raise NotImplementedError
 
     def _end_job(self, job: Job, decision: Decision) -> None:
-        """End a job that ``decide`` ends before it has started, as ``decision`` says."""
+        """End a queued job that ``decide`` ends, as ``decision`` says."""
         raise NotImplementedError
 
     def _preempt(self, job: Job, victims: Sequence[Running]) -> bool:
@@ -212,7 +212,8 @@ class SchedulingPass:
         return None
 
     def _free_slots(self, job: Job, need: Need, waiting: Waiting) -> bool:
-        """Stop attempts of lower priority if that frees enough slots for the job. Return True if slots are being freed for it."""
+        """Stop attempts of lower priority if that frees enough slots for the job. Return True if attempts are stopped for it, or
+        were before and what stopping attempts free is still enough."""
         if waiting.shortfall is None:
             return False
         before = job.preempting_since is not None and self._planner.covers_shortfall(waiting.shortfall)
@@ -231,7 +232,7 @@ class LaunchPass(SchedulingPass):
         self._plan = plan
 
     def _rows_to_examine(self) -> Iterator[Row]:
-        """Yield the jobs that the plan examined and that may still start."""
+        """Yield the jobs of the plan's ``examined`` that are still queued and in no back-off."""
         yield from queue_queries.jobs_by_id(
             self._session, now_in(self._session), list(self._slots), self._plan.examined
         )

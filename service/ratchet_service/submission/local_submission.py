@@ -34,8 +34,8 @@ from ratchet_service.user_code.interpreter_probe import Interpreters
 
 _NO_JOB: Final = "job-id"
 MAX_INSPECTIONS: Final = 8
-"""Maximum number of concurrent inspections of users' code. Each holds one of the server's 40 threads, for up to a minute; the
-same threads serve agents' reports and stop requests."""
+"""Maximum number of concurrent inspections that run users' code or interpreters. Each holds one of the server's 40 threads,
+perhaps for more than a minute; the same threads serve agents' reports and stop requests."""
 
 
 class LocalSubmission:

@@ -62,4 +62,4 @@ class SubmissionPorts(Protocol):
         """Return the bytes of the hook's state on each rank; None: not known. May run the job's task. Raise ``Refused``."""
 
     def wake(self) -> None:
-        """Request that the reconciler of this process, if any, starts its next round now. Never blocks."""
+        """Request that the reconciler of this process, if any, starts its next round early. Never blocks."""

@@ -50,8 +50,8 @@ class PreparedAdoption:
 
 
 def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
-    """Check the spec ``data`` and the run in ``directory``; no job is made. Return the warnings about adopting the run. Raises
-    as ``prepare`` does."""
+    """Check the spec ``data`` and the run in ``directory``; no job is made. Return the warnings about adopting the run. Raise as
+    ``prepare`` does."""
     run = _open_run(directory, ports)
     with _locked_run(run, directory):
         return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
@@ -61,9 +61,9 @@ def prepare(
     data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths, until_stored: ExitStack
 ) -> PreparedAdoption:
     """Check the spec ``data`` and take its snapshots as at submission, and copy the run's newest checkpoint into the directory of
-    a new job, for ``store``. Raises as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``.
+    a new job, for ``store``. Raise as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``.
 
-    ``until_stored``: closed by the caller after the commit; if it is closed by an error, it deletes the copy."""
+    ``until_stored``: closed by the caller after the commit; closed by a ``RatchetError`` or ``OSError``, it deletes the copy."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
@@ -78,7 +78,7 @@ def prepare(
 
 
 def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomePaths) -> Job:
-    """Store the new job and return its row; if this fails, remove the job's directory with the copied checkpoint. Raises as
+    """Store the new job and return its row; if this fails, remove the job's directory with the copied checkpoint. Raise as
     ``submit.store`` does."""
     source = adoption.source
     columns: dict[str, Any] = {
@@ -127,8 +127,8 @@ def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
 
 @contextmanager
 def _locked_run(run: RunDirectory, directory: str) -> Iterator[None]:
-    """Hold the run's lock within the block. Raise ``Conflict`` if a process holds it, ``SpecError`` if the directory cannot be
-    read."""
+    """Hold the run's lock, if it has a lock file, within the block. Raise ``Conflict`` if a process trains there, ``SpecError``
+    if the directory cannot be read."""
     with ExitStack() as stack:
         try:
             stack.enter_context(run.locked())
@@ -177,8 +177,9 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
-    """Return the warnings about the resume, such as differences that make it inexact. Raise ``SpecError`` if it is impossible or,
-    with strict determinism, inexact; ``Conflict`` if it would certainly train no further steps."""
+    """Return the warnings about the resume, such as differences that make it inexact. Raise ``SpecError`` if it is refused, as
+    one with another seed or, with strict determinism, an inexact one; ``Conflict`` if it would certainly train no further
+    steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(

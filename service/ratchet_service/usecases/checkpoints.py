@@ -60,7 +60,7 @@ def _views(session: Session, job: Job, rows: Sequence[Checkpoint]) -> list[Check
 
 
 def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: HomePaths) -> CheckpointDetail:
-    """Return a checkpoint with its manifest, which is None if the disk has no valid one. Raise ``NotFound``."""
+    """Return a checkpoint with its manifest, which is None if no valid one can be read from the disk. Raise ``NotFound``."""
     row = find_checkpoint(session, job_id, checkpoint_id)
     try:
         with as_owner(homes.job(job_id).root):
@@ -73,8 +73,8 @@ def checkpoint_detail(session: Session, job_id: str, checkpoint_id: str, homes: 
 
 def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: HomePaths) -> tuple[VerifyOutcome, float]:
     """Verify every byte of a checkpoint, which may be fetched from the object store first. Return the outcome and the seconds
-    that it took. The database is not changed; the marker file of a verified checkpoint is created or removed. Raise ``Conflict``
-    if there is nothing to verify, ``CheckpointError`` or ``NotFound``."""
+    without the fetch. The database is not changed; the marker file of a verified checkpoint is created or removed. Raise
+    ``Conflict`` if there is nothing to verify, ``CheckpointError`` or ``NotFound``."""
     with database.read() as session:
         row, job = find_checkpoint(session, job_id, checkpoint_id), find_job(session, job_id)
     if row.state != "committed":
@@ -88,7 +88,7 @@ def verify_bytes(database: Database, job_id: str, checkpoint_id: str, homes: Hom
 
 
 def _verify_and_mark(directory: Path, row: Checkpoint) -> VerifyOutcome:
-    """Verify the checkpoint in ``directory``, create or remove its marker file, and return the outcome. Raises as
+    """Verify the checkpoint in ``directory``, create or remove its marker file, and return the outcome. Raise as
     ``verify_bytes`` does."""
     try:
         outcome = verify(directory)
@@ -163,8 +163,8 @@ def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> 
 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
-    """Pin or unpin a checkpoint, and return it. Raise ``NotFound``, or ``Conflict`` if it is not committed, is damaged or missing
-    on the disk, or a fork needs the pin."""
+    """Pin or unpin a checkpoint, and return it. Raise ``NotFound``, or ``Conflict`` if it is not committed, cannot be marked, or
+    a fork needs the pin."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":
@@ -183,8 +183,8 @@ def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: 
 
 
 def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -> None:
-    """Create or remove the marker file of the pin, and set the row. Raise ``Conflict`` if the checkpoint to pin is damaged or
-    missing on the disk."""
+    """Create or remove the marker file of the pin, and set the row. Raise ``Conflict`` if it cannot be created, or the manifest
+    of the checkpoint to pin cannot be read."""
     directory = homes.job(row.job_id).checkpoint(row.step, row.attempt)
     name = row.name
     with as_owner(directory):
@@ -193,7 +193,8 @@ def set_pin(session: Session, row: Checkpoint, pinned: bool, homes: HomePaths) -
 
 
 def _set_pin_marker(directory: Path, name: str, pinned: bool) -> None:
-    """Create or remove the marker file of a pin. Raise ``Conflict`` if the checkpoint to pin cannot be read."""
+    """Create or remove the marker file of a pin. Raise ``Conflict`` if it cannot be created, or the manifest of the checkpoint to
+    pin cannot be read."""
     mark, made = directory / PINNED_NAME, False
     if not pinned:
         mark.unlink(missing_ok=True)
@@ -211,7 +212,7 @@ def _set_pin_marker(directory: Path, name: str, pinned: bool) -> None:
 
 
 def _create_marker(mark: Path) -> bool:
-    """Create the marker file and return True; return False if it already exists. Raises ``OSError``."""
+    """Create the marker file and return True; return False if it already exists. Raise ``OSError``."""
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
     except FileExistsError:

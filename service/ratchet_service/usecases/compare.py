@@ -1,4 +1,4 @@
-"""Compare two checkpoints bit for bit; for two jobs, find the first step at which they differ."""
+"""Compare two checkpoints bit for bit; for two jobs, find the first step at which their recorded fingerprints differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports a checkpoint as files for other programs, by a separate process with torch, which never gets the job's variables."""
+"""Exports a checkpoint as a file for other programs, by a separate process with torch, which never gets the job's variables."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Exporter:
                 raise
 
     def _interpreter(self, job: Job, name: str) -> str:
-        """Return the interpreter that exports, the job's or the service's. Raise ``Conflict`` if that must be the service's
-        and has no torch."""
+        """Return the interpreter that exports, the job's or the service's. Raise ``Conflict`` if the job does not run on this
+        machine and the service's has no torch."""
         kind = job.spec.get("launcher", {}).get("kind", "local")
         # nothing that a submitter chose runs here, unless the submitter's code runs here anyway
         if self.trains_here(kind):

@@ -43,9 +43,10 @@ def prepare(
     database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
 ) -> PreparedFork:
     """Return the new job's spec, checked as at submission, and its source checkpoint, for ``store``. The request's spec is merged
-    over that of job ``job_id``. If the request names ``code``, a new snapshot is taken. A source in the object store is fetched.
+    over that of job ``job_id``. If the request names ``code``, a new snapshot may be taken. A source only in the object store is
+    fetched.
 
-    Raises as ``submit.prepare`` does, and ``NotFound``, ``Conflict`` or ``CheckpointError``.
+    Raise as ``submit.prepare`` does, and ``NotFound``, ``Conflict`` or ``CheckpointError``.
     """
     with database.read() as session:
         parent = find_job(session, job_id)
@@ -109,7 +110,7 @@ def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) ->
 
 def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
     """Remove ``start_from`` from the spec ``data``, and return the parent's value, which the new job records; None: none, or the
-    request sets null. Raise ``SpecError`` if the request sets another one."""
+    request sets null. Raise ``SpecError`` if the request sets one."""
     start = data.pop("start_from", None)
     if request.spec.get("start_from") is None:
         return None if start is None else StartSpec.model_validate(start)
@@ -119,7 +120,8 @@ def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | N
 
 
 def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) -> Job:
-    """Store the new job, pin its source and return its row. Raise ``NotFound`` or ``Conflict``, and as ``submit.store`` does."""
+    """Store the new job, pin its source, and return the job's row. Raise ``NotFound`` or ``Conflict``, and as ``submit.store``
+    does."""
     parent = find_job_for_update(session, fork.parent_id)
     check_transition(parent, Event.FORK)
     row = find_checkpoint(session, parent.id, fork.checkpoint_id)
@@ -184,7 +186,7 @@ def _require_committed(row: Checkpoint) -> None:
 
 
 def _fork_name(name: str) -> str:
-    """Return the name of a fork: that of its parent, shortened to 58 characters, with "-fork" appended."""
+    """Return the name of a fork: that of its parent, cut to at most 58 characters, with "-fork" appended."""
     return name[:58].rstrip("-") + "-fork"
 
 

@@ -1,1 +1,1 @@
-"""HTTP: parameters in, views out. Nothing is decided here."""
+"""The routes of the HTTP API, by resource."""

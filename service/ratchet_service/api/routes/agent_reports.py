@@ -35,11 +35,11 @@ async def report(
     number: str,
     authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
 ) -> Response:
-    """A report has all messages of the ranks since the last acknowledgement. The response has the acknowledged numbers and the
+    """A report has messages of the ranks after the acknowledged ones. The response has the acknowledged numbers and the
     job's desired state. 409 `stale-attempt`: the attempt is over; the agent must end its ranks.
 
     The response header `Ratchet-Report-After`, if present, has the seconds that the agent must wait before its next report with
-    only metrics.
+    only figures, such as metrics.
     """
     # Asynchronous, with an answer made here: what FastAPI does for others is a third of what a report costs.
     body = await get_report_body(request)

@@ -89,7 +89,7 @@ def list_checkpoints(
     "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a checkpoint"
 )
 def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> CheckpointDetail:
-    """One checkpoint, with its manifest if it is still on the disk."""
+    """One checkpoint, with its manifest; null for a quarantined checkpoint, or if the disk has no valid one."""
     with service.database.read() as session:
         return checkpoints.checkpoint_detail(session, job_id, checkpoint_id, service.settings.paths)
 
@@ -161,8 +161,8 @@ def compare(
 )
 def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
     """Reads the whole checkpoint, and takes as long as that. A damaged checkpoint is moved to the quarantine (`state:
-    quarantined`), and the job continues from the one before it. While an attempt may be using it, it is not moved until that
-    attempt has ended."""
+    quarantined`), and no attempt starts from it. While an attempt may be using it, it is not moved until that attempt has ended;
+    nor while a fork is still to start from it."""
     poster, data = post
     parse(Nothing, data)
     paths = service.settings.paths
@@ -182,7 +182,7 @@ def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str)
     summary="Pin or unpin a checkpoint",
 )
 def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
-    """Pins or unpins the checkpoint. Retention never deletes a pinned checkpoint; deleting the job does."""
+    """Pins or unpins the checkpoint. Retention never deletes a pinned checkpoint; deleting the job with its checkpoints does."""
     poster, data = post
     request = parse(PinRequest, data)
     paths = service.settings.paths
@@ -200,10 +200,10 @@ def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) ->
     summary="Delete checkpoints that no attempt will start from",
 )
 def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """Deletes the branches that a resume from an earlier step left behind (`lineage: abandoned`), the checkpoints of attempts
-    that had lost their lease, and the remains of saves. Pinned checkpoints stay, and so do files that a running attempt may be
-    writing. With `quarantined`, all quarantined checkpoints are deleted, too, even pinned ones. With `dry_run`, nothing is
-    deleted, and the response has what would be."""
+    """Deletes the branches that a resume from an earlier step left behind (`lineage: abandoned`), the checkpoints that
+    attempts wrote after they had lost their lease, and the remains of saves. Pinned checkpoints stay, and so do files that a
+    running attempt may be writing. With `quarantined`, all quarantined checkpoints are deleted, too, even pinned ones. With
+    `dry_run`, nothing is deleted, and the response has what would be."""
     poster, data = post
     request = parse(PruneRequest, data)
     paths = service.settings.paths

@@ -48,8 +48,8 @@ def readyz(service: ServiceDep, request: Request) -> Ready | Response:
     `schema-newer`, `schema-older`, `schema-unsupported` (the database does not have this version's revision);
     `run-directory-unwritable`; `reconciler-failing` (the last rounds of this process's reconciler failed); `reconciler-stalled`
     (this process's reconciler has finished no round for a minute, or it finishes its maximum number of attempts and each takes
-    longer than that); `shutting-down`. 507 `disk-full`. Reconcilers of other processes are a component, and never make this
-    process unready: an API without a reconciler still accepts requests."""
+    longer than that); `shutting-down`. 507 `disk-full`. Reconcilers of other processes never make this process unready: an API
+    without a reconciler still accepts requests."""
     health = service.health
     try:
         found = check(health, service.database, service.settings.paths)

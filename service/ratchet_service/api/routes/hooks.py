@@ -25,7 +25,7 @@ def list_hooks() -> Page[HookInfo]:
 
 @router.get("/v1/hooks/{name}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a hook")
 def get_hook_info(name: str) -> HookInfo:
-    """One hook, by torch's name, with or without `_hook`."""
+    """One hook, by its name, with or without `_hook`."""
     entry = HOOKS.get(canonical_hook_name(name))
     if entry is None:
         raise NotFound(f"no hook is named {name!r}{suggestion(name, HOOKS)}", code="hook-not-found")

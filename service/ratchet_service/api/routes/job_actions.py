@@ -71,7 +71,7 @@ def _run_event(service: Service, post: tuple[Poster, Any], job_id: str, event: E
     summary="Save and release",
 )
 def suspend(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """The group saves at a step that all ranks agree on and ends; the job then waits for `resume`."""
+    """The group saves, if it can, at a step that all ranks agree on, and ends; the job then waits for `resume`."""
     return _run_event(service, post, job_id, Event.SUSPEND)
 
 
@@ -97,7 +97,7 @@ def cancel(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="Save, stop and queue again",
 )
 def preempt(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """The group saves and ends, and the job is queued again, as if its machine were taken away: it counts against
+    """The group saves, if it can, and ends. The job is queued again, as if its machine were taken away: it counts against
     `max_preemptions`."""
     return _run_event(service, post, job_id, Event.PREEMPT)
 
@@ -126,11 +126,13 @@ def checkpoint(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     summary="Go on",
 )
 def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
-    """Queues a suspended, failed or cancelled job again; with `from_step`, it continues from an older checkpoint of its lineage.
+    """Queues a suspended, failed or cancelled job again. With `from_step`, it continues from the checkpoint of that step in its
+    lineage.
 
-    `world` gives it another number of ranks. `hook` gives it another hook, wrapper or parameters; such a resume is not exact, and
-    `on_hook_mismatch` decides what happens to the hook's state. `code` takes a new snapshot of its code; such a resume is not
-    exact either, unless no file has changed. All changes are stored in the spec, and all require a job without a running attempt.
+    `world` gives it another number of ranks. `hook` gives it another hook, wrapper or parameters; such a resume is not exact,
+    unless results do not depend on the change. `on_hook_mismatch` decides what happens to the hook's state. `code` takes a new
+    snapshot of its code; such a resume is not exact either, unless no file has changed. All changes are stored in the spec, and
+    all require a job without a running attempt.
     """
     poster, data = post
     request = parse(ResumeRequest, data)
@@ -157,7 +159,7 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 )
 def fork_job(service: ServiceDep, post: SpecPost, caller: Caller, job_id: str) -> Response:
     """Creates a new job with the parent's spec and `spec` merged over it (RFC 7396; another hook replaces the parent's whole
-    hook). It starts from a checkpoint of the parent, which is pinned.
+    hook). It starts from a checkpoint of the parent, or the one that the parent was forked from; that checkpoint is pinned.
 
     The code is the parent's snapshot; set `code` in `spec`, even to the same path, to take a new one.
     """

@@ -111,10 +111,10 @@ def list_jobs(
 
 @router.get("/v1/jobs/{job_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a job")
 def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
-    """The job's current state. The ETag changes with phase, desired state, labels, priority and requests for a checkpoint, not
-    with progress.
+    """The job's current state. The ETag changes with phase, desired state, spec, labels, priority and requests for a checkpoint,
+    not with progress.
 
-    While the database's disk is full, jobs that have not ended show the reason `disk-full`, which cannot be stored.
+    While the disk of a SQLite database is full, a job that has not ended has the reason `disk-full` here, which cannot be stored.
     """
     with service.database.read() as session:
         job = find_job(session, job_id)

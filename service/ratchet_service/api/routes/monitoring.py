@@ -27,7 +27,7 @@ _MaxName = Annotated[str, Query(max_length=200)]
 
 @router.get("/v1/jobs/{job_id}/hook", dependencies=[needs(Scope.JOBS_READ)], summary="State of the communication hook")
 def get_hook(service: ServiceDep, job_id: str) -> HookView:
-    """The newest summaries of all ranks of the running attempt. Without one, those of the checkpoint from which the next attempt
+    """The newest summaries of the ranks of the running attempt. Without any, those of the checkpoint from which the next attempt
     starts."""
     with service.database.read() as session:
         return metrics.hook_view(session, job_id, service.settings.paths)
@@ -43,7 +43,7 @@ def get_hook_history(
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[HookSampleView]:
-    """The stored hook summaries, oldest step first. Long histories are thinned."""
+    """The stored hook summaries outside abandoned branches, oldest step first. Long histories are thinned."""
     with service.database.read() as session:
         return metrics.hook_history(session, job_id, rank, limit, cursor)
 
@@ -105,7 +105,8 @@ def get_events(
         find_job(session, job_id)
 
     def poll() -> PollResult:
-        """Return the events after the last one, as chunks. Finished once the job has ended or was deleted."""
+        """Return the events after the last one, as chunks. Finished once the job has ended and no event is left, or it was
+        deleted."""
         nonlocal last
         try:
             with service.database.read() as session:
@@ -165,8 +166,8 @@ def get_logs(
     """The lines of the ranks' logs. By Accept: a JSON page (default), `text/plain` or `application/x-ndjson` with all lines,
     `text/event-stream`.
 
-    Plain text of several ranks has `[attempt.rank]` before each line. The middle of a log that is too long is dropped: one line
-    in its place has the number of bytes (`left_out`). Searches return this line too.
+    Plain text has `[attempt.rank]` before each line, unless `rank` is set. The middle of a log that is too long is dropped:
+    one line in its place has the number of bytes (`left_out`). Searches return this line too.
     """
     offers = (
         [dependencies.EVENTS, dependencies.TEXT, dependencies.NDJSON]
@@ -228,7 +229,7 @@ def _has_ended(service: Service, job_id: str) -> bool:
 
 
 def _refuse_cursor(cursor: str | None) -> None:
-    """Raise ``Refused`` (``invalid-parameter``) if a request that is not for a JSON page has a cursor."""
+    """Raise ``Refused`` (``invalid-parameter``) if there is a cursor. Only for requests that are not for a JSON page."""
     if cursor is not None:
         raise Refused("a cursor pages through JSON; a stream continues after Last-Event-ID", code="invalid-parameter")
 

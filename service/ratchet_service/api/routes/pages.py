@@ -28,7 +28,7 @@ _SWAGGER_POLICY: Final = _POLICY + "script-src 'self'; style-src 'self' 'unsafe-
 
 @cache
 def _jobs_policy() -> str:
-    """Return the Content-Security-Policy of the page of jobs, which allows only its own inline script and style."""
+    """Return the Content-Security-Policy of the page of jobs. It allows no script and style but the page's own inline ones."""
     text = (_WEB / "jobs.html").read_text()
     [script], [style] = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
     allowed = (
@@ -39,7 +39,7 @@ def _jobs_policy() -> str:
 
 @router.get("/", dependencies=[OPEN])
 def jobs() -> Response:
-    """Return the page of running and waiting jobs, which also shows one job's metrics over its attempts."""
+    """Return the page with the list of jobs, which also shows one job's metrics over its attempts."""
     return _page(_WEB / "jobs.html", _jobs_policy())
 
 

@@ -25,8 +25,8 @@ def get_queue(service: ServiceDep, limit: Limit = 50, cursor: Cursor = None, job
     """The queued jobs in the order in which they start, and why each waits. The order is by priority, then in turns of their
     owners, then by age.
 
-    The list has the jobs of all owners, without those in a back-off. `job_id`: only that job, with its position and what it waits
-    for; no item if it is not queued.
+    The list has the jobs of all owners, at most 5000, without those in a back-off. `job_id`: only that job, with its
+    position and what it waits for; no item if it is not queued.
     """
     with service.database.read() as session:
         return queue.page(session, limit, cursor) if job_id is None else queue.job_entry(session, job_id)
@@ -39,7 +39,7 @@ Owner = Annotated[
 
 @router.get("/v1/quotas", dependencies=[needs(Scope.JOBS_READ)], summary="List quotas")
 def list_quotas(service: ServiceDep) -> Page[QuotaView]:
-    """All quotas that were set, on one page, each with its owner's current use."""
+    """All quotas that were set, on one page, each with its owner's current use; `*` has none."""
     with service.database.read() as session:
         return quotas.list_quotas(session)
 

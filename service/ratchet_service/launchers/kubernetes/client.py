@@ -1,5 +1,5 @@
 """Requests to the API server over HTTP with plain JSON; address, credentials and connections are from the official client. Its
-typed calls would refuse unknown fields."""
+typed objects lack fields that are newer than it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Refusal(Exception):
 
 
 class Api:
-    """Requests to one cluster. Thread-safe. Methods raise ``EngineUnreachable`` if a later request may succeed, such as without
-    an answer, and ``Refusal`` for other failures."""
+    """Requests to one cluster. Thread-safe. Methods raise ``EngineUnreachable`` for failures that mostly pass, such as no answer
+    or a status of 500 and above, and ``Refusal`` for others."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -153,8 +153,8 @@ class Stream:
         self._response = response
 
     def lines(self) -> Iterator[bytes]:
-        """Yield the lines that are not blank; blocks until the next one arrives. Raises ``EngineUnreachable`` if the connection
-        breaks."""
+        """Yield the complete lines that are not blank; blocks until the next one arrives. Raises ``EngineUnreachable`` if the
+        connection breaks."""
         import urllib3
 
         buffer = b""
@@ -186,7 +186,7 @@ def _read_body(response: Any) -> bytes:
 
 
 def _error_for(code: int, body: bytes) -> Exception:
-    """Return the error for a failure status: ``EngineUnreachable`` if a later request may succeed, otherwise ``Refusal``."""
+    """Return the error for a failure status: ``EngineUnreachable`` for 401, 408, 429 and 500 and above, otherwise ``Refusal``."""
     refusal = Refusal(code, body)
     if code in (401, 408, 429) or code >= 500:
         return EngineUnreachable(f"Kubernetes answers {code}: {refusal.message}")

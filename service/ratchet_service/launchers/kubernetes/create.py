@@ -35,9 +35,9 @@ def refusal_message(refusal: Refusal) -> str:
 
 
 def create_objects(api: Api, site: Site, launch: LaunchFile, values: dict[str, str]) -> Json:
-    """Create the attempt's Secret, Service and Job, and return the Job. Existing ones are kept, but the Secret is replaced.
-    ``values``: secret's name -> value. Raises ``EngineFull`` while a quota is used up, ``LaunchError`` and ``EngineUnreachable``;
-    objects that were created before the error remain."""
+    """Create the attempt's Job and, where it needs them, Secret and Service, and return the Job. Existing ones are kept, but the
+    Secret is replaced. ``values``: secret's name -> value. Raises ``EngineFull`` while a quota is used up, ``LaunchError`` and
+    ``EngineUnreachable``; objects that were created before the error remain."""
     secret, service = manifests.secret_manifest(site, launch, values), manifests.service_manifest(site, launch)
     try:
         if secret is not None and _create_if_absent(api, SECRETS, secret) is None:

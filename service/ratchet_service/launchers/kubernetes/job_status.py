@@ -39,7 +39,7 @@ _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{QUOTA_EXCEEDED})|denied the 
 @dataclass(frozen=True)
 class ObservedState:
     """What is known of an attempt. ``deleted``: the Job existed and no longer does. ``warnings``: name of the Job or a pod ->
-    last warning event. ``forbidden_since``: when the cluster was first seen to forbid the Job's pods, monotonic."""
+    last warning event. ``forbidden_since``: since when the cluster has been seen to forbid the Job's pods, monotonic."""
 
     job: Json | None = None
     deleted: bool = False
@@ -58,7 +58,8 @@ class ObservedState:
 @dataclass(frozen=True)
 class View:
     """What is concluded of an attempt. ``gone_nodes``: nodes on which nothing runs or will start, or whose machine does not
-    answer. ``notes``: node -> text about its pod. ``revoked``: the Job was suspended after it had started."""
+    answer. ``notes``: node -> text about its pod. ``revoked``: the Job is suspended although it has pods or an agent has
+    started."""
 
     alive: bool
     waiting: str | None = None
@@ -99,7 +100,8 @@ def evaluate(
 
 
 def will_conclude(observed: ObservedState, nodes: int) -> bool:
-    """True if each node has a pod that succeeded or failed and no pod still runs: the Job controller will end the Job."""
+    """True if each node has a pod that succeeded or failed, no pod still runs, and the Job is not being deleted: the Job
+    controller will end it."""
     ended = {pod.node for pod in observed.pods if pod.phase in ("Succeeded", "Failed")}
     return (
         observed.job is not None
@@ -115,7 +117,7 @@ def is_finished(observed: ObservedState) -> bool:
 
 
 def _may_start(observed: ObservedState, nodes: int) -> bool:
-    """False if the Job controller will create no more pods, for example after a failure, or if the Job is unknown."""
+    """True unless the Job is unknown, being deleted, ended or about to end, a pod has failed, or all nodes have succeeded."""
     if observed.job is None or observed.is_deleting:
         return False
     if any(_condition(observed.job, kind) for kind in ("Complete", "Failed", "FailureTarget", "SuccessCriteriaMet")):
@@ -201,7 +203,7 @@ def _ended_before_deletion(job: Json) -> bool:
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
     """True if, as far as is known, a deletion of the pod ends or ended it, and not one by the Job controller. An announced
-    disruption, such as an eviction, also counts."""
+    disruption, such as an eviction, also counts. False while the Job is suspended or being deleted."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (
         job is None
@@ -224,7 +226,7 @@ def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
 
 
 def is_permanent_refusal(warning: str) -> bool:
-    """True if this warning says that the cluster will never allow a pod of the unchanged Job."""
+    """True if this warning says that admission refuses the Job's pods, other than for an exceeded quota."""
     return _FORBIDDEN.search(warning) is not None
 
 

@@ -111,7 +111,7 @@ class KubernetesLauncher:
         cache.add_job(job, job["metadata"]["namespace"])
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state. A Job that was suspended after its start is deleted. Raises ``EngineUnreachable``."""
+        """Return the attempt's state. A Job that was suspended after its first pod is deleted. Raises ``EngineUnreachable``."""
         observed = self._observe(ref)
         view = self._evaluate(ref, observed)
         # Two watches are not ordered: the pods' may be ahead, and a change of the Job may not have been received yet.
@@ -225,7 +225,7 @@ def _has_result(ref: AttemptRef, node: int) -> bool:
 
 
 def _list_node_files(ref: AttemptRef, node: int) -> list[Path]:
-    """Return the files in a node's directory; empty if it cannot be read. This refreshes a network file system's cache."""
+    """Return the entries of a node's directory; empty if it cannot be read. This refreshes a network file system's cache."""
     with suppress(OSError):
         return list(ref.paths.node(node).root.iterdir())
     return []

@@ -64,7 +64,7 @@ def apply(template: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
 
 
 def refused_fields(template: dict[str, Any], patch: dict[str, Any], gpu: str | None) -> Iterator[tuple[str, str]]:
-    """Yield a JSON pointer, relative to the patch, and the reason for each part that Ratchet refuses. ``gpu``: the job's GPU
+    """Yield a JSON pointer, relative to the patch, and the reason for each part that these rules refuse. ``gpu``: the job's GPU
     resource."""
     yield from _touched_fields(patch, _OWNED, ())
     for key in template["metadata"]["labels"]:

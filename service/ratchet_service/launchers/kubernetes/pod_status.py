@@ -253,7 +253,7 @@ def _disk_advice(volume: str) -> str:
 
 
 def container_end(pod: Pod) -> tuple[Cause, str] | None:
-    """Return cause and message of the end of an agent's container that left no result; None if the status shows none."""
+    """Return cause and message of the end of an agent's container that left no result; None if no end is known."""
     ended = pod.terminated
     if ended is None:
         return (Cause.UNKNOWN, "the pod was deleted by force; its result is unknown") if pod.deleted else None

@@ -98,7 +98,7 @@ class Site:
 
     @property
     def namespaces(self) -> tuple[str, ...]:
-        """The namespaces that jobs may use, the default one first."""
+        """The namespaces that jobs may use, the setting ``namespace`` first."""
         return (self.settings.namespace, *(n for n in self.settings.namespaces if n != self.settings.namespace))
 
     def effective_launcher(self, spec: JobSpec) -> KubernetesLauncherSpec:

@@ -44,7 +44,7 @@ _RESTRICTIONS: Final = {
     "supplementalGroups": "pods do not have the group root",
     "seccompProfile": "system calls are confined",
 }
-"""Keys of the pod's security context, which containers may override -> what their values ensure."""
+"""Keys of the pod's security context, some of which containers may override -> what their values ensure."""
 _LAUNCHER_KEYS: Final = {manifests.QUEUE: "queue", manifests.QUEUE_PRIORITY: "queue_priority"} | dict.fromkeys(
     manifests.QUEUE_TOPOLOGY.values(), "queue_topology"
 )
@@ -132,7 +132,7 @@ def _check_launcher(site: Site, launcher: KubernetesLauncherSpec) -> Iterator[tu
 
 
 def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) of faults in the job's volumes, such as a mount path that hides another."""
+    """Yield (pointer, message) of faults in the job's volumes, such as a mount path that would hide one of Ratchet's."""
     own = (TMP, SHM, CODE, str(site.home.home))
     for i, volume in enumerate(spec.volumes):
         here, at = f"/volumes/{i}", volume.mount_path.rstrip("/") or "/"
@@ -158,8 +158,8 @@ def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each part of the patch that Ratchet refuses; if none, for each fault of the Job as it would be
-    sent, such as privileges. ``has_other_faults``: True leaves out faults that these may have caused."""
+    """Yield (pointer, message) for each part of the patch that Ratchet refuses; if none, for faults found in the Job as it would
+    be sent, such as privileges. ``has_other_faults``: True leaves out faults that these may have caused."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch
@@ -192,8 +192,8 @@ def _unpatched(job: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
 def _check_privileges(
     pod: dict[str, Any], added: list[dict[str, Any]], patch: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each setting in the patch, and each of its volumes ``added``, that requires
-    ``allow_host_access``."""
+    """Yield (pointer, message) for settings in the patch, and volumes ``added`` by it, that require ``allow_host_access``; for
+    missing restrictions only if no such setting is found."""
     may = "it requires allow_host_access in the service's launchers file"
     found = []
     for path, key, value in _walk(patch.get("spec"), ()):
@@ -217,7 +217,8 @@ def _check_privileges(
 
 
 def _missing_restrictions(pod: dict[str, Any]) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield (path in the Job, message) for each restriction that Ratchet sets and that ``pod``, with the patch applied, lacks."""
+    """Yield (path in the Job, message) for the restrictions of token, user, groups, system calls and privileges that ``pod``,
+    with the patch applied, lacks."""
     here, context = ("spec", "template", "spec"), pod["securityContext"]
     if pod.get("automountServiceAccountToken") is not False:
         yield (*here, "automountServiceAccountToken"), "pods get no token of the service account"
@@ -256,7 +257,8 @@ def _is_other_group(value: Any) -> bool:
 
 
 def _check_foreign_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each volume (``added`` by the patch) or mount that would expose other jobs' files."""
+    """Yield (pointer, message) for volumes ``added`` by the patch on the service's claim, and for init containers that mount the
+    run directory."""
     for volume in added:
         if (volume.get("persistentVolumeClaim") or {}).get("claimName") == site.settings.claim:
             text = f"{site.settings.claim} is the service's own run directory, with the files of all jobs"
@@ -272,7 +274,7 @@ _ATTEMPT: Final = re.compile(r"job-[0-9a-z]{12}-a[0-9]{4,}")
 
 
 def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each use of a name that is reserved for the service."""
+    """Yield (pointer, message) for each use, by the job, of a ``withheld`` name or the name of an attempt's Secret."""
     used: list[tuple[str, Any]] = []
     used += [
         (f"/secrets/{name}", source.from_secret.name) for name, source in spec.secrets.items() if source.from_secret
@@ -346,5 +348,5 @@ def _patch_pointer(patch: Any, path: tuple[str, ...]) -> str:
 
 
 def _is_within(path: str, folder: str) -> bool:
-    """True if ``path`` is below ``folder``."""
+    """True if ``path`` is below ``folder``, by its text alone."""
     return folder == "/" or path.startswith(folder + "/")

@@ -1,5 +1,5 @@
-"""Volumes and mounts of a pod: parts of the run directory, and the job's own volumes. A pod does not see the directories of other
-jobs, except for what it starts from."""
+"""Volumes and mounts of a pod: parts of the run directory, scratch space, and the job's own volumes. Of the other
+jobs in the run directory, Ratchet mounts only the checkpoints that the job was forked from."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Mounted:
 
 
 def code_dir(launch: LaunchFile) -> str | None:
-    """Return the path at which the ranks find the code, in the pod or on its node; None: there is none."""
+    """Return the path in the pod at which the ranks find the code; None: there is none."""
     return f"{CODE}/{launch.resolved.code_digest}" if _fetches_snapshot(launch) else launch.code_dir
 
 
@@ -69,7 +69,8 @@ def max_disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
 
 
 def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
-    """Return the mounts of the run directory: the job's directory, and, read-only, what it was forked or starts from."""
+    """Return the mounts of the run directory: the job's directory, and, read-only, what it was forked or starts from. A deleted
+    source is left out once the job has a checkpoint of its own."""
     wanted = [(launch.job_root, False)]
     if launch.fork is not None:
         source = JobPaths(Path(launch.fork.job_root)).checkpoints

@@ -33,7 +33,8 @@ class _Entry:
 
 
 class Cache:
-    """Jobs and pods of one service, and the warning events about them, in memory. ``start`` starts the watches. Thread-safe."""
+    """Jobs and pods of one service, and the last warnings about objects with names like theirs, in memory. ``start`` starts the
+    watches. Thread-safe."""
 
     def __init__(self, api: Api, namespaces: tuple[str, ...], selector: str) -> None:
         self._lock = threading.Lock()
@@ -90,7 +91,7 @@ class Cache:
 
     def live_attempts(self) -> list[str]:
         """Return the sorted names of attempts with a Job or a pod that exists, and is neither being deleted nor kept for
-        inspection."""
+        inspection. Attempts whose Job is being deleted are left out."""
         with self._lock:
             kept = {
                 name
@@ -107,7 +108,7 @@ class Cache:
         return sorted((jobs | pods) - dying)
 
     def add_job(self, job: Json, namespace: str) -> None:
-        """Add a Job that this service has just created, before the watch receives it."""
+        """Add a Job that a request to create it returned, unless the cache has it (by uid) already."""
         name = str(job["metadata"]["name"])
         with self._lock:
             known = self._jobs.get(name)
@@ -141,7 +142,8 @@ class Cache:
             self._prune()
 
     def replace(self, kind: str, items: list[Json], namespace: str, version: str) -> None:
-        """Store a complete list, as of ``version``. Older Jobs or pods of the namespace that are not in it count as deleted."""
+        """Store a complete list, as of ``version``. Older objects of this kind (Jobs or pods) in the namespace that are not in it
+        count as deleted."""
         for item in items:
             self.apply(kind, item, namespace)
         present = {item["metadata"]["uid"] for item in items}
@@ -153,7 +155,8 @@ class Cache:
                     entry.deleted_at = time.monotonic()
 
     def _store_job(self, entry: _Entry) -> None:
-        """Store a Job from a watch or a list, unless the cache has a newer version. Called with the lock held."""
+        """Store a Job from a watch or a list, unless the cache has a newer version of it; its deletion is always stored. Called
+        with the lock held."""
         metadata = entry.object["metadata"]
         known = self._jobs.get(str(metadata["name"]))
         # an older version would make every poll query the server again
@@ -168,8 +171,8 @@ class Cache:
         self._jobs[str(metadata["name"])] = entry
 
     def _store_warning(self, event: Json, now: float) -> None:
-        """Store a warning event about an object of an attempt, and whether the cluster forbids the object's pods.
-        Called with the lock held."""
+        """Store a warning event about an object with a name like those of attempts, and since when such warnings say that the
+        cluster forbids its pods. Called with the lock held."""
         about = str((event.get("involvedObject") or {}).get("name", ""))
         if about.startswith("job-"):
             self._warnings.pop(about, None)  # so that it is re-inserted at the end

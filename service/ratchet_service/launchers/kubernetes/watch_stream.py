@@ -127,7 +127,7 @@ class Watcher:
         return min(max(2 * delay, _BACKOFF[0]), _BACKOFF[1])
 
     def _set_fault(self, fault: str = "") -> None:
-        """Record the fault. Without an argument, record that the kind is listed and watched."""
+        """Record the fault. Without an argument, clear it and record that the kind is listed."""
         with self._changed:
             self._fault = fault
             self._listed = self._listed or not fault
@@ -169,7 +169,8 @@ class Watcher:
         return version
 
     def _apply_event(self, event: Json) -> str | None:
-        """Pass the object of one event to the handler, and return the version to resume from, if any. Raises ``Refusal``."""
+        """Pass the object of one event, except a bookmark, to the handler, and return the version to resume from, if any. Raises
+        ``Refusal``."""
         object_ = event["object"]
         if event["type"] == "ERROR":
             raise Refusal(int(object_.get("code", 500)), json.dumps(object_).encode())

@@ -16,7 +16,7 @@ __all__ = ["make"]
 
 
 def make(home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox = NO_SANDBOX) -> Launcher:
-    """Return the local launcher. With the setting ``agent_host`` a separate process starts its agents. Raises ``ValueError``."""
+    """Return the local launcher. With ``agent_host: true`` a separate process starts its agents. Raises ``ValueError``."""
     hosted = settings.get("agent_host", False)
     further = [str(name) for name in settings if name != "agent_host"]
     if further or not isinstance(hosted, bool):

@@ -1,4 +1,4 @@
-"""The local launcher where an agent host starts the agents: a separate process, which outlives this one. Requests go over a
+"""The local launcher where an agent host starts the agents: a separate process, which may outlive this one. Requests go over a
 socket in the run directory. Files and locks are checked here; processes, which may not be visible here, are the host's."""
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ SOCKET: Final = "agent-host.sock"
 MAX_MESSAGE_BYTES: Final = 1 << 20
 """The most bytes of a question or an answer, which is one line of JSON."""
 _TIMEOUT_SECONDS: Final = 30.0
-"""Time limit for an answer. The caller waits for less, since the request runs on a thread of its own (``ThreadedLauncher``)."""
+"""Time limit of each operation on the socket. The caller waits for less, since the request runs on a thread of its own
+(``ThreadedLauncher``)."""
 _ENDED_WITH_HOST: Final = (
     "its agent was ended together with its agent host, by force or with the machine: the newest checkpoint counts"
 )
@@ -65,7 +66,7 @@ def socket_address(directory_fd: int) -> str:
 
 
 def read_line(connection: socket.socket, kind: type[M]) -> M:
-    """Receive one message. Raises ``OSError``, and ``ValueError`` for anything but a message of this kind."""
+    """Receive one message. Raises ``OSError``, and ``ValueError`` if it is not valid as ``kind``."""
     with connection.makefile("rb") as stream:
         return kind.model_validate_json(stream.readline(MAX_MESSAGE_BYTES))
 
@@ -116,7 +117,8 @@ class HostedLauncher(LocalLauncher):
             self._request("start", plan.ref)
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from files and locks, or else from the host. Raises ``EngineUnreachable``."""
+        """Return the attempt's state, from files and locks, and from the host if no started agent holds its lock. Raises as
+        ``send_request``."""
         nodes = attempt_files.node_states(
             ref, gone=lambda node: not attempt_files.lock_is_held(ref.paths.node(node).lock_file)
         )

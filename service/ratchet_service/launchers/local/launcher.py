@@ -1,4 +1,4 @@
-"""Agents as detached processes of this machine, which outlive the service. An agent counts as alive while its lock is held. A
+"""Agents as detached processes of this machine, which can outlive the service. An agent counts as alive while its lock is held. A
 starting agent is found by RATCHET_ATTEMPT_DIR in its environment, since probing the lock could keep the agent from it."""
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class LocalLauncher:
         self._children: dict[str, set[int]] = {}  # attempt's name -> pids
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return warnings, and problems for parts of the spec that need another engine or that this machine cannot enforce."""
+        """Return warnings, and problems for a GPU type, image, volumes, Secrets, and limits (``resource_problems``)."""
         given = {
             "/resources/gpu": spec.resources.gpu,
             "/image": spec.image,
@@ -134,8 +134,8 @@ class LocalLauncher:
             self.start(plan)
 
     def start(self, plan: LaunchPlan) -> None:
-        """Start the agents of an attempt whose ``launch.json`` is written. Returns once they are visible in /proc. Raises
-        ``LaunchError``."""
+        """Start the agents of an attempt whose ``launch.json`` is written. Returns once they are visible in /proc, or after
+        some seconds. Raises ``LaunchError``."""
         env = agent_environment(self._environ, plan)
         if (parent := self._environ.get(names.ENDS_WITH)) is not None:
             env[names.ENDS_WITH] = parent
@@ -159,7 +159,8 @@ class LocalLauncher:
             raise LaunchError(f"the agent could not be started: {error}") from error
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state, from the agents' files, locks and processes. Reaps this process's ended agents."""
+        """Return the attempt's state, from the agents' files, locks and processes. Reaps its ended agents that this process
+        started."""
         self._reap(ref.name)
         nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
         locked = any(node.seen and not node.gone for node in nodes)
@@ -174,8 +175,8 @@ class LocalLauncher:
                 proc.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Send SIGKILL to all processes of the attempt; their end is not awaited. Return names of those found, and of agents that
-        hold their lock but are not visible here."""
+        """Send SIGKILL to all processes of the attempt; their end is not awaited. Return names of those found, and of other
+        agents whose lock is held."""
         found = proc.kill_all(lambda: self._pids(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
@@ -237,7 +238,8 @@ class LocalLauncher:
         file_access.give_to_user(self._home.job(ref.job_id).root, user.uid, user.gid)
 
     def _is_agent(self, ref: AttemptRef, agent: AgentFile) -> bool:
-        """True if the process that ``agent`` names is alive and, unless root owns the attempt's directory, runs as its owner."""
+        """True if the process that ``agent`` names is alive and runs as the owner of the job's directory, or as any user if
+        ``owner_of`` returns root or None."""
         # user code may have written the pid of another process into agent.json
         owner = file_access.owner_of(ref.paths.root)
         own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])

@@ -22,11 +22,12 @@ _KEPT_VARIABLES: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JW
 
 
 class Refused(Exception):
-    """The command failed, and a retry would fail, too. The exception's text is the command's error message."""
+    """The command failed, by its error message not because Slurm is unreachable. The exception's text is that message, or the
+    exit code."""
 
 
 class CannotRun(EngineUnreachable):
-    """The command is not installed where the service runs, or the service may not execute it."""
+    """The command is not installed where the service runs, or cannot be executed there."""
 
 
 class Commands:

@@ -145,8 +145,8 @@ def engine_end(job: JobRecord, *, started: bool, has_results: bool) -> EngineEnd
 
 
 def ended_tasks(log: str, nodes: int) -> dict[int, str]:
-    """Return node -> srun's message, for nodes whose agent has ended with an error. ``log``: srun's output. ``nodes``: their
-    number."""
+    """Return node -> srun's message, for nodes whose agent has ended with an error other than a lost lease. ``log``: srun's
+    output. ``nodes``: their number."""
     found: dict[int, str] = {}
     for numbers, how in _ENDED_TASKS.findall(log):
         # another agent runs this one's part of the attempt, and its end implies nothing about that agent

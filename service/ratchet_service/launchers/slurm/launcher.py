@@ -1,5 +1,5 @@
-"""Attempts as batch jobs of Slurm, with one agent per node. An attempt is over when Slurm reports that its job is. Agents that
-still run on a lost node are fenced: the service refuses their reports."""
+"""Attempts as batch jobs of Slurm, with one agent per node. An attempt is over only once Slurm reports no live job of it.
+Agents that still run on a lost node are fenced: the service refuses their reports."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SlurmLauncher:
         return spec_checks.check(spec, self._settings.effective_launcher(spec))
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
-        """Return the batch script and the command that submits it."""
+        """Return the plan with the batch script and the command that submits it."""
         argv = batch_script.agent_command(launch, self._settings)
         paths = AttemptPaths(Path(launch.attempt_dir))
         return LaunchPlan(
@@ -96,8 +96,8 @@ class SlurmLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json`` and submit the batch script, unless that was done before. Raises ``LaunchError`` and
-        ``EngineUnreachable``."""
+        """Write ``launch.json`` and submit the batch script, unless an agent has started or Slurm knows a job of the attempt.
+        Raises ``LaunchError`` and ``EngineUnreachable``."""
         name = plan.ref.name
         if any(node.seen for node in attempt_files.node_states(plan.ref)):
             return

@@ -69,7 +69,8 @@ def check(spec: JobSpec, launcher: SlurmLauncherSpec) -> tuple[list[Warning_], l
 
 
 def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem if the time limit leaves no time to train, or if a stop takes longer than Slurm's notice."""
+    """Return a problem if the time limit leaves too little time to train, or if a stop may take longer than Slurm's longest
+    notice."""
     notice = longest_stop(spec)
     if notice > MAX_NOTICE_SECONDS:
         text = f"Slurm gives at most {MAX_NOTICE_SECONDS} s of notice before a time limit: make it shorter"
@@ -86,7 +87,8 @@ def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldP
 
 
 def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem if the requested GPUs are no type of Slurm's, or if a job that needs GPUs requests none."""
+    """Return a problem if, without ``launcher.gres``, the GPU has not the form of a gres type, or a job with device cuda requests
+    none."""
     kind = spec.resources.gpu
     if kind is not None and launcher.gres is None and _GRES_TYPE.fullmatch(kind) is None:
         text = f"{kind!r} is not a gres type: name one of `sinfo -o %G`, such as a100, or gpu for any"

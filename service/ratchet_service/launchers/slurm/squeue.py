@@ -1,5 +1,5 @@
-"""Queries squeue and sacct, and parses their answers into ``JobRecord``. Old versions of Slurm are queried for text, later ones
-for JSON."""
+"""Queries squeue and sacct, and parses their answers into ``JobRecord``. sacct and old versions of squeue are queried for text,
+later ones of squeue for JSON."""
 
 from __future__ import annotations
 
