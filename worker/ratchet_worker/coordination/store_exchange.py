@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from torch.distributed.distributed_c10d import Store
 
-from ratchet_contract.errors import WorkerError
+from ratchet_contract.errors import UserError, WorkerError
 
 _FIRST_PAUSE: Final = 0.0005
 _LONGEST_PAUSE: Final = 0.02
@@ -184,4 +184,12 @@ class Exchange:
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+    """Return ``value`` as JSON, with Python's ``NaN`` and ``Infinity``. Raises ``UserError`` for a value that JSON does not
+    have."""
+    try:
+        return json.dumps(value, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"ranks exchange only JSON values (numbers, strings, booleans, None, and lists and dicts of them): {error}. Convert "
+            "the value first, for example a tensor or an array by its tolist()"
+        ) from error
