@@ -181,7 +181,7 @@ Reason = Literal["schedule", "stop", "request", "end", "first"]
 
 def metric_value(name: str, value: float | torch.Tensor) -> float:
     """Return a metric's value as a float; may wait for the GPU. Raises ``UserError`` for an invalid name, or if ``float`` fails
-    for a value other than a tensor of one element."""
+    for a value other than a real tensor of one element."""
     if not name or len(name) > 200:
         raise UserError(f"a metric needs a name of 1 to 200 characters, not {name[:20]!r}")
     try:
@@ -191,10 +191,14 @@ def metric_value(name: str, value: float | torch.Tensor) -> float:
             f"metric {name!r} is too large for a float: log a smaller number, such as its logarithm"
         ) from error
     except (TypeError, ValueError, RuntimeError) as error:
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            raise  # an error of the device, not of the value
+        kind = type(value).__name__
+        if isinstance(value, torch.Tensor):
+            if value.is_complex():
+                kind = f"complex {kind}"
+            elif value.numel() == 1:
+                raise  # an error of the device, not of the value
         shape = f" of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f" {value!r:.60}"
         raise UserError(
-            f"metric {name!r} is a number or a tensor of one element, not a {type(value).__name__}{shape}: log each number by a "
-            "name of its own, or their mean"
+            f"metric {name!r} is a number or a tensor of one element, not a {kind}{shape}: log each number by a name of its "
+            "own, or their mean"
         ) from error

@@ -58,6 +58,11 @@ def test_non_numeric_metric_value_is_refused_by_name(value: object) -> None:
         metric_value("acc", value)  # type: ignore[arg-type]
 
 
+def test_complex_metric_value_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"metric 'acc' is a number.*not a complex Tensor.*log each number by a name"):
+        metric_value("acc", torch.tensor([1 + 2j]))
+
+
 @pytest.mark.parametrize("value", [10**400, -(10**5000), Fraction(10**400)], ids=["int", "no text", "fraction"])
 def test_metric_value_beyond_a_float_is_refused_by_name(value: Any) -> None:
     with pytest.raises(UserError, match="metric 'acc' is too large for a float"):
