@@ -445,10 +445,11 @@ class _Recorder:
                 or (_is_code(old) and value is None)
                 or (old is None and _is_code(value))
             ):
-                try:
-                    found[name] = ("value", None) if value is None else self._by_name(at, value)
+                code = _code_reference(value)
+                if code is not None and (value is None or code[1] in self._imported):
+                    found[name] = code
                     continue
-                except _Unstorable:
+                if old is not None or code is not None:
                     self._unsaved.add(at)
             if not self._has_state(value) and not self._has_state(old):
                 continue
@@ -497,13 +498,11 @@ class _Recorder:
         return self._new_reference(path, node)
 
     def _code_in_new(self, path: str, node: Node) -> Reference:
-        """Return a reference to a lock, function, class, logger or bound method. Raises ``_Unstorable`` for anything else, and as
-        ``_by_name``."""
-        return self._new_reference(path, node) if _lock_kind(node.item) is not None else self._by_name(path, node.item)
-
-    def _by_name(self, path: str, item: Any) -> Reference:
-        """Return a reference to a function, class or logger by its name, or to a bound method by its object and name. Raises
-        ``_Unstorable`` if the next attempt cannot find it so, as a lambda."""
+        """Return a reference to a lock, function, class, logger or bound method. Raises ``_Unstorable`` for anything else, and if
+        the next attempt cannot find it by name, as a lambda."""
+        item: Any = node.item
+        if _lock_kind(item) is not None:
+            return self._new_reference(path, node)
         if isinstance(item, logging.Logger) and logging.Logger.manager.loggerDict.get(item.name, logging.root) is item:
             return "logger", item.name
         if isinstance(item, MethodType) and (name := _method_name(item)) is not None:
