@@ -552,7 +552,7 @@ def _resolve(spec: JobSpec, place: Place) -> Resolved:
     return Resolved(
         device="cuda" if device == "cuda" else "cpu",
         backend=("nccl" if device == "cuda" else "gloo") if backend == "auto" else backend,
-        threads_per_rank=int(threads) if threads.isdigit() else max(1, cores // place.ranks_per_node),
+        threads_per_rank=(threads.isdecimal() and int(threads)) or max(1, cores // place.ranks_per_node),
         python=sys.executable,
         code_digest=imported_code.digest(place.script),
     )

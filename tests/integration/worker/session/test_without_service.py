@@ -167,6 +167,12 @@ def test_ranks_killed_under_torchrun_resume_exactly(place: Path, tmp_path: Path)
         job.close()
 
 
+@pytest.mark.parametrize("threads", ["0", "²"])  # the superscript is a digit, but no number
+def test_script_trains_with_a_number_of_threads_that_openmp_ignores(place: Path, threads: str) -> None:
+    ended = _run(place, "train.py", OMP_NUM_THREADS=threads)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_script_interrupted_stopped_and_debugged_resumes_exactly(place: Path, tmp_path: Path) -> None:
     whole = _run(tmp_path, str(place / "train.py"))  # another current directory
     assert whole.returncode == 0, whole.stderr
