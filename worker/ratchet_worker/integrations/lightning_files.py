@@ -233,16 +233,20 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list
 
 def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
     """Keep the first ``rows`` rows of the logger's CSV file. With ``own``, add empty ones for missing rows and return a message
-    about them. Without missing rows, or a file, return None."""
+    about them, also if the file was deleted. Without missing rows, and in a new directory, return None."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"
     )  # kept while the logger begins its file, which deletes the existing one
     if not before.exists():
-        if not file.exists():
+        if file.exists():
+            # A kill after this loses no rows: the next call continues from this file.
+            file.rename(before)
+        elif own and (file.parent.exists() or isinstance(logger.version, int)):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            before.touch()
+        else:  # a fork, or a script that gives each start a directory of its own
             return None
-        # A kill after this loses no rows: the next call continues from this file.
-        file.rename(before)
     found = _complete_rows(before)[: rows + 1]
     lost = rows + 1 - max(1, len(found)) if own else 0
     if lost:
@@ -258,7 +262,7 @@ def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
     before.unlink()
     if not lost:
         return None
-    return f"{file}: {lost} of {rows} rows are lost, since the file was cut off; they are left empty"
+    return f"{file}: {lost} of {rows} rows are lost, since the file was cut off or deleted; they are left empty"
 
 
 def _complete_rows(file: Path) -> list[list[str]]:

@@ -164,6 +164,22 @@ def test_csv_rows_that_were_cut_off_are_named_and_left_empty(tmp_path: Path, lef
     assert csv_rows([again]) == [2]
 
 
+@pytest.mark.parametrize("version", [0, "mine"])
+def test_deleted_csv_file_is_named_and_its_rows_are_left_empty(tmp_path: Path, version: int | str) -> None:
+    """Of a directory that Lightning has numbered even if the directory is gone: the job has no other one."""
+    from lightning.pytorch.loggers import CSVLogger
+
+    from ratchet_worker.integrations.lightning_files import csv_rows, rewind_csv
+
+    logger = CSVLogger(tmp_path, version=version)
+    file = Path(logger.log_dir, "metrics.csv")
+    if version == "mine":
+        file.parent.mkdir(parents=True)
+    (message,) = rewind_csv([logger], [2], own=True)
+    assert str(file) in message and "2 of 2 rows are lost" in message
+    assert csv_rows([logger]) == [2] and [*file.parent.iterdir()] == [file]
+
+
 @pytest.mark.parametrize("own", [True, False])
 def test_logger_in_a_directory_without_the_csv_file_begins_one(tmp_path: Path, own: bool) -> None:
     """As for a fork, and for a script that names the directory after the time of the start."""
