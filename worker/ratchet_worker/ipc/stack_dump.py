@@ -88,8 +88,10 @@ def capture_stacks(
 def _state(process: Asked) -> str:
     """Return a description of a process that wrote no stacks: that it has ended, or its state in the kernel, if
     known."""
-    if process.exit_code() is not None:
+    if (code := process.exit_code()) == -STACKS_SIGNAL:
         return "it could not handle signals yet, and the request's signal ended it"
+    if code is not None:
+        return f"it ended meanwhile (exit code {code})"
     facts = []
     with suppress(OSError):
         status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
