@@ -188,7 +188,7 @@ class Trainer(transformers.Trainer):
     @override
     def _run_epoch(self, **given: Any) -> None:  # type: ignore[override]
         """Train an epoch, or the rest of a resumed one; nothing if the training has ended. Raises ``UserError`` if a callback
-        ends the epoch and not the training."""
+        ends the epoch early and not the training."""
         if self._runtime.done or self._progress.ended:
             self.control.should_training_stop = True
             return
@@ -202,8 +202,12 @@ class Trainer(transformers.Trainer):
         data = self._runtime.state.data
         if isinstance(data, SamplerPosition) and data.epoch == epoch and not self.control.should_training_stop:
             data.end()  # it began again, on another number of ranks
-        if self.control.should_epoch_stop and not self.control.should_training_stop:
-            raise UserError("should_epoch_stop: an epoch that ends early has no place in the order of the job's data")
+        early = self.state.global_step < (epoch + 1) * self._progress.steps_per_epoch
+        if early and self.control.should_epoch_stop and not self.control.should_training_stop:
+            raise UserError(
+                f"should_epoch_stop after step {self.state.global_step}: an epoch that ends early has no place in the order of "
+                "the job's data. Set should_training_stop, or let the epoch end"
+            )
 
     @override
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
