@@ -11,7 +11,7 @@ from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.protocol.messages import ForkSource, LaunchFile
-from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, ensure_dir, refresh
+from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, ensure_dir, read_error, refresh
 from ratchet_store.filesystem.mount_policy import check_directory
 from ratchet_store.format.manifest_file import check_files, read_manifest
 from ratchet_store.read.checkpoint_reader import verify_files
@@ -112,6 +112,8 @@ class _RankZero:
             notes = self._find()
         except RatchetError as error:
             return {**out, "error": _error_message(error)}
+        except OSError as error:  # from the check whether a file exists; the other ranks wait for an answer
+            return {**out, "error": _error_message(read_error(Path(error.filename or self._job.checkpoints), error))}
         if self._candidate is not None:
             out |= {"directory": str(self._candidate[0]), "digest": self._candidate[1].digest}
         return {**out, "notes": [*read_notes(self._launch), *notes]}

@@ -179,6 +179,19 @@ def test_read_error_on_rank_0_ends_all_ranks(job: JobPaths, monkeypatch: pytest.
     assert {error.code for error in errors(found)} == {UNREADABLE} and len(list_names(job.checkpoints)) == 2
 
 
+def test_damaged_checkpoint_that_rank_0_cannot_look_at_ends_all_ranks(
+    job: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = make_checkpoint(job.checkpoints, 10)
+    flip(job.checkpoints / manifest.id / manifest.files[1].name, manifest.files[1].size - 1)
+    only(monkeypatch, "stat", 0, lambda real, path, *more, **keywords: _failing(real)
+         if str(path).endswith(MANIFEST_NAME) else real(path, *more, **keywords))  # fmt: skip
+    found, told = choose(job)
+    for error in errors(found):
+        assert error.code == UNREADABLE and "Input/output error" in error.detail
+    assert told.quarantines == [] and list_names(job.checkpoints) == [manifest.id]
+
+
 def test_other_node_gets_time_to_see_checkpoint_of_rank_0(job: JobPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(job.checkpoints, 10)
     left = [3]
