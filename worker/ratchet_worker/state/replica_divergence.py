@@ -160,4 +160,5 @@ def _changes(snapshot: Snapshot, parameter: str, before: int | None) -> int | No
 def _parameter(name: str) -> str:
     """Return the parameter that a tensor belongs to: ``layer.weight`` for ``model/layer.weight`` and
     ``optimizer/layer.weight/exp_avg``."""
-    return name.split("/")[1]
+    component, _, rest = name.partition("/")
+    return rest if component == MODEL else rest.rpartition("/")[0]  # a module's name may have a slash
