@@ -198,7 +198,9 @@ class _Values:
         self._name, self._lock = name, threading.Lock()
         self._saved: dict[int, float] = {}
         self._pending: dict[int, float] = {}  # until it is known which steps are saved
-        self._last: tuple[int, float] | None = None
+        # The first ones, so that the text of ``missing_reason`` does not change with every save.
+        self._logged_at: int | None = None
+        self._nan_at: int | None = None  # among the saved steps
         self._other_names: dict[str, None] = {}
 
     def put(self, step: int, values: Mapping[str, float]) -> None:
@@ -208,8 +210,8 @@ class _Values:
             return
         with self._lock:
             if self._name in values:
-                self._last = step, float(values[self._name])
-                self._pending[step] = self._last[1]
+                self._pending[step] = float(values[self._name])
+                self._logged_at = step if self._logged_at is None else self._logged_at
                 if len(self._pending) > _MAX_PENDING_VALUES:
                     del self._pending[next(iter(self._pending))]
             elif len(self._other_names) < _MAX_OTHER_NAMES:
@@ -220,6 +222,8 @@ class _Values:
         with self._lock:
             known = {**self._saved, **self._pending}
             self._saved = {step: known[step] for step in steps if step in known}
+            if self._nan_at is None:
+                self._nan_at = min((step for step, value in self._saved.items() if math.isnan(value)), default=None)
             self._pending = {step: value for step, value in self._pending.items() if step > newest}
             return dict(self._saved)
 
@@ -227,14 +231,13 @@ class _Values:
         """Return a text for the user on why no saved step has a value that counts."""
         begin = f"checkpoint.keep_best: no checkpoint is kept as one of the best by {self._name!r}"
         with self._lock:
-            if self._last is None:
+            if self._logged_at is None:
                 others = ", ".join(sorted(self._other_names)[:_MAX_OTHER_NAMES])
                 found = f"; the logged metrics are {others}" if others else ""
                 return f"{begin}: no metric of that name has been logged by rank 0{found}"
-            step, value = self._last
-            if math.isnan(value):
-                return f"{begin}: its value at step {step} is NaN, which is never the best"
-            return f"{begin}: it was logged at step {step}, but at no step that was saved. Log it at those steps"
+            if self._nan_at is not None:
+                return f"{begin}: its value at step {self._nan_at} is NaN, which is never the best"
+            return f"{begin}: it was logged at step {self._logged_at}, but at no step that was saved. Log it at those steps"
 
 
 def _identity(path: str) -> tuple[int, int, int]:

@@ -151,18 +151,29 @@ def test_keep_best_prefers_newer_on_ties_and_uses_latest_value(tmp_path: Path) -
             "no metric of that name has been logged by rank 0; the logged metrics are loss, lr",
         ),
         ({15: {"acc": 1.0}}, "it was logged at step 15, but at no step that was saved. Log it at those steps"),
+        (
+            {step: {"acc": 1.0} for step in (15, 25, 35, 45)},
+            "it was logged at step 15, but at no step that was saved. Log it at those steps",
+        ),
+        ({15: {"acc": math.nan}}, "it was logged at step 15, but at no step that was saved. Log it at those steps"),
         ({10: {"acc": math.nan}}, "its value at step 10 is NaN, which is never the best"),
+        ({10: {"acc": math.nan}, 15: {"acc": 1.0}}, "its value at step 10 is NaN, which is never the best"),
+        (
+            {step: {"acc": math.nan} for step in (10, 20, 30, 40)},
+            "its value at step 10 is NaN, which is never the best",
+        ),
     ],
 )
 def test_keep_best_with_missing_metric_is_noted_once(
     tmp_path: Path, logged: dict[int, dict[str, float]], told: str
 ) -> None:
     keeper = keep(tmp_path, keep_last=2, keep_best={"metric": "acc", "mode": "max"})
-    for step, values in logged.items():
-        keeper.record_metric(step, values)
-    notes = [
-        note for step in (10, 20, 30, 40, 50) for note in keeper.on_committed(make_checkpoint(tmp_path, step)).notes
-    ]
+    notes = []
+    for step in range(1, 51):
+        if step in logged:
+            keeper.record_metric(step, logged[step])
+        if step % 10 == 0:
+            notes += keeper.on_committed(make_checkpoint(tmp_path, step)).notes
     assert notes == [
         ("keep-best-unknown", f"checkpoint.keep_best: no checkpoint is kept as one of the best by 'acc': {told}")
     ]
