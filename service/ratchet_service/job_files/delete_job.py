@@ -140,9 +140,9 @@ def deleted_unless_stored(paths: JobPaths) -> Iterator[None]:
     marker = paths.root / MARKER_NAME
     with marker.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep leaves it while this process lives
-        handle.write(_Mark().model_dump_json())
-        handle.flush()
         try:
+            handle.write(_Mark().model_dump_json())
+            handle.flush()
             yield
         except (RatchetError, OSError):  # an error of the database may have come after the commit
             remove_tree(paths.root)
@@ -156,19 +156,21 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
     done = []
     for mark in sorted(homes.jobs.glob(f"*/{MARKER_NAME}")):
         job_id = mark.parent.name
-        if not is_job_id(job_id) or lock_is_held(mark):
+        if not is_job_id(job_id):
             continue
-        with database.read() as session:
-            there = session.get(Job, job_id) is not None
-        if not there:
-            try:
-                left = _remove_files(homes, job_id)
-            except (OSError, ValueError, RatchetError) as error:  # the others must be deleted all the same
-                log.error("%s: its deletion could not be finished: %s", job_id, error)
+        try:
+            if lock_is_held(mark):
                 continue
-            if left is not None:
-                log.warning("%s: %s", job_id, left)
-            done.append(job_id)
+            with database.read() as session:  # after the lock: a submission commits its row while it holds it
+                if session.get(Job, job_id) is not None:
+                    continue
+            left = _remove_files(homes, job_id)
+        except (OSError, ValueError, RatchetError) as error:  # the others must be deleted all the same
+            log.error("%s: its deletion could not be finished: %s", job_id, error)
+            continue
+        if left is not None:
+            log.warning("%s: %s", job_id, left)
+        done.append(job_id)
     return done
 
 
@@ -206,7 +208,9 @@ def _remove_unkept_files(paths: JobPaths, homes: HomePaths) -> tuple[str | None,
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep and the request may run concurrently
         if not place.exists():
             return None, False
-        mark = _Mark.model_validate_json(handle.read(_MAX_MARKER_BYTES))
+        mark = _Mark.model_validate_json(
+            handle.read(_MAX_MARKER_BYTES) or "{}"
+        )  # empty: of a submission that was cut off
         stays = {place}
         if mark.keep_checkpoints:
             stays.add(paths.checkpoints)

@@ -265,6 +265,27 @@ def test_sweep_deleted_continues_after_a_job_that_cannot_be_removed(
     assert jobs[2].root.name in caplog.text
 
 
+def test_sweep_deleted_continues_after_a_marker_that_cannot_be_opened(
+    api: Api, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = [api.settings.paths.job(f"job-11111111111{i}") for i in range(2)]
+    for job in jobs:
+        job.root.mkdir(parents=True)
+        (job.root / delete_job.MARKER_NAME).touch()  # empty: of a submission whose disk was full
+    real = delete_job.lock_is_held
+
+    def broken(path: Path) -> bool:
+        if path.parent == jobs[0].root:
+            raise OSError(errno.EIO, "Input/output error")  # as of a network file system
+        return real(path)
+
+    monkeypatch.setattr(delete_job, "lock_is_held", broken)
+    with caplog.at_level(logging.ERROR):
+        done = delete_job.sweep_deleted(api.database, api.settings.paths)
+    assert jobs[1].root.name in done and jobs[0].root.name not in done
+    assert jobs[0].root.name in caplog.text and jobs[0].root.exists() and not jobs[1].root.exists()
+
+
 @pytest.mark.parametrize("answer", ["[]", "[" * 100_000, "3"])
 def test_subprocess_query_with_an_invalid_answer_raises(answer: str) -> None:
     script = "import json, os, sys; os.write(json.load(sys.stdin)['answer'], sys.argv[1].encode())"
