@@ -140,6 +140,8 @@ class _Log:
             if needle:
                 self._handle.seek(at)
                 block = self._handle.read(min(_SEARCH_BLOCK, hole - at))
+                if not block:
+                    return  # the job's code has cut the file
                 whole = block.rfind(b"\n") + 1
                 if whole and needle not in block and b"\0" not in block:
                     yield Piece(at, at + whole, None)

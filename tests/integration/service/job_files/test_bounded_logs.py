@@ -111,6 +111,17 @@ def test_log_search_in_blocks_equals_line_by_line_search(
         assert all_lines(long, grep=text) == expected
 
 
+@pytest.mark.timeout(30)
+def test_log_search_ends_if_the_job_cuts_the_log_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rank-00000.log"
+    path.write_text("needle\n" + "hay\n" * 100_000)
+    monkeypatch.setattr(rank_log, "_SEARCH_BLOCK", 150)
+    found = lines_of(path, 1, 0, 0, "needle", partial=False)
+    assert next(found).text == "needle"
+    os.truncate(path, 50)
+    assert list(found) == []
+
+
 def test_log_search_finds_text_in_lines_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rank-00000.log"
     path.write_text(
