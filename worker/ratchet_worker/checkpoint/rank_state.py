@@ -448,7 +448,8 @@ class JobState:
         if load is None:
             why = f"the group had {pluralize(ranks, 'rank')} and the data have no load_resized"
             if isinstance(self.data, SamplerPosition | StreamPosition):
-                self._load_component("data", partial(self.data.check_kind, states[0]))
+                if not isinstance(states[0].get("epoch"), int):
+                    self._load_component("data", partial(self.data.check_kind, states[0]))
                 taken = self.data.restart_epoch(states[0])
                 twice = ", so that its batches up to there are trained on twice" if taken else ""
                 why += f"; epoch {self.data.epoch} begins again{twice}"

@@ -38,15 +38,17 @@ class Endless(IterableDataset[int]):
 
 
 @pytest.mark.parametrize("kind", ["sampler", "stream"])
-def test_resize_onto_another_kind_of_data_is_refused(kind: str) -> None:
+def test_resize_begins_the_epoch_again_and_refuses_data_without_epochs(kind: str) -> None:
     job = JobState(0, torch.device("cpu"))
     job.data = SamplerPosition(DataLoader(range(8))) if kind == "sampler" else StreamPosition(DataLoader(Endless()))  # type: ignore[arg-type]
     mine = job.data.state_dict()
+    with pytest.raises(UserError, match=r"data of rank 0 cannot load the state .* was recorded for") as caught:
+        job._resize_data([{"mine": 3}] * 2, 2)
+    assert caught.value.code == "state-mismatch"
     other = StreamPosition(DataLoader(Endless())) if kind == "sampler" else SamplerPosition(DataLoader(range(8)))  # type: ignore[arg-type]
-    for state in (other.state_dict(), {"kind": "map", "epoch": 1, "position": 8}, {"mine": 3}):
-        with pytest.raises(UserError, match=r"data of rank 0 cannot load the state .* was recorded for") as caught:
-            job._resize_data([state, state], 2)
-        assert caught.value.code == "state-mismatch"
+    assert (
+        job._resize_data([{**other.state_dict(), "epoch": 1}] * 2, 2).status == "reset"
+    )  # a loader of each number of ranks
     report = job._resize_data([{**mine, "epoch": 1, "position": 3, "taken": 3}] * 2, 2)
     assert report.status == "reset"
     assert str(report.reason).endswith("epoch 1 begins again, so that its batches up to there are trained on twice")
