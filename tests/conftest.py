@@ -45,8 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests of both databases take turns: by their names, one half runs on SQLite, the other one on PostgreSQL.
-    RATCHET_TEST_DATABASES=all: each runs on both."""
-    if os.environ.get("RATCHET_TEST_DATABASES") == "all":
+    RATCHET_TEST_DATABASES=all, or tests chosen by name: each runs on both."""
+    chosen = config.option.keyword or any("::" in argument for argument in config.args)
+    if chosen or os.environ.get("RATCHET_TEST_DATABASES") == "all":
         return
     every, left = {item.nodeid for item in items}, []
     for item in items:
