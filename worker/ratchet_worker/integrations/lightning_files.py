@@ -9,6 +9,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -98,7 +99,8 @@ class CheckpointFiles:
                 left.append(entry)
         self._entries = left[::-1]
         if self._lines > 2 * len(left) + _SPARE_LINES:
-            self._write()
+            with suppress(OSError):  # the long journal says the same; the disk may be full
+                self._write()
 
     def record_end(self) -> None:
         """Record that the training has ended: the final checkpoint, and all files, exist."""
