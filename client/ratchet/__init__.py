@@ -1,5 +1,5 @@
-"""Public names of Ratchet: the client of the service and the classes for training code. A name's module is imported when the name
-is first used."""
+"""Public names of Ratchet, such as the client of the service and the classes for training code. A name's module is imported when
+the name is first used."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ __all__ = [
 if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__`` they would accept any name
 
     def __getattr__(name: str) -> Any:
-        """Return the public name ``name`` and import its module. Raise ``AttributeError`` for an unknown name, ``ImportError`` if
-        a needed package is missing."""
+        """Import the module of the public name ``name`` and return the named object. Raise ``AttributeError`` for an unknown
+        name, ``ImportError`` if a needed package is missing."""
         if name == "__version__":
             return import_module("ratchet_contract.version").RATCHET_VERSION
         if name not in PUBLIC:

@@ -1,4 +1,4 @@
-"""The errors that a user may see, each with a stable ``code``. ``RatchetError`` is the base of all."""
+"""Errors for the user, each with a stable ``code``. ``RatchetError`` is their base."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FieldProblem(BaseModel):
-    """One wrong field of a request's body: its JSON pointer (``/hook/start_powerSGD_iter``), a stable code and a sentence."""
+    """One wrong field of a request's body, or parameter: its JSON pointer (``/hook/start_powerSGD_iter``), a stable code and a
+    sentence."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -30,7 +31,7 @@ class Problem(BaseModel):
 
 
 class RatchetError(Exception):
-    """Base of all errors that a user may see. ``detail`` describes the problem and what to do next."""
+    """Base of the errors for the user. ``detail`` describes the problem and usually what to do next."""
 
     code: str = "error"
 
@@ -81,19 +82,19 @@ class CheckpointError(RatchetError):
 
 
 class StateError(RatchetError):
-    """A state cannot be saved or restored; ``detail`` names the key."""
+    """A state cannot be saved, restored or exported; ``detail`` says why."""
 
     code = "state-not-encodable"
 
 
 class WorkerError(RatchetError):
-    """An error that a rank reports about itself."""
+    """An error that a rank or an agent reports about itself."""
 
     code = "worker-error"
 
 
 class UserError(WorkerError):
-    """The user's code or spec is wrong, so that a retry cannot help. The rank ends with exit code 78."""
+    """The user's code or spec is wrong, so that a retry cannot help. A rank of a job ends with exit code 78."""
 
     code = "user-error"
 

@@ -178,7 +178,7 @@ class NodePaths:
 
     @property
     def agent_file(self) -> Path:
-        """``AgentFile`` as JSON: pid and start time of the agent."""
+        """``AgentFile`` as JSON: pid, start time and host of the agent."""
         return self.root / "agent.json"
 
     @property
@@ -192,7 +192,7 @@ class NodePaths:
 
     @property
     def result_file(self) -> Path:
-        """``AttemptResult`` as JSON: how the attempt ended on this node; missing if the agent could not write it."""
+        """``AttemptResult`` as JSON: how the attempt ended on this node; missing before, or if the agent could not write it."""
         return self.root / "result.json"
 
     @property
@@ -210,7 +210,8 @@ class AttemptPaths(NodePaths):
 
     @property
     def launch_file(self) -> Path:
-        """``LaunchFile`` as JSON: the task of the agents. Written by the launcher, with mode 0600."""
+        """``LaunchFile`` as JSON: the task of the agents. Written by the launcher, with mode 0600, or by a run without a
+        service."""
         return self.root / "launch.json"
 
     @property
@@ -266,5 +267,5 @@ class AttemptPaths(NodePaths):
         return self.root / "fetched.json"
 
     def rank_result(self, rank: int) -> Path:
-        """``RankResult`` as JSON: how the rank ended; missing if the rank could not write it."""
+        """``RankResult`` as JSON: how the rank ended; missing before, or if the rank could not write it."""
         return self.root / "results" / f"rank-{rank:05d}.json"

@@ -15,15 +15,17 @@ class HookStateError(ValueError):
 
 
 class LayoutMismatch(HookStateError):
-    """The reducer's buckets are not the recorded ones, so restored state would be applied to the wrong gradients."""
+    """The reducer's buckets are not the expected ones, such as those of a recorded state: state would be applied to the wrong
+    gradients."""
 
 
 class UnsupportedModel(ValueError):
-    """A model, DDP setting, hook or wrapper is not supported, or a managed hook is needed and none is registered."""
+    """A model, DDP, hook or wrapper cannot be managed as it is, or a managed hook is needed and none is registered."""
 
 
 class CustomHookError(RuntimeError):
-    """A user's own hook or its state cannot be used. ``key``: the spec's key at fault; ``code``: a stable identifier."""
+    """A user's own hook or its state cannot be used, or has failed. ``key``: the spec's key at fault; ``code``: a stable
+    identifier."""
 
     def __init__(self, key: str, code: str, detail: str) -> None:
         super().__init__(detail)

@@ -1,4 +1,4 @@
-"""All private parts of torch that Ratchet uses, with substitutes. Where there is none, the function raises
+"""Private parts of torch that Ratchet uses, some with substitutes. Where there is none, the function raises
 ``TorchUnsupported``."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_torch_version() -> None:
 
 
 def check_ddp_attributes(ddp: DistributedDataParallel) -> None:
-    """Raise ``TorchUnsupported`` if ``ddp`` lacks an attribute that ``ManagedDDP`` reads or assigns."""
+    """Raise ``TorchUnsupported`` if ``ddp`` lacks one of the attributes in ``_OF_A_DDP``."""
     for name in _OF_A_DDP:
         if not hasattr(ddp, name):
             raise missing(f"DistributedDataParallel().{name}")

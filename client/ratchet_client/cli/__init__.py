@@ -8,7 +8,7 @@ import warnings
 
 
 def main() -> None:
-    """Run the command line. Entry point of the executable; exits the process with a code of ``exit_codes.Exit``."""
+    """Run the command line and exit the process. Entry point of the executable; ``exit_codes.Exit`` has the codes of commands."""
     from ratchet_client.cli.app import app
 
     warnings.showwarning = _show_warning

@@ -72,8 +72,8 @@ class _Group(TyperGroup):
 
 
 def _report(error: RatchetError, job: str | None) -> None:
-    """Print an error on standard error: its message, the field errors that the message does not contain, and a hint if there is
-    one. ``job``: the job as named on the command line, for the hint."""
+    """Print an error on standard error: its message or the number of mistakes, then field errors, unless the message has the only
+    one, and a hint if there is one. ``job``: the job as named on the command line, for the hint."""
     sys.stdout.flush()
     several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
     listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")

@@ -1,1 +1,1 @@
-"""HTTP transport of the client, discovery of the service, configuration file."""
+"""HTTP transport and event streams of the client, its errors, discovery of the service, configuration file."""

@@ -1,5 +1,5 @@
-"""The client's configuration file: a server, and the token that belongs to it. An invalid file is rejected, since commands would
-otherwise be sent to another service."""
+"""The client's configuration file: a server, and a token with the server that it belongs to. An invalid file is rejected, since
+commands would otherwise be sent to another service."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The content of the configuration file. ``token`` is sent only to ``token_server``, an address in the form of
-    ``normalise_url``."""
+    """The content of the configuration file. ``token`` is sent only to ``token_server``. Addresses are as in the
+    file, which may not be in the form of ``normalise_url``."""
 
     server: str | None = None
     token: str | None = None
@@ -40,8 +40,8 @@ def config_path() -> Path:
 
 
 def read_config(path: Path) -> ConfigFile:
-    """Return the content of the configuration file, empty if it does not exist. Raise ``Refused`` if it is invalid or unreadable,
-    or has a token that others may read."""
+    """Return the content of the configuration file, empty if it does not exist. Raise ``Refused`` if it is malformed or
+    unreadable, or has a token and others may access it."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -62,7 +62,8 @@ def read_config(path: Path) -> ConfigFile:
 
 
 def _validated(path: Path, data: Any) -> ConfigFile:
-    """Return the decoded JSON ``data`` as a ``ConfigFile``. Raise ``Refused`` if it is invalid."""
+    """Return the decoded JSON ``data`` as a ``ConfigFile``. Raise ``Refused`` for wrong keys or types. Addresses and token
+    are not checked."""
     known = [field.name for field in fields(ConfigFile)]
     if not isinstance(data, dict):
         raise _refusal(path, "is not a JSON object", "correct it, or")

@@ -28,7 +28,7 @@ RUNNING = "the running service"
 
 
 def start_hint(home: Path) -> str:
-    """Return, as text, the command that starts the service of the run directory ``home``."""
+    """Return a hint with the command that starts the service of the run directory ``home``."""
     if home == Path.cwd() / DEFAULT_HOME:
         return "start it with `ratchet serve`"
     return f"start it with `ratchet serve --home {shlex.quote(str(home))}`"
@@ -119,7 +119,7 @@ class Target:
 
 
 def _own_runs_hint(home: Path) -> str:
-    """Return text that says where ``ratchet run`` keeps its jobs and how to list them; "" if there are none below ``home``."""
+    """Return text on where ``ratchet run`` keeps its jobs and how to list the newest ones; "" if none is found below ``home``."""
     runs = HomePaths(home).runs
     with suppress(OSError, ValueError):  # no such directory, or one is removed meanwhile
         newest = max(runs.iterdir(), key=lambda path: path.stat().st_mtime)
@@ -148,7 +148,7 @@ def find_target(
     server: str | None = None, home: str | os.PathLike[str] | None = None, token: str | None = None
 ) -> Target:
     """Return the service to use and its token, from these options, variables, the configuration file, and running services. Raise
-    ``Refused`` if an address, the token or the file is invalid. No request is sent.
+    ``Refused`` if the file, or an address or token to be used, is invalid. No request is sent.
 
     An option comes before a variable, a variable before the configuration file, the file before ``./.ratchet``, and that before
     this user's only running service.
@@ -204,7 +204,8 @@ def _stored(config: ConfigFile, path: Path) -> tuple[Setting | None, str | None]
 
 
 def validate_token(text: str) -> str:
-    """Return the token ``text`` unchanged. Raise ``Refused``, without the token in the message, if it cannot be one."""
+    """Return the token ``text`` unchanged. Raise ``Refused``, without the token in the message, if it has a space or a
+    character that is not printable ASCII."""
     if not text.isascii() or not text.isprintable() or " " in text:
         raise Refused("a token is printable ASCII without spaces: check how it was copied", code="invalid-config")
     return text
@@ -224,6 +225,6 @@ def home_directory(home: str | os.PathLike[str] | None = None) -> Path:
 
 
 def is_loopback(url: str) -> bool:
-    """Return True if the host of ``url`` is ``localhost``, ``::1`` or an address 127.x.x.x."""
+    """Return True if the host of ``url`` is ``localhost``, ``::1`` or an IPv4 address that begins with ``127.``."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdigit())

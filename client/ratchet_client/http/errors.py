@@ -2,10 +2,10 @@
 
 RatchetError
 ├── (SpecError, NotFound, Conflict, Refused, ...)   4xx, or raised by the client itself
-├── ServiceUnreachable                              no response
+├── ServiceUnreachable                              no response, or no address
 ├── ServiceFault                                    a 5xx response, one that is not from the API, or a damaged download
 ├── AmbiguousName                                   several jobs have the name
-└── DeadlineReached                                 a time limit has passed, as in ``wait``; the job continues
+└── DeadlineReached                                 a time limit has passed, as in ``wait``; no job is stopped
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOT_A_SERVICE: Final = "not-a-service"
 
 
 class ServiceUnreachable(RatchetError):
-    """The service does not respond, or no running service was found."""
+    """The service does not respond, the connection broke, or ``service.json`` has no usable address."""
 
     code = "service-unreachable"
 
@@ -43,7 +43,7 @@ class AmbiguousName(RatchetError):
 
 
 class DeadlineReached(RatchetError):
-    """A time limit has passed, such as the ``deadline`` of ``wait`` or ``poll``; the job continues."""
+    """A time limit has passed, such as the ``deadline`` of ``wait`` or ``poll``. No job is stopped by it."""
 
     code = "deadline-reached"
 
@@ -53,7 +53,8 @@ _SPEC_CODES = frozenset({"invalid-spec", "invalid-yaml", "invalid-value", "inval
 
 
 def error_from_response(response: httpx.Response) -> RatchetError:
-    """Return the exception for a 4xx or 5xx response, by its problem document; usually its ``extra`` has ``status`` (int)."""
+    """Return the exception for a response that is no success: by its problem document, or ``ServiceFault`` without one. Its
+    ``extra`` has ``status`` (int)."""
     status = response.status_code
     problem = _problem(response)
     if problem is None:

@@ -52,8 +52,8 @@ class TokenInClearWarning(UserWarning):
 
 
 class Transport:
-    """Sends requests to one service. ``timeout``: seconds without data after which a request fails. ``retry_for``: seconds for
-    all retries of one call. ``token`` is sent only to the server that it belongs to."""
+    """Sends requests to one service. ``timeout``: seconds without data after which a request fails; connections, streams and
+    a ``Body`` have other limits. ``retry_for``: seconds within which a call retries. ``token`` is sent only to its server."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class Transport:
         return (self.target.server or self.target.home).value
 
     def _url(self, path: str, params: Params | None) -> str:
-        """Return the service's base URL. Raise ``Refused`` if no request can be sent there, and the errors of ``Target.url``."""
+        """Return the service's base URL. Raise ``Refused`` if it gives no valid URL with ``path`` and ``params``, and the errors
+        of ``Target.url``."""
         url = self.target.url()
         try:
             parsed = httpx.URL(url + path, params=_without_none(params))
@@ -109,12 +110,12 @@ class Transport:
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
-        """Send a request and return the 2xx response. Blocks and retries for up to ``retry_for`` seconds while the service does
+        """Send a request and return the 2xx response. Blocks, and retries for up to ``retry_for`` seconds while the service does
         not respond or is busy; but does not repeat a DELETE that may have arrived, nor retry if no service was started.
         ``idempotency_key``: of a POST; default: a random one. ``body``: sent instead of ``json``.
 
         Raise the service's problem as a ``RatchetError``, ``ServiceUnreachable`` without a response, ``ServiceFault`` if another
-        program responds, and ``Refused`` for an unusable configuration.
+        program responds, and ``Refused`` for an unusable configuration or a service with another protocol.
         """
         headers = {}
         if body is not None:
@@ -169,7 +170,7 @@ class Transport:
         return self._clients[secure, local]
 
     def _authorities(self) -> ssl.SSLContext | bool:
-        """Return the certificate authorities that verify the server; True for the system's. Raise ``Refused`` if a file of
+        """Return the certificate authorities that verify the server; True for httpx's default. Raise ``Refused`` if a file of
         certificates cannot be used."""
         given = os.environ.get(env_vars.CA_FILE)
         file = Path(given) if given else HomePaths(Path(self.target.home.value)).service_authorities
@@ -203,7 +204,8 @@ class Transport:
             return self._unreachable(url, error)
 
     def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
-        """Return True if a failed request may be sent again, since it may succeed and would not take effect twice."""
+        """Return True if a failed request may be sent again: not a DELETE that may have arrived, and not if no service has
+        been found."""
         # A second DELETE would get 404, which would misreport the first.
         if isinstance(outcome, httpx.Response):
             return method != "DELETE"
@@ -212,12 +214,12 @@ class Transport:
         return method != "DELETE" or not outcome.extra.get("sent", False)
 
     def _is_foreign(self, error: httpx.TransportError) -> bool:
-        """Return True if ``error`` shows another program at the specified address, which did not respond with valid HTTP."""
+        """Return True if ``error`` suggests another program at a specified address: no valid HTTP now, and no response before."""
         return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
 
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
-        """Return the ``ServiceUnreachable`` for ``error``. Its ``extra["sent"]`` is False if the request cannot have reached the
-        service."""
+        """Return the ``ServiceUnreachable`` for ``error``. Its ``extra["sent"]`` is False if no connection to the service was
+        made."""
         sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
         what = str(error) or type(error).__name__
         if "WRONG_VERSION_NUMBER" in what:

@@ -1,4 +1,4 @@
-"""Derives notes for the user, and the settings of the spec, from the facts about a script."""
+"""Derives notes for the user, and some settings of the spec, from the facts about a script."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def device_of(command: Command, facts: Facts) -> Literal["auto", "cpu", "cuda"]:
 
 
 def hook_block(hook: HookUse) -> dict[str, Any] | None:
-    """Return the value of the spec's key ``hook`` for the script's ``hook``; None if Ratchet does not have it."""
+    """Return the value of the spec's key ``hook`` for the script's ``hook``; None if Ratchet does not offer it."""
     name = canonical_hook_name(hook.name)
     return {"name": name, **hook.parameters} if name in HOOKS and HOOKS[name].available else None
 
@@ -119,7 +119,8 @@ def _change(facts: Facts, place: Place) -> str:
 
 
 def _frameworks(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield notes on frameworks that run the training of an unmanaged script, and on a number of devices that does not fit."""
+    """Yield notes on frameworks that run the training of an unmanaged script, and on a number of devices that is
+    unknown or does not fit."""
     if way != "unmanaged":
         return
     for one in {one.name: one for one in facts.frameworks}.values():
@@ -166,7 +167,7 @@ def _hooks(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _saves(facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield notes on the checkpoints that the script writes, or a serious one if an unmanaged script writes none."""
+    """Yield notes on the checkpoints that the script writes, or a serious one if none is found for an unmanaged script."""
     for save in facts.saves:
         target = f'"{save.value}"' if save.value else "a path computed at run time"
         if way == "unmanaged":
@@ -211,7 +212,8 @@ def _start(facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _paths(command: Command, facts: Facts, place: Place) -> Iterator[Note]:
-    """Yield notes on relative paths that the script writes, reads or gets as arguments."""
+    """Yield notes on relative paths that the script writes, and on those that it reads or gets as arguments but may not
+    find."""
     written = sorted({str(where.value) for where in facts.writes if _is_relative_path(where)})
     if written:
         names = ", ".join(f'"{name}"' for name in written)
@@ -236,7 +238,8 @@ def _is_relative_path(where: Where) -> bool:
 
 
 def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield serious notes on arguments that the script requires and the command lacks."""
+    """Yield serious notes on required options that the command lacks, and on required arguments if it has none at all; no
+    notes for a task."""
     words = takewhile(lambda word: word != "--", command.arguments)
     flags = [word.partition("=")[0] for word in words if word.startswith("-") and word != "-"]
     lacking = [
@@ -254,13 +257,13 @@ def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
 
 
 def _is_given(flag: str, word: str) -> bool:
-    """Return True if argparse takes ``word`` for the option ``flag``: abbreviated, or with the value behind a short one."""
+    """Return True if argparse may take ``word`` for the option ``flag``: abbreviated, or with the value after a short one."""
     return flag.startswith(word) or (len(flag) == 2 and word.startswith(flag))
 
 
 def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[Note]:
-    """Yield notes on modules that the job's interpreter lacks, and on a large code directory. ``python``: the interpreter; None:
-    that of this command."""
+    """Yield notes on modules that the job's interpreter lacks, and on a large code directory. ``python``: the interpreter or
+    environment; None: that of this command."""
     missing = missing_modules(python, facts.modules | {"ratchet_worker", "torch"}, [place.script.parent, place.code])
     who, ours = python or "the interpreter that runs this command", {PACKAGE, "ratchet_worker"}
     if missing is None:

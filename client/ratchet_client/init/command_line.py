@@ -99,7 +99,7 @@ def _explicit(word: str) -> Path | None:
 
 
 def _from_python(words: list[str], environ: Mapping[str, str]) -> Command:
-    """Return the command for the words after ``python``. Raise ``Refused`` for what a spec cannot express."""
+    """Return the command for the words after ``python``. Raise ``Refused`` for what is invalid or a spec cannot express."""
     rest, dropped = list(words), {}
     while rest and rest[0] == "-u":
         dropped["-u"] = "output of ranks is never buffered"
@@ -168,7 +168,7 @@ def _torchrun(words: Sequence[str], environ: Mapping[str, str], *, legacy: bool 
 
 def _from_environment(dest: str, switch: bool, environ: Mapping[str, str]) -> str | None:
     """Return the value of torchrun's option ``dest`` from its variable ``PET_<DEST>``; "" for a ``switch`` that is on; None if
-    unset."""
+    unset or off."""
     value = environ.get(f"PET_{dest.upper()}")
     return None if value is None or (switch and value == "0") else "" if switch else value
 
@@ -199,8 +199,8 @@ def _number(name: str, value: str, *, minimum: int) -> int:
 
 
 def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
-    """Return the ranks and the device for the value of ``--nproc-per-node``. May count this machine's GPUs, which blocks. Raise
-    ``Refused`` for an unusable value."""
+    """Return the ranks and the device for the value of ``--nproc-per-node``. May count this machine's GPUs, which may block.
+    Raise ``Refused`` for an unusable value."""
     gpus = count_gpus() if value in ("gpu", "auto") else 0
     if value == "gpu" and not gpus:
         raise Refused("--nproc-per-node=gpu: this machine has no GPU; give the number of ranks")
@@ -214,7 +214,7 @@ def count_ranks(value: str) -> tuple[int, Literal["auto", "cpu", "cuda"]]:
 
 
 def count_gpus() -> int:
-    """Return the number of NVIDIA GPUs that a process started here would see, by ``CUDA_VISIBLE_DEVICES`` or ``nvidia-smi``. May
+    """Return the number of GPUs that ``CUDA_VISIBLE_DEVICES`` lists, or without it the number that ``nvidia-smi`` finds. May
     block for 30 seconds."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:

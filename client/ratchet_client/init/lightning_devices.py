@@ -59,7 +59,7 @@ def device_count(command: Command, facts: Facts, trainer: Framework) -> int | No
 
 def _value(command: Command, facts: Facts, text: str | None) -> str | None:
     """Return the value of ``text``, the source of the ``devices`` argument, with an option of the script replaced by its value;
-    None if that is unknown."""
+    None if that is unknown; "auto" for None."""
     if text is None:
         return "auto"
     node = ast.parse(text, mode="eval").body

@@ -20,7 +20,7 @@ LARGE: Final = 100 * 10**6
 """Bytes below ``code.path`` above which a note is added. The service has its own limits, and reports them."""
 
 MANY: Final = 10_000
-"""Number of files below it, likewise."""
+"""Number of files below ``code.path`` above which the same note is added."""
 _MAX_FILES: Final = 100_000
 """Maximum number of files that are counted; a data set of millions of files is large without counting all."""
 
@@ -94,8 +94,8 @@ def _is_environment(prefix: Path) -> bool:
 
 
 def missing_modules(python: Path | None, names: Iterable[str], folders: list[Path]) -> list[str] | None:
-    """Return those of ``names`` that the interpreter ``python`` (None: this one) does not find; None if it fails. Starts it and
-    blocks for up to 60 seconds. ``folders``: first on its path."""
+    """Return those of ``names`` that the interpreter or environment ``python`` (None: this one) does not find; None if it fails.
+    Starts the interpreter and blocks for up to 60 seconds. ``folders``: first on its path."""
     program = Path(sys.executable) if python is None else python / "bin" / "python" if python.is_dir() else python
     try:
         done = subprocess.run(

@@ -48,7 +48,7 @@ _SPECS: Final = {entry.spec.__name__: entry.name for entry in HOOKS.values()}
 
 
 def read_script(script: Path, code: Path) -> Facts:
-    """Return the facts about ``script`` and the modules below its directory or ``code`` that it imports. No code is run. If
+    """Return the facts about ``script`` and modules below its directory or ``code`` that it imports. No code is run. If
     modules could not be read, ``Facts.is_partial`` is True. Raise ``NotFound`` or ``Refused`` if the script cannot be read."""
     facts, certain, seen = Facts(), set[str](), set[Path]()
     waiting, roots = deque([script]), list(dict.fromkeys([script.parent, code]))
@@ -129,7 +129,7 @@ class _Reader:
             del self.names[name]
 
     def read(self) -> None:
-        """Add the facts about all calls, classes and device strings of the file."""
+        """Add the facts that the calls, classes and device strings of the file show."""
         calls: dict[str, Callable[[ast.Call], None]] = {
             "Session": self._session, "managed_ddp": self._managed, "DistributedDataParallel": self._ddp,
             "register_comm_hook": self._hook, "register_ddp_comm_hook": self._hook_type,
@@ -155,8 +155,8 @@ class _Reader:
     # --- helpers -------------------------------------------------------------------------------------------------------
 
     def _name(self, function: ast.expr) -> str:
-        """Return the name under which ``function`` is called, like ``save`` for ``torch.save``; "" if it has none. ``import ...
-        as`` is undone."""
+        """Return the name under which ``function`` is called, like ``save`` for ``torch.save``; "" if it has none. ``from ...
+        import ... as`` is undone."""
         if isinstance(function, ast.Attribute):
             return function.attr
         return self.renamed.get(function.id, function.id) if isinstance(function, ast.Name) else ""
@@ -165,7 +165,7 @@ class _Reader:
         return Place(self.file, node.lineno, ast.unparse(node), value)
 
     def _value(self, node: ast.expr | None) -> ast.expr | None:
-        """Return the expression that a name with a single assignment stands for; any other ``node`` unchanged."""
+        """Return the expression that a name with a single ``=`` assignment stands for; any other ``node`` unchanged."""
         seen: set[str] = set()
         while isinstance(node, ast.Name) and node.id in self.names and node.id not in seen:
             seen.add(node.id)
@@ -173,8 +173,8 @@ class _Reader:
         return node
 
     def _text(self, node: ast.expr | None, depth: int = 0) -> str | None:
-        """Return the text, or its literal beginning, of an expression such as ``Path("out") / name``; None if unknown. ``depth``:
-        the number of nested calls."""
+        """Return the text, or its literal beginning, of an expression such as ``Path("out") / name``; None if unknown. A
+        ``with_suffix`` is ignored. ``depth``: of the recursion."""
         node = self._value(node)
         if depth > _MAX_DEPTH:  # path = path / "more"
             return None
@@ -233,7 +233,7 @@ class _Reader:
             self.facts.frameworks.append(Framework("the Trainer of transformers", place, saves=self._trainer_saves()))
 
     def _bases(self, node: ast.ClassDef) -> None:
-        """Record the classes of integrations and Trainers that the class ``node`` is derived from, as if they were called."""
+        """Record the classes of integrations and Hugging Face's Trainers that ``node`` is derived from, as if called."""
         for base in node.bases:
             if any(map(makes_a_session, self.origins.origins_of(base))):
                 self._session(base)
@@ -357,7 +357,8 @@ def _first(node: ast.Call) -> ast.expr | None:
 
 
 def _literals(keywords: list[ast.keyword]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keyword arguments that are literals, by value, and the source text of the others; without ``process_group``."""
+    """Return the keyword arguments that are literals, by value, and the source text of the others; without ``process_group``
+    and ``**``."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for keyword in keywords:

@@ -69,8 +69,8 @@ def _task_arguments(words: Sequence[str], known: Sequence[str], task: str) -> di
 
 
 def is_generated(path: Path) -> bool:
-    """Return True if ``path`` ends in ``.yaml`` and its header comment shows that ``render`` made it. Raise ``OSError`` if the
-    file cannot be read."""
+    """Return True if ``path`` ends in ``.yaml`` and the file's beginning contains the words of the header of ``render``. Raise
+    ``OSError`` if a ``.yaml`` file cannot be read."""
     if path.suffix != ".yaml":
         return False
     with path.open(encoding="utf-8", errors="replace") as file:
@@ -158,7 +158,8 @@ def _environment(spec: Mapping[str, Any]) -> str:
 
 
 def _world(command: Command, world: Mapping[str, Any]) -> str:
-    """Return the comment of the key ``world``: where the number of ranks comes from, and what ``auto`` means."""
+    """Return the comment of the key ``world``: where the number of ranks comes from, and for a command without
+    a device what ``auto`` means."""
     told = command.given or "one rank; for more: --nproc-per-node"
     said = told if world.get("ranks_per_node") == command.ranks else "--set"
     counted = ", counted on this machine" if said.endswith(("=auto", "=cpu", "=gpu")) else ""

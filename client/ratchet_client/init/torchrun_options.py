@@ -48,7 +48,7 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """The name of the option's attribute in argparse, and, in upper case, the end of torchrun's variable ``PET_<NAME>``."""
+        """The option's attribute in argparse; in upper case, the end of its variable ``PET_<NAME>``, if it has one."""
         return self.name[2:].replace("-", "_")
 
 
@@ -80,7 +80,7 @@ def _nodes(value: str) -> Keep | Drop | Refuse:
 
 
 def _local_address(value: str) -> Keep | Drop | Refuse:
-    """Return ``Drop`` for a loopback address, 0.0.0.0 or an empty value, and ``Refuse`` for another machine's address."""
+    """Return ``Drop`` if the host of ``value``, without the port, is in ``LOOPBACK`` or empty, else ``Refuse``."""
     host = value.partition(":")[0] if value.count(":") == 1 else value
     if value.startswith("["):
         host = value[1:].partition("]")[0]
@@ -97,7 +97,7 @@ def _backend(value: str) -> Keep | Drop | Refuse:
 
 
 def _signals(value: str) -> Keep | Drop | Refuse:
-    """Return ``Drop`` if ``value`` lists only signals that torchrun handles by default, else ``Refuse``."""
+    """Return ``Drop`` if every name in ``value`` is a signal that torchrun handles by default, else ``Refuse``."""
     more = set(value.split(",")) - {"SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"}
     if not more:
         return Drop("SIGTERM stops a job at a step that all ranks agree on")

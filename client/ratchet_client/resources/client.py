@@ -36,13 +36,14 @@ class RatchetClient(Following, Access):
 
     ``base_url``: the service's address. ``home``: the run directory whose ``service.json`` has the address. If neither is given,
     the first of these applies: ``RATCHET_SERVER``, ``RATCHET_HOME``, the configuration file's server, ``./.ratchet`` if it
-    exists, this user's only running service. ``token``: sent as bearer token; default: ``RATCHET_TOKEN``, else the configuration
-    file's ``token``, for its ``token_server`` only. ``timeout``: seconds without a byte after which one request fails; downloads
-    and streams have longer limits. ``retry_for``: seconds for which one call is retried if the service does not respond, is not
-    ready or is busy; a retry is safe. ``export``, ``fetch_files`` and ``read_file`` are not retried.
+    exists and not only for ``ratchet run``, this user's only running service. ``token``: sent as bearer token; default:
+    ``RATCHET_TOKEN``, else the configuration file's ``token``, for its ``token_server`` only. ``timeout``: seconds without a byte
+    after which one request fails; connections, uploads, downloads and streams have other limits. ``retry_for``: seconds for which
+    one request is retried if the service does not respond, is not ready or is busy; a retry is safe. ``export``, ``fetch_files``
+    and ``read_file`` are not retried, and a deletion only if it cannot have arrived.
 
-    Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. Methods that return an iterator
-    read the list page by page while it is consumed.
+    Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. An iterator over a list reads it
+    page by page while it is consumed.
 
     >>> with ratchet.Client() as client:
     ...     client.ready()
@@ -73,7 +74,7 @@ class RatchetClient(Following, Access):
         """Create a job from ``spec``: the path of a YAML or JSON file, a mapping, or a ``JobSpec``. Return the job without
         waiting for its start. Raises ``SpecError`` with the invalid fields.
 
-        Relative paths in the spec are relative to the file's directory; without a file, to the current directory.
+        Relative paths of code, model and interpreter are relative to the file's directory; without a file, to the current one.
         ``idempotency_key``: for a day by default, a call with the same key and spec returns the same job; with another spec,
         ``Refused`` is raised.
 
@@ -81,7 +82,7 @@ class RatchetClient(Following, Access):
         a copy of this run's newest checkpoint.
 
         ``upload``: True: upload the directory ``code.path`` of this machine first. False: ``code.path`` is a directory of the
-        service's machine. None: upload the directory if it exists here and the service's address belongs to another machine.
+        service's machine. None: upload the directory if it exists here and the service's address is not a loopback address.
         ``note``: a function that receives sentences about left-out and large files, and about the progress of a large upload.
         Without ``note``, a ``UserWarning`` reports those files.
 
@@ -146,8 +147,8 @@ class RatchetClient(Following, Access):
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
-        """Resume a suspended, failed or cancelled job from its newest checkpoint; a queued or running job without a change stays
-        as it is. Return its new state without waiting for the training.
+        """Resume a suspended, failed or cancelled job from its newest checkpoint, if it has one; a queued or running job without
+        a change stays as it is. Return its new state without waiting for the training.
 
         ``from_step``: the step of an older checkpoint to start from. ``world``: the new number of ranks per node. ``nodes``: with
         ``world``, the new number of nodes. ``hook``: the name of a new hook, or a mapping that is merged over the job's hook.
@@ -155,7 +156,8 @@ class RatchetClient(Following, Access):
         ``include``: with ``code``, the job's ``code.include`` from now on. ``upload``, ``note``: as in ``submit``, for ``code``.
 
         Raises ``Conflict`` if the job's state, policy or quota forbids the request, ``NotFound`` for a step without a usable
-        checkpoint, ``SpecError`` for an invalid change, and ``ValueError`` for arguments that are invalid in themselves.
+        checkpoint, ``SpecError`` for an invalid change, and ``ValueError`` for ``nodes`` without ``world`` or ``include`` without
+        ``code``.
         """
         if nodes is not None and world is None:
             raise ValueError("nodes requires world, the number of ranks per node")
@@ -178,7 +180,8 @@ class RatchetClient(Following, Access):
         return self._act(job, "resume", request)
 
     def cancel(self, job: str | Job) -> views.JobView:
-        """Request that the job ends; a running attempt saves a checkpoint first. Returns without waiting for the end."""
+        """Request that the job ends; a running attempt saves a checkpoint first, if it can. Returns without waiting for the
+        end."""
         return self._act(job, "cancel")
 
     def preempt(self, job: str | Job) -> views.JobView:
@@ -219,8 +222,9 @@ class RatchetClient(Following, Access):
 
     def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
         """Delete an ended job and its logs, and its checkpoints unless ``keep_checkpoints`` is true. ``outputs=True`` also
-        deletes the files in its working directory; otherwise they are kept, and the result has their path. Raises ``Conflict`` if
-        the job has not ended, or if a fork needs one of its checkpoints."""
+        deletes its working directory, also of a job deleted before; otherwise the files that the job made there are kept, and the
+        result has their path. Raises ``Conflict`` if the job has not ended, or if a fork needs a checkpoint that would be
+        deleted."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -271,9 +275,9 @@ class RatchetClient(Following, Access):
         ``with_checkpoint`` (of ``with_job``) select the checkpoints. If only one of them is given, the other job's checkpoint of
         the same step is used.
 
-        By default, all steps at which both jobs have a committed checkpoint are compared, oldest first. The result is for the
-        first step that differs, or for the newest step if all are equal. Raises ``Conflict`` if there is no common step, or if a
-        selected checkpoint is quarantined or deleted.
+        By default, the steps at which both jobs' lineages have a checkpoint are compared, oldest first, up to the first that
+        differs. The result is for that step, or for the newest one if all are equal. Raises ``Conflict`` if there is no common
+        step, or if a selected checkpoint is quarantined or deleted.
 
         >>> client.compare(job_id, job_id).identical
         True
@@ -305,8 +309,8 @@ class RatchetClient(Following, Access):
         return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), views.CheckpointView, json=body)
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
-        """Delete unfinished checkpoints, and those from which no attempt will start, such as those of later steps after a resume
-        from an earlier step. Pinned ones stay. Returns what was deleted.
+        """Delete unfinished checkpoints of ended attempts, and those from which no attempt will start, such as those of later
+        steps after a resume from an earlier step. Pinned ones stay. Returns what was deleted.
 
         ``dry_run``: only return what would be deleted. ``quarantined``: also delete quarantined checkpoints, even pinned ones.
 
@@ -337,7 +341,7 @@ class RatchetClient(Following, Access):
 
     def read_file(self, job: str | Job, path: str, start: int = 0, end: int | None = None) -> bytes:
         """Return the bytes of the file ``path`` from ``start`` up to but not including ``end`` (default: the current end of the
-        file).
+        file). If ``end`` is not after ``start``, return ``b""`` without a request.
 
         Raises ``NotFound`` (``file-not-found``), and ``Refused`` with a code such as ``range-not-satisfiable`` or
         ``symbolic-link``.
@@ -367,7 +371,8 @@ class RatchetClient(Following, Access):
     # --- queue and quotas ---------------------------------------------------------------------------------------------
 
     def queue(self, limit: int = 50) -> list[api_queue.QueuedView]:
-        """Return the first ``limit`` queued jobs of all owners, in the order in which they start, without those in back-off.
+        """Return the first ``limit`` (maximum 5000) queued jobs of all owners, in the order in which they start, without those in
+        back-off.
 
         >>> [one.position for one in client.queue()] in ([], [1])
         True
@@ -385,8 +390,8 @@ class RatchetClient(Following, Access):
         return self._pages("/v1/quotas", api_quotas.QuotaView, {})
 
     def quota(self, owner: str) -> api_quotas.QuotaView:
-        """Return the quota that applies to ``owner``, with the owner's current usage: the owner's own, else that of ``*``, else
-        one without limits.
+        """Return the quota that applies to ``owner``, with the current usage (none for ``*``): the owner's own quota, else that
+        of ``*``, else one without limits.
 
         >>> client.quota("local").in_use.jobs >= 0
         True

@@ -1,4 +1,4 @@
-"""Uploads the directory of a spec's ``code`` to a service that cannot read the directory itself."""
+"""Uploads the directory of a spec's ``code`` to the service, by default only if the service is on another machine."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _of_a_directory(code: Any) -> bool:
 
 
 def _is_remote_service(transport: Transport, path: str) -> bool:
-    """Return True if the service's address is another machine's and the directory ``path`` exists on this one."""
+    """Return True if the service's address is known and no loopback address, and the directory ``path`` exists here."""
     with suppress(ServiceUnreachable, OSError):  # the submission itself reports an unreachable service
         return not is_loopback(transport.target.url()) and Path(path).expanduser().is_dir()
     return False
@@ -102,7 +102,7 @@ def _with_progress(parts: Iterator[bytes], size: int, report: Note) -> Iterator[
 
 
 def _refused(error: TreeError | OSError, root: Path, pointer: str) -> SpecError:
-    """Return the ``SpecError`` for a code directory ``root`` that cannot be read. ``pointer``: of ``code.path`` in the
+    """Return the ``SpecError`` for a code directory ``root`` that cannot be used. ``pointer``: of ``code.path`` in the
     request."""
     code, detail = ("unreadable", f"cannot read {str(root)!r}: {error}")
     if isinstance(error, TreeError):

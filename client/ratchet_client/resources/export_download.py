@@ -27,7 +27,7 @@ from ratchet_contract.errors import Refused
 
 ExportFormat = Literal["safetensors", "torch", "dcp"]
 _READ_SECONDS: Final = 3600.0
-"""Timeout for the first byte: the service reads and writes the whole checkpoint before it responds."""
+"""Maximum seconds without data: the service reads and writes the whole checkpoint before it responds."""
 _MEMBERS: Final = {
     "torch": re.compile(r"rank-\d{5}-of-\d{5}\.pt", re.ASCII),
     "dcp": re.compile(r"\.metadata|__\d{1,5}_\d{1,5}\.distcp", re.ASCII),

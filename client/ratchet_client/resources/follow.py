@@ -1,4 +1,4 @@
-"""The reading half of the client: series, logs, events, waiting. The iterators send a request only when its result is needed."""
+"""Observes a job: state, series, logs, events, waiting. The iterators send a request only when its result is needed."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Following(Calls):
     def download_logs(self, job: str | Job, file: str | os.PathLike[str], *, rank: int | None = None,
                       attempt: WhichAttempt = "all") -> Path:  # fmt: skip
         """Write the current logs to ``file``, also over an existing one, and return its path. Without ``rank``, each line begins
-        with ``[attempt.rank]``. An interrupted download is started again, for at most ``retry_for`` seconds; then raises
+        with ``[attempt.rank]``. An interrupted download is started again during ``retry_for`` seconds; after that it raises
         ``ServiceUnreachable`` or ``ServiceFault``. Raises ``OSError`` if ``file`` cannot be written.
 
         >>> client.download_logs(job_id, directory / "job.log", rank=0).name
@@ -154,7 +154,7 @@ class Following(Calls):
                       on_gap: Callable[[str], None] | None = None) -> Generator[views.EventView]:  # fmt: skip
         """Yield events until the job has ended, across restarts of the service. ``after``: the id of an event; yield only later
         events. ``on_gap`` is called once per interruption, with the error text. Raises ``ServiceUnreachable`` or ``ServiceFault``
-        if an interruption lasts longer than ``retry_for`` seconds.
+        if an interruption lasts longer than ``retry_for`` seconds, or at once if another program responds.
 
         >>> seen = [event.id for event in client.follow_events(job_id)]
         >>> [event.id for event in client.follow_events(job_id, after=seen[2])] == seen[3:]
@@ -194,10 +194,11 @@ class Following(Calls):
     def wait(self, job: str | Job, until: Collection[JobPhase] = TERMINAL, deadline: float | None = None,
              on_change: Callable[[views.JobView], None] | None = None) -> views.JobView:  # fmt: skip
         """Wait until the job's phase is one of ``until``, or the job has ended, and return the job. ``on_change`` is called with
-        the first state, and at every new phase or reason.
+        the first state, and at every new phase or reason that a poll finds.
 
         Raises ``DeadlineReached`` after ``deadline`` seconds. Without a deadline, raises ``ServiceUnreachable`` or
-        ``ServiceFault`` if the service does not respond for ``retry_for`` seconds, or has an internal error.
+        ``ServiceFault`` if the service does not respond for ``retry_for`` seconds, or has an internal error. Raises
+        ``ServiceFault`` at once if another program responds.
 
         >>> client.wait(job_id, deadline=60).phase.value
         'SUCCEEDED'
@@ -215,7 +216,8 @@ class Following(Calls):
         is in a phase of ``until``.
 
         Raises ``DeadlineReached`` after ``deadline`` seconds. Without a deadline, raises ``ServiceUnreachable`` or
-        ``ServiceFault`` if the service does not respond, or fails, for two minutes.
+        ``ServiceFault`` if the service does not respond, or fails, for two minutes. Raises ``ServiceFault`` at once if another
+        program responds.
 
         >>> for now in client.poll(job_id, every=0.5, deadline=60):
         ...     print(now.job.phase.value, now.hook.phase, "loss" in now.metrics)

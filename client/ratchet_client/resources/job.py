@@ -77,7 +77,7 @@ class Job:
 
     @property
     def last_checkpoint(self) -> str | None:
-        """Id of the newest committed checkpoint that the job can resume from; None if there is none."""
+        """Id of the job's own newest committed checkpoint that it can resume from; None if there is none."""
         return self.view.last_checkpoint
 
     @property
@@ -96,7 +96,7 @@ class Job:
              on_change: Callable[[views.JobView], None] | None = None) -> Job:  # fmt: skip
         """Wait until the job's phase is one of ``until``, or the job has ended, and return this ``Job``. Raises
         ``DeadlineReached`` after ``deadline`` seconds. ``on_change`` is called with the first state, and at every new phase or
-        reason."""
+        reason that a poll finds."""
         self.view = self._client.wait(self.id, until, deadline, on_change)
         return self
 
@@ -135,8 +135,8 @@ class Job:
         return self._client.checkpoints(self.id)
 
     def files(self, path: str = "", *, everything: bool = False) -> Iterator[views.FileView]:
-        """Yield the files and directories below ``path`` in the job's working directory. ``everything``: include unchanged files
-        of the job's code."""
+        """Yield the files, directories and links below ``path`` in the job's working directory. ``everything``: include unchanged
+        files of the job's code."""
         return self._client.files(self.id, path, everything=everything)
 
     def fetch_files(self, target: str | os.PathLike[str], path: str = "", *, force: bool = False) -> Fetched:

@@ -18,7 +18,7 @@ from ratchet_contract.errors import Refused
 from ratchet_contract.plural import pluralize
 
 _READ_SECONDS: Final = 600.0
-"""Timeout for the first byte: the service reads the whole directory tree before it responds."""
+"""Maximum seconds without data: the service reads the whole directory tree before it responds."""
 _CHUNK: Final = 1 << 20
 _SHOWN: Final = 5
 Bar = AbstractContextManager[Callable[[int], object]]
@@ -48,8 +48,8 @@ def fetch(
     """Download the archive at the API path ``path`` and extract it below ``folder``. ``force``: replace existing files. ``bar``:
     as ``no_progress``, called with the size in bytes.
 
-    Raises ``Refused`` if files exist (nothing was written) or cannot be written, ``ServiceUnreachable`` for a truncated response,
-    ``ServiceFault`` for an invalid archive.
+    Raises ``Refused`` if files are in the way (nothing was written) or cannot be written, ``ServiceUnreachable`` for a truncated
+    response, ``ServiceFault`` for an invalid archive.
     """
     made = not folder.exists()
     try:
@@ -102,7 +102,7 @@ def _unpack(body: Any, temporary: Path, on_bytes: Callable[[int], object]) -> li
 
 
 def _safe_path(name: str) -> Path:
-    """Return ``name`` as a relative path. Raises ``ServiceFault`` if it could lead out of a directory."""
+    """Return ``name`` as a relative path. Raises ``ServiceFault`` if it is empty or could lead out of a directory."""
     path = Path(name)
     if not path.parts or path.anchor or ".." in path.parts:
         raise _unsafe_member_error(name)

@@ -95,7 +95,7 @@ def poll_until(
 ) -> Iterator[T]:  # fmt: skip
     """Yield the results of ``fetch`` until the job's phase is one of ``until`` or the job has ended. Sleeps between two calls.
     Raises ``DeadlineReached`` after ``deadline`` seconds; without a deadline, the error of ``retry_poll`` after
-    ``pace.patience`` seconds without a result."""
+    ``pace.patience`` seconds without a result. Raises ``ServiceFault`` at once if another program responds."""
     started = time.monotonic()
     end = math.inf if deadline is None else started + deadline
     delay, phase, last = pace.first, None, ""

@@ -19,9 +19,9 @@ Spec: TypeAlias = JobSpec | Mapping[str, Any] | str | os.PathLike[str]
 
 
 def spec_body(spec: Spec) -> dict[str, Any]:
-    """Return the spec as JSON data for a request. Its paths become absolute: relative to the spec's file, or without one to the
-    current directory. Raises ``SpecError`` if the spec is not a mapping of JSON values, and ``NotFound`` if the file cannot be
-    read."""
+    """Return the spec as JSON data for a request. Paths of code, model and interpreter become absolute: relative to the spec's
+    file, or without one to the current directory. Raises ``SpecError`` if the spec is not a mapping of JSON values, and
+    ``NotFound`` if the file cannot be read."""
     if isinstance(spec, str | os.PathLike):
         return read_spec(os.fspath(spec))
     given = spec.model_dump(mode="json", exclude_unset=True) if isinstance(spec, JobSpec) else dict(spec)
@@ -31,8 +31,9 @@ def spec_body(spec: Spec) -> dict[str, Any]:
 
 
 def read_spec(file: str) -> dict[str, Any]:
-    """Return the spec in ``file`` ("-": standard input). Its paths become absolute, relative to the file's directory, or for "-"
-    to the current one. Raises ``SpecError`` if it is no YAML or JSON mapping, and ``NotFound`` for an unreadable file."""
+    """Return the spec in ``file`` ("-": standard input). Paths of code, model and interpreter become absolute, relative to the
+    file's directory, or for "-" to the current one. Raises ``SpecError`` if it is no YAML or JSON mapping, and ``NotFound`` for
+    an unreadable file."""
     if file.endswith(".py"):
         raise SpecError(f"{file} is a program, and a job spec is YAML: `{_INIT} {file}` writes one that runs it")
     try:

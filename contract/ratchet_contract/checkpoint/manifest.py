@@ -1,4 +1,4 @@
-"""The manifest: the last-written file of a checkpoint. No manifest, no checkpoint.
+"""The manifest, whose rename into place completes a checkpoint. No manifest, no checkpoint.
 
 Tensor names are ``shared/<name>`` (equal on all ranks, cut into slices over them) or ``rank/<r>/<name>`` (private). A rank file
 is a safetensors file with that rank's JSON state in its metadata. Digests: XXH3-128 of each block of a rank file; SHA-256 of the
@@ -153,7 +153,7 @@ class Sealer:
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
         """Return a copy of the manifest with its digest, and the bytes of its file. In digest and file, NaN and infinities are
-        null."""
+        null, or in hook summaries strings."""
         if not same_entries(manifest.tensors, self._tensors):
             self._rendered["tensors"] = _render(json.loads(_ENTRIES.dump_json(manifest.tensors)))
             self._tensors = tuple(manifest.tensors)

@@ -58,7 +58,7 @@ class Base(_Model):
 
 
 class ComponentReport(_Model):
-    """How one component of one rank was restored. ``reason``: a sentence, set unless ``status`` is ``exact``."""
+    """How one component of one rank was restored. ``reason``: why, set unless ``status`` is ``exact``."""
 
     component: str  # model, optimizer, scheduler, scaler, buffers, rng, hook, layout, data, user:<name>
     rank: int
@@ -68,7 +68,7 @@ class ComponentReport(_Model):
 
 class EnvironmentDifference(_Model):
     """One recorded fact (software, hardware, setting) that is different now. Facts that cannot change a bit (host name) are
-    not recorded."""
+    not compared."""
 
     key: str
     recorded: str | int | float | bool | None
@@ -83,7 +83,7 @@ class ResumeReport(_Model):
     """How an attempt began; written by rank 0 before its first step.
 
     ``verdict``: ``exact`` if every component and every recorded fact is the same as in the base, else ``not-exact``; ``fresh`` if
-    the attempt started from scratch; ``unmanaged`` for a script without a Session. Each attempt of such a script starts it from
+    there is no base; ``unmanaged`` for a script without a Session. Each attempt of such a script starts it from
     its first line. The script must save and restore its own state, and the report has no components.
     """
 
@@ -104,7 +104,7 @@ class ResumeReport(_Model):
 
     @property
     def changed_code(self) -> EnvironmentDifference | None:
-        """Digests of the base's code and of the code that continues; None if the code is the same."""
+        """Digests of the base's code and of the code that continues; None if the report has no such difference."""
         return next((d for d in self.differences if d.key == "code_digest"), None)
 
     def sentence(self) -> str:

@@ -1,5 +1,5 @@
 """Which files of a user's directory a snapshot includes: those that count as code (``code.tree``) and that no ``.gitignore`` or
-``.ratchetignore`` names. These files apply as in git, also those above the directory in a repository that is trusted.
+``.ratchetignore`` names. Their patterns match as in git; those above the directory in a trusted repository count too.
 ``code.include`` of a spec names files and directories that are included nevertheless."""
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Choice:
     left_out: list[str]
 
     def is_left_out(self, path: str) -> bool:
-        """Return True if the path is ignored and not in the snapshot by ``include``."""
+        """Return True if the file ``path`` is ignored and not in the snapshot by ``include``."""
         return all(entry.path != path for entry in self.entries) and any(
             _at_or_below(path, name.rstrip("/")) for name in self.left_out
         )

@@ -34,7 +34,7 @@ def ok(name: str, value: str, detail: str | None = None) -> Finding:
 
 
 def warning(name: str, value: str, *, cure: str, detail: str | None = None) -> Finding:
-    """Return a finding with status ``warning``: a job will run, but slower, less safely or less exactly than it could."""
+    """Return a finding with status ``warning``: Ratchet can run, but with a flaw, such as less speed, safety or exactness."""
     return Finding(name=name, status="warning", value=value, detail=detail, cure=cure)
 
 

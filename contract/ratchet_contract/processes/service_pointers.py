@@ -59,7 +59,7 @@ def running_services() -> list[Path]:
 
 
 def killed_services() -> list[Path]:
-    """Return the run directories, sorted, of this user's services that ended without cleaning up."""
+    """Return the run directories, sorted, of this user's services that ended without cleaning up, if their pointers are left."""
     directory = pointers_directory()
     if not _is_own(directory):
         return []

@@ -38,7 +38,7 @@ class Message(BaseModel):
 
 
 class ServiceFile(Message):
-    """Content of ``service.json``, by which a process on this machine finds the running service."""
+    """Content of ``service.json``, by which other processes, such as agents, find the running service."""
 
     protocol: int = PROTOCOL_VERSION
     url: str
@@ -56,7 +56,7 @@ class ServicePointer(Message):
 
 
 class ForkSource(Message):
-    """The checkpoint, of another job or of a run without a service, that a forked job's first attempt starts from."""
+    """The checkpoint, of another job or of a run without a service, that a job starts from while it has none of its own."""
 
     job_root: str
     step: int
@@ -68,7 +68,7 @@ class ForkSource(Message):
 
 
 class LaunchFile(Message):
-    """Content of ``launch.json``: everything that the agents and the ranks of one attempt need. It contains the values of the
+    """Content of ``launch.json``: the instructions for the agents and the ranks of one attempt. It contains the values of the
     variables in ``secret_env``, but not those of the variables in ``secrets``."""
 
     _older = model_validator(mode="before")(rename_epoch)
@@ -155,7 +155,7 @@ class AgentFile(Message):
 
 class Control(Message):
     """Content of ``control.json``: the newest desired state of a node's ranks. It is level-triggered: a reader that misses one
-    version of the file acts on the next. ``checkpoint_request`` grows by one for each request to save now."""
+    version of the file acts on the next. ``checkpoint_request``: number of requests to save now in this attempt."""
 
     desired: Desired = Desired.RUN
     cause: Cause | None = Field(
@@ -318,8 +318,8 @@ RankMessage = Annotated[
 
 
 class RankResult(Message):
-    """How a rank ended; written by the rank, by rename, before it exits. ``traceback``: that of the exception
-    that ended the rank, cut to its last 16384 characters; None without one."""
+    """How a rank ended; written by the rank, by rename, before it exits. ``traceback``: that of the exception that
+    ended the rank, or for arguments that the script refused, the message, cut to the last 16384 characters; None without one."""
 
     rank: int
     cause: Cause

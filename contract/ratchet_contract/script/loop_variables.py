@@ -1,5 +1,5 @@
 """Finds, in source code, local variables that a loop carries from one pass to the next, such as ``best`` in
-``best = max(best, found)``. No checkpoint contains them."""
+``best = max(best, found)``. A checkpoint contains them only if the script has them saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
     """Return the local variables that ``loop`` carries from one pass to the next, each with a place where it is read; values of a
     clock are left out. With ``scope``, the function or module around the loop, also variables that only some passes assign and
-    that are read after it, and containers that it fills and that are read in or after it."""
+    that are read after it, and containers and tensors that it changes in place and that are read in or after it."""
     flow = _Flow()
     if isinstance(loop, ast.While):
         certain = flow.run(loop.body, flow._expression(loop.test, set()))
@@ -49,7 +49,7 @@ def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast
 
 
 def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
-    """Return where the body first reads each name. A statement such as ``x.append(y)``, and ``x[i] = y``, do not count as reads
+    """Return a place where the body reads each name. A statement such as ``x.append(y)``, and ``x[i] = y``, do not count as reads
     of ``x``."""
     filling = set[int]()
     for inner in ast.walk(loop):
@@ -167,7 +167,7 @@ def _is_pure_call(call: ast.Call) -> bool:
 
 
 def _is_display_call(node: ast.AST) -> bool:
-    """True for a statement that only displays its arguments, such as ``print``; not for a ``print`` into a file."""
+    """True for a statement that calls something with a name in ``_DISPLAY_FUNCTIONS``, but not for a ``print`` into a file."""
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         return False
     called, keywords = node.value.func, {keyword.arg for keyword in node.value.keywords}
@@ -235,7 +235,7 @@ class _Flow:
         return None if isinstance(statement, (ast.Return, ast.Raise, ast.Break, ast.Continue)) else assigned
 
     def _expression(self, node: ast.expr, assigned: set[str]) -> set[str]:
-        """Follow an expression, which may store with ``:=``, and return the names that are certainly stored after it."""
+        """Follow an expression, and return ``assigned`` with the names that it stores with ``:=``, assumed to be evaluated."""
         self._read([node], assigned)
         return assigned | self._store([node])
 
@@ -319,7 +319,7 @@ def _clock_variables(loop: Loop) -> set[str]:
 
 
 def _reads_clock(value: ast.expr, clocks: set[str]) -> bool:
-    """True if the expression calls a clock, or reads one of the names ``clocks``."""
+    """True if the expression calls a function named like a clock's, or reads one of the names ``clocks``."""
     for node in ast.walk(value):
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")

@@ -1,4 +1,4 @@
-"""The names that ``import ratchet`` offers, with the modules that define them."""
+"""The public names of ``ratchet``, with the modules from which they are imported."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def requirement(module: str) -> str:
-    """Return pip's requirement for the package with the top-level ``module``; for a foreign module the name, which is a guess."""
+    """Return pip's requirement for the package with the top-level ``module``. Except for ``ratchet``, it is the same
+    name, a guess."""
     return f"ratchet-train[worker]=={RATCHET_VERSION}" if module == PACKAGE else module
 
 
 def shadow_advice(error: BaseException, file: str | None) -> str | None:
-    """Return advice if ``error`` shows that a user's own module, in ``file``, was imported as ``ratchet``; None for other
-    errors."""
+    """Return advice if ``error`` shows that the module in ``file``, imported as ``ratchet``, lacks a public name, since it is
+    the user's own. None for other errors."""
     if isinstance(error, AttributeError):
         package, missing = getattr(error.obj, "__name__", None), error.name
     elif isinstance(error, ImportError):

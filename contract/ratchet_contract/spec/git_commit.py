@@ -1,5 +1,5 @@
 """The git commit of a directory of code, and the snapshot's differences from it. Git runs without network, hooks and the user's
-configuration, and only reads its own objects."""
+configuration, and only reads the repository."""
 
 from __future__ import annotations
 
@@ -153,7 +153,8 @@ class _Look:
         return found
 
     def _run_git(self, root: Path, *arguments: str) -> bytes:
-        """Run a git command in ``root`` and return its output. Raises ``_Unknown`` if git fails or takes too long."""
+        """Run a git command in ``root`` and return its output. Raises ``_Unknown`` for git that is missing, fails, takes too long
+        or prints too much."""
         program = shutil.which("git")
         if program is None:
             raise _Unknown("git is not installed where the code was read")
@@ -186,7 +187,7 @@ class _Look:
 
 
 def _blob(entry: Entry, algorithm: str) -> _Blob:
-    """Return the blob that git would make of a file or link. Raises ``OSError``."""
+    """Return the blob that git would make of a file or link without filters or conversion of line ends. Raises ``OSError``."""
     if entry.link is not None:
         target = os.fsencode(entry.link)
         return _Blob("120000", hashlib.new(algorithm, b"blob %d\0%b" % (len(target), target)).hexdigest())

@@ -1,4 +1,4 @@
-"""The job spec: everything that a user may request. ``spec.parse`` turns a user's JSON or YAML data into a ``JobSpec``."""
+"""The job spec: what a user may specify for a job. ``spec.parse`` turns a user's JSON or YAML data into a ``JobSpec``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ JsonValue = Any
 
 
 def _env_name(name: str) -> str:
-    """Return ``name``. Raises ``ValueError`` if it is no variable name, or is one that the agent sets."""
+    """Return ``name``. Raises ``ValueError`` if it is no variable name, or is reserved for the agent."""
     if not _ENV_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a variable name")
     if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
@@ -123,8 +123,7 @@ class CodeSpec(SpecModel):
 
 
 class StartSpec(SpecModel):
-    """A model that another program saved, from which the job's first attempt starts; later attempts continue from the job's
-    own checkpoints."""
+    """A model that another program saved, from which the job starts while it has no checkpoint."""
 
     path: str = Field(
         min_length=1,
@@ -431,9 +430,9 @@ class JobSpec(SpecModel):
 
 class Resolved(SpecModel):
     """Values that a spec leaves open, such as ``device`` for ``auto``. They are determined at submission and hold for all
-    attempts of the job, except that a resume with another number of ranks changes ``threads_per_rank``, and one with other code
-    ``code_digest``. ``python``: the interpreter that was examined at submission; if the spec names none, each attempt uses that
-    of its agents. Unknown keys are ignored."""
+    attempts of the job, except that a resume with another number of ranks may change ``threads_per_rank``, and one with other
+    code ``code_digest``. ``python``: the interpreter that was examined at submission; if the spec names none, each attempt uses
+    that of its agents. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -25,8 +25,8 @@ _OPTION = re.compile(r"[a-z][a-z-]*")
 
 
 def _option(name: str) -> str:
-    """Return ``name``. Raises ``ValueError`` if it does not look like a long option of sbatch, or Ratchet sets the option
-    itself."""
+    """Return ``name``. Raises ``ValueError`` if it does not look like a long option of sbatch, or is reserved for
+    Ratchet."""
     if not _OPTION.fullmatch(name):
         raise ValueError(f"{name!r} is not the long name of an option of sbatch")
     if name in OWNED_OPTIONS:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, Final
 
 MASK: Final = "********"
-"""Replaces a value; refused as a value (``spec``), so that a spec that was read back is never run with it."""
+"""Replaces a value; refused as the value of a variable in ``secret_env``, so that a job never gets it as a secret value."""
 
 
 def masked(env: Mapping[str, str], secret: Collection[str]) -> dict[str, str]:

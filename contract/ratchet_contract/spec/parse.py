@@ -132,8 +132,8 @@ _RELATED_KEYS = (frozenset({"task", "script"}), frozenset({"env", "secret_env"})
 
 
 class _Mended:
-    """A spec's ``data`` without the faulty entries that ``remove_faulty`` was given. ``uncertain_keys``: keys that these faults
-    may affect."""
+    """A spec's ``data``, in which ``remove_faulty`` removes or replaces faulty entries. ``uncertain_keys``: keys that these
+    faults may affect."""
 
     def __init__(self, data: dict[Any, Any]) -> None:
         self.data = {**data, "hook": normalise_hook(data["hook"])} if "hook" in data else data
@@ -533,8 +533,8 @@ def _check_volumes(spec: JobSpec, add_problem: Any) -> None:
 
 
 def _check_script(spec: JobSpec, add_problem: Any, *, code_is_certain: bool) -> None:
-    """Report a script that is no ``.py`` file or whose path leads out of ``code``, and with ``code_is_certain`` a script without
-    ``code``."""
+    """Report a script that is no ``.py`` file or whose path is absolute or has ``..``, and with ``code_is_certain`` a script
+    without ``code``."""
     assert spec.script is not None
     path = PurePosixPath(spec.script[0])
     if code_is_certain and spec.code is None:

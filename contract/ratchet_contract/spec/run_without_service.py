@@ -11,7 +11,7 @@ from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.parse import parse_spec
 
 _SESSION_KEYS = ("ddp", "determinism", "seed", "hook")
-"""Keys that both kinds of run have: as the Session's arguments, and in a job's spec."""
+"""Keys that are compared: a Session's arguments, which a job's spec has too."""
 
 
 def spec_data(
@@ -26,7 +26,8 @@ def spec_data(
 
 
 def standalone_spec(spec: JobSpec, device: Literal["cpu", "cuda"]) -> JobSpec:
-    """Return the spec that a run of the job's script without a service would have recorded. The job must have a script."""
+    """Return the spec that a run of the job's script without a service would have recorded, but with the defaults of
+    ``checkpoint`` and ``policy``. The job must have a script."""
     assert spec.script is not None
     data = spec_data(spec.script, spec.world.nodes, spec.world.ranks_per_node, device)
     return parse_spec({**data, **spec.model_dump(mode="json", include={*_SESSION_KEYS})})

@@ -68,8 +68,8 @@ class Algorithm:
         self.watch = Watch()
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Begin to average a bucket over the ranks. ``names``: those of the bucket's parameters. Returns the future of the
-        averaged flat tensor, and the bytes that this rank sends (None: unknown)."""
+        """Begin to combine a bucket over the ranks, usually as an average. ``names``: those of the bucket's parameters. Returns
+        the future of the flat result, and the bytes that this rank sends (None: unknown)."""
         raise NotImplementedError
 
     def average(self) -> None:
@@ -109,7 +109,8 @@ def completed(tensor: torch.Tensor) -> TensorFuture:
 
 
 def parameter_views(flat: torch.Tensor, parameters: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield a view of each parameter's part of a bucket's flat tensor, in the parameter's shape and memory order."""
+    """Yield a view of each parameter's part of a bucket's flat tensor, in the parameter's shape and, if it is dense, its
+    memory order."""
     offset = 0
     for parameter in parameters:
         if parameter.is_contiguous() or not is_dense(parameter):

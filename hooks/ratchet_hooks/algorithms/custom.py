@@ -292,6 +292,7 @@ class ExistingObjectsHook(Custom):
 
 
 def _import_path(target: Any) -> str:
-    """Return ``module:name`` for an object or its class. Characters that no identifier has, as in ``<lambda>``, become ``_``."""
+    """Return ``module:name`` for an object or its class. Each character of the name that is no ASCII letter, digit or
+    ``_``, as in ``<lambda>``, becomes ``_``."""
     name = getattr(target, "__qualname__", type(target).__qualname__).rpartition(".")[2]
     return f"{target.__module__}:{re.sub(r'[^A-Za-z0-9_]', '_', name)}"

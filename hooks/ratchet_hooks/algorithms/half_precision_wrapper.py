@@ -22,7 +22,7 @@ DTYPES: dict[Wrapper, torch.dtype] = {
 
 
 class Wrapped(Algorithm):
-    """Runs the hook ``inner`` on 16-bit copies of the buckets. Its state is that of ``inner``."""
+    """Runs the hook ``inner`` on the buckets, cast to 16 bits. Its state is that of ``inner``."""
 
     def __init__(self, inner: Algorithm) -> None:
         cast = inner.setup.cast_dtype

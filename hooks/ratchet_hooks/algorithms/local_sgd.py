@@ -25,7 +25,7 @@ _GROUPS = ("process_group", "subgroup")
 
 class PostLocalSGD(Algorithm):
     """Averages all gradients until iteration ``start_localSGD_iter``, then within subgroups or not at all, and parameters
-    periodically. Raises ``UnsupportedModel`` for impossible settings. Construction is a collective."""
+    periodically. Raises ``UnsupportedModel`` for impossible settings. Construction may be a collective."""
 
     def __init__(self, spec: PostLocalSGDSpec, setup: Setup) -> None:
         super().__init__(setup)

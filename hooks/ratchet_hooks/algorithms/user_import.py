@@ -80,7 +80,8 @@ def constructor_arguments(kind: type, args: Mapping[str, Any], group: Any) -> di
 
 
 def error_summary(error: BaseException) -> str:
-    """Return an exception's message and place, such as ``KeyError: 'x' (/code/hooks.py, line 12)``, shortened if it is long."""
+    """Return the last line of an exception's text and its place, such as ``KeyError: 'x' (/code/hooks.py, line 12)``,
+    shortened if it is long."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines() or [type(error).__name__]
     frames = traceback.extract_tb(error.__traceback__)
     text = said[-1][:500]

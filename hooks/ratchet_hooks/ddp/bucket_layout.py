@@ -61,7 +61,8 @@ class ManagedDDP(DistributedDataParallel):
     @classmethod
     def adopt(cls, ddp: DistributedDataParallel) -> ManagedDDP:
         """Turn the existing DDP ``ddp`` into a managed one, with a new reducer and no hook, and return the same object. A
-        collective, before the first forward. Raises ``UnsupportedModel`` (``ddp`` is then unchanged) or ``TorchUnsupported``."""
+        collective, before the first forward. Raises ``UnsupportedModel`` (``ddp`` then works as before) or
+        ``TorchUnsupported``."""
         torch_compat.check_torch_version()
         _check_adoptable(ddp)
         names = {id(p): name for name, p in ddp.module.named_parameters()}

@@ -14,7 +14,8 @@ from ratchet_hooks.torch_compat import norms as norms_of
 
 Code = Literal["fp16-overflow", "bf16-overflow", "non-finite", "low-rank-overflow", "quantization-range"]
 Gradients = Callable[[], list[torch.Tensor]]
-"""The gradients of a bucket one by one; called only when something is wrong, since making hundreds of views takes long."""
+"""The gradients of a bucket one by one. On the CPU called only when something seems wrong, since making hundreds of views takes
+long."""
 
 _log = logging.getLogger(__name__)
 _PENDING_LIMIT = 4096  # maximum number of unread checks on the device
@@ -58,7 +59,8 @@ class HookWarning:
 
 @dataclass(frozen=True)
 class _Look:
-    """A check of a bucket, not evaluated yet. ``peaks``: per parameter a magnitude or norm, a problem from ``limit`` on."""
+    """A check of a bucket, not evaluated yet. ``peaks``: per parameter a magnitude or norm, a possible problem from ``limit``
+    on."""
 
     code: Code
     iteration: int
@@ -100,8 +102,8 @@ class Watch:
         self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, dims: tuple[int, ...]
     ) -> None:
         """Report the parameters whose gradients PowerSGD corrupts, by norms of P or Q that are inf, nan or beyond the dtype.
-        ``parts``: the matrices in ``flat``, one per parameter or one for all. ``dims``: dimensions along which norms are
-        computed."""
+        ``parts``: the matrices in ``flat``, one per parameter, or one for all, which are then reported together. ``dims``:
+        dimensions along which norms are computed."""
         # Every problem shows in P or Q. Inf or nan in a gradient or residual reaches its row of P. Values that stay finite but
         # are wrong have a norm beyond their dtype: a column of P is divided by its norm (``dims`` 0), and the norm of a row of Q
         # bounds the elements of P Q^T (``dims`` 1).
@@ -127,8 +129,8 @@ class Watch:
     def _check_peaks(
         self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float
     ) -> None:
-        """Report, with ``code``, the ``gradients`` whose largest magnitude is at least ``limit``. ``flat``: all of them, or their
-        copy."""
+        """Report, with ``code``, the finite ``gradients`` whose largest magnitude is at least ``limit``; those with inf or nan
+        according to ``_CODE_IF_INFINITE``. ``flat``: all of them, or their copy."""
         if flat.is_cuda:
             peaks = _device_peaks(gradients())
             self._defer(_Look(code, self.iteration, list(names), peaks, limit))

@@ -57,8 +57,8 @@ class Averager:
         return None if period is None else self._groups[period]
 
     def steps_until(self, warm_up: int) -> int:
-        """Return the number of steps until a period is due (1: after the next step). ``warm_up``: calls that the warm-up
-        takes."""
+        """Return the number of steps until a period is due (1: after the next step). ``warm_up``: number of steps of
+        the warm-up."""
         step = max(self.step, warm_up)
         while self._due_period(step, warm_up) is None:
             step += 1

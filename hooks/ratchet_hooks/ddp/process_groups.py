@@ -12,8 +12,8 @@ from ratchet_hooks.torch_compat import timeout_of
 
 
 def partition(group: dist.ProcessGroup, device: torch.device, size: int) -> dist.ProcessGroup:
-    """Divide ``group`` into parts of ``size`` neighbouring ranks, and return this rank's part. A collective. Raises
-    ``ValueError`` for an unsuitable ``size``."""
+    """Divide ``group`` into parts of ``size`` (at least 1) neighbouring ranks, and return this rank's part. A collective. Raises
+    ``ValueError`` if ``size`` does not divide the number of ranks."""
     if group.size() % size:
         raise ValueError(f"{group.size()} ranks cannot be divided into groups of {size}")
     if size == group.size():

@@ -1,1 +1,1 @@
-"""Ratchet's hooks in other packages: one module per package, imported by name, with the package as an extra."""
+"""Ratchet's hooks in other packages: one module per package, imported by name, and ``rank_state``, which they share."""

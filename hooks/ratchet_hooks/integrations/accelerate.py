@@ -39,7 +39,7 @@ def manage(
     **parameters: Any,
 ) -> ManagedHook:
     """Put a managed hook on ``model``, as ``accelerator.prepare`` returned it; ``save_state`` and ``load_state`` then include the
-    hook's state. Returns the hook. Parameters are averaged after every optimizer step, if the hook does that.
+    hook's state. Returns the hook. After each optimizer step, parameters are averaged if the hook requires that.
 
     A collective, before the first forward. ``hook``, ``wrapper``, ``parameters``: as in ``ratchet_hooks.register``; ``hook``
     None: the hook of DistributedDataParallelKwargs. ``redistribute`` True: ``load_state`` accepts states of another number of
@@ -67,8 +67,7 @@ def manage(
 
 
 class _Keeper:
-    """Object registered with Accelerate so that ``load_state`` restores this rank's hook state last, after model and
-    optimizers."""
+    """Object registered with Accelerate so that ``load_state`` restores this rank's hook state after model and optimizers."""
 
     def __init__(self, file: RankFile) -> None:
         self.file = file

@@ -4,7 +4,7 @@
     trainer.fit(model, ckpt_path="last")
 
 Lightning's own ``DDPStrategy`` saves no hook state, and registers hooks on CUDA only. This one adds the entry ``ratchet_hooks``
-to the checkpoint: a uint8 tensor per rank, which ``ratchet_hooks.files.unpack_state`` reads.
+to the checkpoint, with a uint8 tensor per rank, which ``ratchet_hooks.files.unpack_state`` reads.
 
 A resume on the same number of ranks is exact from a checkpoint at the end of an epoch. Within an epoch that requires a checkpoint
 after an optimizer step, and a data loader with ``state_dict`` and ``load_state_dict``.
@@ -46,8 +46,9 @@ class RatchetDDPStrategy(DDPStrategy):
     ``reset_hook`` True: accept a checkpoint without hook state. ``redistribute`` True: accept a checkpoint of another number of
     ranks, with a warning (``rank_state.redistribute_ranks``).
 
-    Raises ``MisconfigurationException`` for arguments that exclude each other.
-    ``Trainer.fit`` raises the errors of ``ratchet_hooks.register``, and ``MisconfigurationException`` for manual optimization.
+    Raises ``MisconfigurationException`` for arguments that do not fit together.
+    ``Trainer.fit`` raises the errors of ``ratchet_hooks.register``, ``MisconfigurationException`` for manual optimization, and
+    ``HookStateError`` for a checkpoint whose hook state is missing or does not fit.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Take an optimizer step, then average parameters if the hook does that. Returns the closure's result."""
+        """Take an optimizer step, then average parameters if the hook requires that. Returns ``DDPStrategy``'s result."""
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         self.hook.average_parameters()
         return output

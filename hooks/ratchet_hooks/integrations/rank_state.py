@@ -156,7 +156,7 @@ def check_version(state: Any) -> None:
 
 
 def check_equal_replicas(spec: HookSpec) -> None:
-    """Raise ``UnsupportedModel`` for a hook whose replicas differ: a gradient scaler does not work with them."""
+    """Raise ``UnsupportedModel`` for a hook whose replicas may differ: a gradient scaler does not work with them."""
     if replicas_of(spec) != "equal":
         raise UnsupportedModel(f"{spec.name} with float16: one rank could skip a step that the others take; use bf16")
 

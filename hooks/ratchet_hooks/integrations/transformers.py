@@ -44,7 +44,7 @@ def manage(
     of ranks are accepted, with a warning (``rank_state.redistribute_ranks``).
 
     ``trainer.train`` registers the hook, and raises the errors of ``ratchet_hooks.register``, and ``HookStateError`` for a
-    checkpoint without this rank's state.
+    checkpoint in which this rank's state is missing or does not fit.
     """
     callback = RatchetCallback(trainer, hook, wrapper, parameters, redistribute)
     trainer.add_callback(callback)
@@ -81,7 +81,7 @@ class RatchetCallback(TrainerCallback):
     @property
     def hook(self) -> ManagedHook:
         """The hook of the model in training. Reading it may register the hook, which is a collective. Raises
-        ``UnsupportedModel``."""
+        ``UnsupportedModel`` and other errors of ``register``."""
         return hook_of(self._ensure_managed())
 
     def on_train_begin(

@@ -1,4 +1,4 @@
-"""Convert a recorded state for another hook, wrapper or parameter: carries out a ``HookChange`` of ``compatibility``."""
+"""Convert a recorded hook state for another hook, wrapper or parameter, as a ``HookChange`` of ``compatibility`` describes."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def _convert_low_rank(
 def _cast(
     name: str, tensor: torch.Tensor, new: HookSpec, parameters: Mapping[str, torch.Tensor], owners: Mapping[str, str]
 ) -> torch.Tensor:
-    """Return a residual, P or Q in the dtype that ``new`` uses; any other tensor unchanged. ``owners``: by bucket index, one of
-    its parameters. Raises ``HookStateError``."""
+    """Return a residual, its padding, P or Q in the dtype that ``new`` uses; any other tensor unchanged. ``owners``: by bucket
+    index, one of its parameters. Raises ``HookStateError``."""
     kind, _, owner = name.partition("/")
     if kind not in ("residual", "residual_padding", "p", "q"):
         return tensor

@@ -37,7 +37,7 @@ def _real_count(tensor: torch.Tensor) -> int:
 
 
 class ManagedHook:
-    """The hook of one DDP instance on one rank. ``replicas``: on which ranks parameters are equal between two steps.
+    """The hook of one DDP instance on one rank. ``replicas``: the result of ``replicas_of``.
     ``before_change``: called before each bucket, unless it is None."""
 
     def __init__(self, spec: HookSpec, ddp: ManagedDDP, algorithm: Algorithm) -> None:
@@ -64,12 +64,13 @@ class ManagedHook:
 
     @property
     def iteration(self) -> int:
-        """Number of complete iterations (backward passes that averaged gradients) since the job began, over all processes."""
+        """Number of complete iterations (backward passes of which all buckets went through the hook), with those of the restored
+        state."""
         return self._earlier_iterations + self._process_iterations
 
     def layout(self) -> Layout | None:
         """Return the parameter names per bucket; None while DDP may still change its buckets. May be a collective. Raises
-        ``RuntimeError`` inside a backward pass."""
+        ``RuntimeError`` if only some buckets of a backward pass went through the hook."""
         self._raise_if_in_step("layout")
         if self._final_layout is None and self._process_iterations:
             self._ddp.rebuild_if_due()
@@ -111,7 +112,7 @@ class ManagedHook:
     def capture(self, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's whole hook state: tensors by name, and a JSON part. Call it between steps, on every rank; it may be
         a collective. ``copy`` False: the tensors may be views of live ones, valid until the next backward pass. Raises
-        ``HookStateError`` for a state that cannot be saved, and ``RuntimeError`` inside a backward pass."""
+        ``HookStateError`` for a state that cannot be saved, and ``RuntimeError`` as ``layout`` does."""
         layout = self.layout()
         data: dict[str, JsonValue] = {
             "version": STATE_VERSION,
@@ -179,7 +180,7 @@ class ManagedHook:
         return state()._on_bucket(bucket)
 
     def _on_bucket(self, bucket: Any) -> TensorFuture:
-        """Run the algorithm on a bucket and count its bytes; returns the future of its average."""
+        """Run the algorithm on a bucket and count its bytes; returns the future of its result."""
         if self.before_change is not None:
             self.before_change()
         if self._ddp.static_graph and self._process_iterations == 0:

@@ -71,7 +71,7 @@ def _problem(key: str, code: str, check: Callable[[], object]) -> list[dict[str,
 
 def _shapes(entrypoint: str, args: dict[str, Any]) -> list[list[int]] | None:
     """Return ``parameter_shapes()`` of the task class ``entrypoint`` (``module:name``), created with ``args``; None if that
-    fails, or if there are too many."""
+    fails, or if they are invalid or too many."""
     module, _, attribute = entrypoint.partition(":")
     try:
         found: Any = import_module(module)

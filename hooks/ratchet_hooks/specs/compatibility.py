@@ -68,7 +68,7 @@ def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
 
 
 def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookChange | None:
-    """Return the change from the recorded hook ``name`` to ``new``; None if nothing has changed that can change a bit."""
+    """Return the change from the recorded hook ``name`` to ``new``; None if the specs differ in nothing that may change a bit."""
     old = recorded_spec({**parameters, "name": name})
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that no longer exist", "lost")

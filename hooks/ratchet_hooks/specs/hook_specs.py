@@ -151,8 +151,8 @@ def normalise_hook(value: Any) -> Any:
 
 
 def hook_spec(value: str | Mapping[str, Any]) -> HookSpec:
-    """Return the spec for a hook's name, or for its keys and values. Raises ``ValueError`` for an unknown hook, or an
-    unknown, missing or invalid key."""
+    """Return the spec for a hook's name, or for its keys and values. Raises ``ValueError`` for an unknown hook, an
+    unknown or missing key, or an invalid value."""
     given = normalise_hook(dict(value) if isinstance(value, Mapping) else value)
     kind = _SPECS.get(given.get("name"))
     if kind is None:

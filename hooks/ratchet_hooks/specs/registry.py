@@ -46,7 +46,8 @@ class HookEntry:
 
 
 def replicas_of(spec: HookSpec) -> Replicas:
-    """Return on which ranks parameters stay equal between two steps: all (``equal``), those of a subgroup, or none (``rank``)."""
+    """Return on which ranks parameters are sure to be equal between two steps: all (``equal``), at most those of a subgroup
+    (``subgroup``), or none (``rank``)."""
     return spec.replicas if isinstance(spec, hook_specs.CustomSpec) else HOOKS[spec.name].replicas
 
 

@@ -22,15 +22,15 @@ DTYPE_NAMES: Final[dict[torch.dtype, str]] = {
     torch.float32: "F32", torch.float64: "F64", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
-"""safetensors names of the dtypes that it supports."""
+"""safetensors names of the dtypes that can be stored."""
 DTYPES: Final = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 _KEY: Final = "ratchet_state"
 
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write ``state``, anything that ``encode`` accepts, to ``path``, atomically and durably; creates missing directories. One
-    process at a time may write a path. Raises ``HookStateError`` and ``OSError``."""
+    """Write ``state``, a value for ``encode``, to ``path``, atomically, and durably if its directory exists; creates missing
+    directories. One process at a time may write a path. Raises ``HookStateError`` and ``OSError``."""
     target, parts = Path(path), _parts(state)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.tmp")

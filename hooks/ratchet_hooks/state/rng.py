@@ -1,4 +1,4 @@
-"""The generators that a rank draws from (torch on CPU and CUDA, numpy, ``random``), as state that ``ratchet_hooks.state.encode``
+"""A process's global generators (torch on CPU and CUDA, numpy, ``random``), as state that ``ratchet_hooks.state.encode``
 accepts."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ratchet_hooks.errors import HookStateError
 
 
 def capture(device: torch.device) -> dict[str, Any]:
-    """Return the states of torch's, numpy's and Python's generators; ``cuda`` is None if ``device`` is no CUDA device."""
+    """Return the states of torch's, numpy's and Python's global generators; ``cuda`` is None if ``device`` is no CUDA device."""
     version, words, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),

@@ -53,7 +53,7 @@ def header_json(metadata: Mapping[str, str], members: bytes) -> tuple[bytes, byt
 
 def frame_header(parts: tuple[bytes, bytes, bytes], alignment: int) -> tuple[bytes, bytes, bytes]:
     """Return a header as three pieces, padded so that the data starts on a multiple of ``alignment`` bytes. Raises ``ValueError``
-    if it is too long or has too many values."""
+    if it is too long or may have too many values."""
     size = sum(map(len, parts))
     if size > MAX_JSON_VALUES and sum(map(_max_value_count, parts)) > MAX_JSON_VALUES:  # a value has at least one byte
         raise ValueError(f"it has more than {MAX_JSON_VALUES} values")

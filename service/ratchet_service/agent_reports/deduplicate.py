@@ -18,7 +18,7 @@ _MAX_AGENTS: Final = 10_000
 
 
 class AcknowledgedReports:
-    """The sequence numbers that this process has acknowledged to agents, in memory. Thread-safe."""
+    """The sequence numbers in this process's last answers to agents, in memory. Thread-safe."""
 
     def __init__(self) -> None:
         self._acked: OrderedDict[tuple[str, int, int], Mapping[int, int]] = OrderedDict()
@@ -41,7 +41,7 @@ class AcknowledgedReports:
 
 
 def has_news(report: AgentReport, attempt: AttemptRow, node: NodeRow) -> bool:
-    """True if the report contains anything that the rows do not: messages, a result, a later phase or another address."""
+    """True if the report contains messages, a result, a later phase or an address that the rows do not."""
     fresh = _has_unacked_messages(report, {int(rank): number for rank, number in node.acked.items()})
     result = report.result is not None and str(report.node) not in attempt.results
     return fresh or result or is_later_phase(report.phase, node.phase) or report.address not in (None, node.address)
@@ -53,7 +53,7 @@ def has_only_figures(report: AgentReport) -> bool:
 
 
 def changes_only_figures(report: AgentReport, attempt: AttemptRow, node: NodeRow) -> bool:
-    """True if the report changes only columns that ``fast_rows`` covers."""
+    """True only if the report changes no columns of job, attempt and node except those that ``fast_rows`` covers."""
     return (
         has_only_figures(report)
         and report.result is None

@@ -18,7 +18,7 @@ from ratchet_service.db.models import Attempt, AttemptNode, Job
 
 @dataclass(slots=True)
 class JobRow:
-    """The columns of ``Job`` that a report needs."""
+    """The columns of ``Job`` that a report of figures needs."""
 
     id: str
     attempt: int
@@ -35,7 +35,7 @@ class JobRow:
 
 @dataclass(slots=True)
 class AttemptRow:
-    """The columns of ``Attempt`` that a report needs."""
+    """The columns of ``Attempt`` that a report of figures needs."""
 
     job_id: str
     number: int
@@ -49,7 +49,7 @@ class AttemptRow:
 
 @dataclass(slots=True)
 class NodeRow:
-    """The columns of ``AttemptNode`` that a report needs."""
+    """The columns of ``AttemptNode`` that a report of figures needs."""
 
     node: int
     phase: AttemptPhase
@@ -68,8 +68,8 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a report needs of its rows, as plain objects. Only ``write_changes`` stores changes. ``node`` is None if its row does
-    not exist."""
+    """What a report of figures needs of its rows, as plain objects. Only ``write_changes`` stores changes. ``node`` is None if
+    its row does not exist."""
 
     job: JobRow
     attempt: AttemptRow

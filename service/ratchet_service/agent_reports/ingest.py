@@ -48,7 +48,7 @@ from ratchet_service.db.types import MAX_NUMBER
 from ratchet_service.launchers.attempt_files import cut
 
 DEFERRED_JOB_COLUMNS: Final = (defer(Job.spec), defer(Job.resolved), defer(Job.warnings), defer(Job.fork_source))
-"""Columns that a report does not need and that make up most of the row."""
+"""Columns that few reports need and that make up most of the row."""
 DEFERRED_ATTEMPT_COLUMNS: Final = (defer(Attempt.launch), defer(Attempt.resume_report))
 
 
@@ -136,7 +136,7 @@ def ingest_batches(
     bounds: Bounds = DEFAULT_BOUNDS,
     shape: Shape | None = None,
 ) -> int:
-    """Apply the messages that are not stored yet, and return their number. The caller has locked the job's row. Raises
+    """Apply the messages that follow the stored ones, and return their number. The caller has locked the job's row. Raises
     ``Refused`` for a wrong rank; the caller must then roll back."""
     acked = dict(node.acked)
     shape = shape or fast_rows.read_shape(session, job.id)
@@ -264,7 +264,8 @@ def _ack(
 
 
 def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | None:
-    """Return cause and description of the end of another node whose ranks this node would wait for in vain, if any."""
+    """Return cause and description of the end of another node that failed, or whose result has no ranks: this node's ranks would
+    wait for it in vain. None if there is no such node."""
     for other, result in sorted(attempt.results.items()):
         cause = Cause(result["cause"])
         if int(other) != node and (cause.is_failure or not result["ranks"]):

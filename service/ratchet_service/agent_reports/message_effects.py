@@ -1,4 +1,4 @@
-"""Applies each kind of rank message to the database. No message raises an error: a rank would send it again forever."""
+"""Applies each kind of rank message to the database. No message raises an error: its agent would send it again forever."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Effects:
         self._checkpoints.prefetch(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
-        """Apply one message of ``rank``. A message with a number that is negative or too large is dropped."""
+        """Apply one message of ``rank``. If one of its ``_numbers`` is negative or too large, it is dropped."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
             self._add_note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return

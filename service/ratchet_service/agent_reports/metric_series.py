@@ -33,7 +33,7 @@ _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricS
 @dataclass(slots=True)
 class SeriesRow:
     """A row of ``MetricSeries``. ``points``: stored points on the grid; ``top``: the highest step of these. ``newest``: the
-    highest step that ``attempt``, the newest attempt, reported."""
+    highest step that ``attempt``, the newest attempt with values, reported."""
 
     job_id: str
     name: str
@@ -109,7 +109,7 @@ class Series:
         return left_out
 
     def delete_unneeded_points(self) -> None:
-        """Delete points of the ``keep_best`` series whose steps can no longer become checkpoints."""
+        """Delete off-grid points of the ``keep_best`` series whose steps can no longer become checkpoints."""
         series = None if self._best_metric is None else self._read([self._best_metric]).get(self._best_metric)
         if series is not None and series.stride > 1:
             self._session.execute(sa.delete(Metric).where(*self._off_grid_filter(series)))
@@ -134,8 +134,8 @@ class Series:
     def _choose_points(
         self, series: SeriesRow, rows: dict[int, Row], removed: list[Row], superseded: list[Row]
     ) -> list[Row]:
-        """Return the collected ``rows`` to store, and update ``series``. Points to delete go to ``removed``, replaced ones of
-        earlier attempts to ``superseded``."""
+        """Return the collected ``rows`` to store, and update ``series``. Points to delete go to ``removed``, those of
+        earlier attempts that get another value to ``superseded``."""
         before, stored_before = series.newest, self._stored_points(series, rows)
         if self._attempt > series.attempt:
             series.newest, series.attempt = max(rows), self._attempt
@@ -160,7 +160,7 @@ class Series:
         return list(stored.values())
 
     def _stored_points(self, series: SeriesRow, steps: Collection[int]) -> dict[int, Row]:
-        """Return the stored points at these steps, by step."""
+        """Return the stored points at these steps, as far as ``top`` or ``newest``, by step."""
         again = [step for step in steps if step <= max(series.top, series.newest)]
         if not again:
             return {}
@@ -227,7 +227,8 @@ class Series:
         return (*self._series_filter(series), *beside, *self._unprotected_filter(series))
 
     def _unprotected_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
-        """Return the conditions that select points which may be deleted. The ``keep_best`` series keeps those at checkpoints."""
+        """Return the conditions that select points which may be deleted. The ``keep_best`` series keeps those at checkpoints
+        and after the last one."""
         if series.name != self._best_metric:
             return ()
         kept = sa.select(Checkpoint.step).where(Checkpoint.job_id == self._job.id, Checkpoint.state == "committed")

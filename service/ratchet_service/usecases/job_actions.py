@@ -26,8 +26,9 @@ from ratchet_service.usecases import resize
 
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
-    """Suspend, cancel or preempt a job, according to ``event``, and return its row: at once without an active attempt, else by a
-    stored request. A repetition changes nothing. Raise ``NotFound``, or ``Conflict`` if the phase does not allow that."""
+    """Suspend, cancel or preempt a job, according to ``event``, and return its row: at once without an active attempt, else by
+    a stored request. A request already in effect changes nothing. Raise ``NotFound``, or ``Conflict`` if the phase does not
+    allow that."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
@@ -35,8 +36,8 @@ def apply_action(session: Session, job_id: str, event: Event) -> Job:
 
 
 def request_checkpoint(session: Session, job_id: str) -> Job:
-    """Request a checkpoint soon, without waiting for it, and return the job's row. Raise ``NotFound``, or ``Conflict`` if that
-    is not possible."""
+    """Request a checkpoint soon, without waiting for it, and return the job's row. Raise ``NotFound``, or ``Conflict`` if the
+    phase does not allow that or the script is reported to have no Session."""
     job = find_job_for_update(session, job_id)
     check_transition(job, Event.CHECKPOINT)
     attempt, script = session.get(Attempt, (job.id, job.attempt)), job.spec.get("script")
@@ -48,7 +49,7 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
 
 
 def _makes_no_session(job: Job, attempt: Attempt) -> bool:
-    """True if the job's script is known to create no Session, by the resume report or the check at submission."""
+    """True if the attempt's resume report, or before it a warning of the job, says that the script has made no Session."""
     if attempt.resume_report is None:
         return unmanaged_script.WARNING in {warning["code"] for warning in job.warnings}
     return unmanaged_script.is_reported_unmanaged(attempt.resume_report)
@@ -56,8 +57,8 @@ def _makes_no_session(job: Job, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """A checked resume request. ``spec``: the changed spec, ``code``: the requested code; None: nothing is requested, or it was
-    not checked, since an attempt may be alive. ``warnings``: about the hook."""
+    """A resume request. ``spec``: the changed spec; ``code``: the requested code; None: no change or no code is requested, or it
+    was not checked, since an attempt may be alive. ``warnings``: about the hook."""
 
     request: ResumeRequest
     spec: JobSpec | None
@@ -85,8 +86,8 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
     continue from an older checkpoint, or with permanent changes such as another hook. A failed or cancelled job gets fresh
     budgets.
 
-    Raise ``Conflict`` if the phase, the checkpoint or the quota does not allow that, or the job has changed since
-    ``prepare_resume``. Raise ``NotFound`` or ``SpecError`` for the request.
+    Raise ``Conflict`` if the phase, the checkpoint or the quota does not allow that, or the changed spec is not the one that
+    ``prepare_resume`` checked. Raise ``NotFound`` or ``SpecError`` for the request.
     """
     job, request = find_job_for_update(session, job_id), prepared.request
     spec = resize.requested_spec(job, request, prepared.code)
@@ -150,7 +151,7 @@ def _needs_stop_error(job: Job, request: ResumeRequest) -> Conflict:
 
 
 def _is_already_applied(job: Job, event: Event) -> bool:
-    """True if ``event`` would change nothing. Raise ``Conflict`` if the job's phase does not allow it."""
+    """True if ``event`` would change neither phase, desired state nor budgets. Raise ``Conflict`` if the phase forbids it."""
     step = check_transition(job, event)
     return step.phase is job.phase and step.desired in (None, job.desired) and not step.reset_budgets
 

@@ -44,7 +44,7 @@ def get_attempt(session: Session, job_id: str, number: str) -> AttemptView:
 
 
 def attempt_environment(homes: HomePaths, job_id: str, number: int) -> EnvironmentView | None:
-    """Return the environment that the attempt trained with; None: its rank 0 has left no readable file."""
+    """Return the environment that the attempt trained with; None: its rank 0 has left no readable, valid file."""
     return read_message(homes.job(job_id).attempt(number).environment_file, EnvironmentView)
 
 

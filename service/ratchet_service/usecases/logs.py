@@ -37,7 +37,8 @@ def parse_position(text: str) -> Position:
 
 
 def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = None) -> Iterator[LogLine]:
-    """Yield the existing lines that the filter selects, by attempt and rank. ``after``: only lines after this position."""
+    """Yield the existing lines that the filter selects, and gaps, by attempt and rank. ``after``: only lines after this
+    position."""
     for attempt, rank, path in log_files(job, log_filter):
         if after is not None and (attempt, rank) < (after.attempt, after.rank):
             continue

@@ -46,8 +46,8 @@ def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
 
 
 def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
-    """Return the metric series ``names``, or all if ``names`` is empty. A series is reduced to at most ``max_points`` (at
-    least 2) of its own points, evenly spaced. Raise ``NotFound``."""
+    """Return the metric series ``names``, or all with points if ``names`` is empty. A series is reduced to at most
+    ``max_points`` (at least 2) of its own points, evenly spaced. Raise ``NotFound``."""
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:

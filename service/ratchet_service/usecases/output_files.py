@@ -91,8 +91,8 @@ class Files:
         self, job_id: str, path: str, *, recursive: bool, include_unchanged: bool, limit: int, cursor: str | None
     ) -> Page[FileView]:
         """Return a page of the directory or file ``path``, relative to the working directory, which is ``""`` (empty before the
-        first attempt). ``recursive``: with the content of directories. ``include_unchanged``: with unchanged files of the job's
-        code. Raise ``NotFound`` or ``Refused``."""
+        first attempt). ``recursive``: with the content of directories. ``include_unchanged``: in a directory, also
+        unchanged entries of the job's code. Raise ``NotFound`` or ``Refused``."""
         job, code = self._job(job_id)
         query = pagination.query_digest(of="files", job=job_id, path=path, recursive=recursive, all=include_unchanged)
         mark = pagination.decode(cursor, query, (str,))
@@ -139,8 +139,9 @@ class Files:
             return Content(file, parts[-1], seen.st_size, etag, held.pop_all())
 
     def archive(self, job_id: str, path: str, *, include_unchanged: bool) -> Archive:
-        """Return a tar of the directory or file ``path``, without what cannot be read below ``path``; the caller must close
-        its ``resources``. ``include_unchanged``: with unchanged files of the job's code. Raise ``NotFound`` or ``Refused``."""
+        """Return a tar of the directory or file ``path``, without links, special files and what cannot be read below it. The
+        caller must close its ``resources``. ``include_unchanged``: in a directory, also unchanged entries of the job's code.
+        Raise ``NotFound`` or ``Refused``."""
         job, code = self._job(job_id)
         parts = split_path(path)
         with ExitStack() as held:

@@ -49,7 +49,7 @@ def decode(cursor: str | None, query: str, kinds: tuple[type, ...]) -> list[Any]
 
 
 def unknown_cursor_error() -> Refused:
-    """Return the error for a cursor that this server cannot have issued; it is not raised."""
+    """Return (not raise) the error for a malformed cursor, or one whose position is unknown."""
     return Refused("this cursor was not issued by this server; start again without it", code="bad-cursor")
 
 

@@ -27,7 +27,7 @@ from ratchet_store.retention.rules import Id
 
 class _Found(NamedTuple):
     """The directory of a checkpoint, or what remains of it. ``id``: step and attempt; ``size``: bytes. ``committed``: it has a
-    manifest."""
+    manifest. Neither this nor ``pinned`` is determined for quarantined ones."""
 
     directory: Path
     id: Id | None
@@ -106,8 +106,8 @@ def _select_deletable(session: Session, job: Job, candidates: list[_Found]) -> l
 
 
 def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
-    """Delete the directory of a checkpoint and return True. False: the directory stays, for a pin, which ``pinned`` overrides,
-    or an error, which is added to ``refused``."""
+    """Delete the directory of a checkpoint and return True. False: not, or not completely, because of a pin, which ``pinned``
+    overrides, or an error, which is added to ``refused``."""
     with as_owner(one.directory):
         try:
             if not pinned:

@@ -30,7 +30,7 @@ def get_quota(session: Session, owner: str) -> QuotaView:
 
 
 def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
-    """Replace the owner's whole quota, and return it. The limits apply to later submissions and starts."""
+    """Replace the owner's whole quota, and return it. The limits apply to later submissions, resumes and starts."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         row = Quota(owner=owner)
@@ -42,7 +42,7 @@ def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
 
 
 def delete_quota(session: Session, owner: str) -> None:
-    """Delete the owner's own quota; that of ``*`` then applies. Raise ``NotFound`` if the owner has none."""
+    """Delete the owner's own quota; that of ``*``, if any, then applies. Raise ``NotFound`` if the owner has none."""
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         raise NotFound(f"{owner} has no quota of its own", code="quota-not-found")

@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True)
 class NewCode:
-    """The code that a resume requests. ``digest``: of its snapshot; ``git``: None if it is in no repository; ``warnings``: all
+    """The code that a resume requests. ``digest``: of its snapshot; ``git``: None if no repository is known; ``warnings``: all
     of the job's spec with this code."""
 
     digest: str

@@ -1,4 +1,5 @@
-"""Submission: parse, check against the machine, snapshot the code, store; and the dry run. Job ids sort by creation."""
+"""Submission: parse, check against the machine, snapshot the code, store; and the dry run. Job ids sort by time of creation, to
+the millisecond."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def new_job_id() -> str:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked spec. ``resolved``: what is decided once per job, such as device, back end and code digest."""
+    """A checked spec. ``resolved``: what is decided from it, such as device, back end and code digest."""
 
     spec: JobSpec
     resolved: Resolved

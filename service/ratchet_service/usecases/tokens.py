@@ -89,8 +89,8 @@ def _problem(pointer: str, text: str) -> FieldProblem:
 def list_tokens(
     session: Session, caller: Principal, owner: str | None, include_invalid: bool, limit: int, cursor: str | None
 ) -> Page[TokenView]:
-    """Return a page of the caller's tokens, for an admin of all, newest first. ``include_invalid``: with revoked and expired
-    ones. Raise ``Refused`` for a bad cursor."""
+    """Return a page of the caller's tokens, for an admin of all, newest first. ``owner``: only this owner's;
+    ``include_invalid``: with revoked and expired ones. Raise ``Refused`` for a bad cursor."""
     query = sa.select(ApiToken)
     if caller.role is not Role.ADMIN:
         query = query.where(ApiToken.owner == caller.owner)
@@ -114,7 +114,7 @@ def list_tokens(
 
 
 def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
-    """Return the token with this id. Raise ``NotFound`` unless ``caller`` owns it or is an admin."""
+    """Return the token with this id. Raise ``NotFound`` if there is none, or ``caller`` neither owns it nor is an admin."""
     row = session.get(ApiToken, token_id) if len(token_id) <= 16 else None
     if row is None or (row.owner != caller.owner and caller.role is not Role.ADMIN):
         raise NotFound(f"no token {token_id[:64]!r} is visible to you; `ratchet token list` shows the visible ones",

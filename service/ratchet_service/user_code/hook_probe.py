@@ -85,7 +85,8 @@ class Probe:
         )
 
     def _environment(self) -> dict[str, str]:
-        """Return the variables that ranks get from ``environ`` and the spec, secrets included, with changes for a probe."""
+        """Return the variables that ranks get from ``environ`` and the spec, with ``from_env`` secrets and changes for a
+        probe."""
         env = inherited_environ(self.environ) | self.spec.env
         secrets = {name: self.environ.get(secret.from_env or "") for name, secret in self.spec.secrets.items()}
         env |= {name: value for name, value in secrets.items() if value is not None}

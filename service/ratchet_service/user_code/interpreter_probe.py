@@ -179,7 +179,7 @@ def find_interpreter(python: str) -> Path | None:
 
 
 def python_fault(path: Path, findings: Findings) -> tuple[str, str] | None:
-    """Return why no rank can run under the interpreter ``path``, as code and text of a problem; None: ranks can."""
+    """Return why no rank can run under the interpreter ``path``, as code and text of a problem; None: no reason is known."""
     install = pip_install_command(str(path), "ratchet-train[worker]")
     if findings.error is not None:
         return "python-unusable", f"{path}: {findings.error}"

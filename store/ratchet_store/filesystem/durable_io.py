@@ -1,4 +1,4 @@
-"""System calls of the store, and the codes of the ``CheckpointError`` raised when they fail."""
+"""System calls of the store, and codes of ``CheckpointError``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def atomic_write(path: Path) -> Iterator[int]:
 
 
 def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
-    """Return the ``CheckpointError`` to raise after a failed save, with advice for the user. ``needed_bytes``: the file's
+    """Return the ``CheckpointError`` to raise after a failed write, with advice for the user. ``needed_bytes``: the file's
     size, if known."""
     advice = {
         errno.ENOSPC: "the disk is full: free space, lower checkpoint.keep_last, or move the run directory",
@@ -68,7 +68,7 @@ def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> 
 
 
 def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
-    """Return a text in parentheses with free and needed space; empty if ``error`` is not about lack of space."""
+    """Return a text in parentheses with free and needed space, as far as known; empty if ``error`` is not about lack of space."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return ""
     notes = [f"{needed_bytes / 2**20:.1f} MiB needed for this file alone"] if needed_bytes is not None else []
@@ -81,8 +81,8 @@ def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
 
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
-    """Return the ``CheckpointError`` to raise after a failed read: ``checkpoint-damaged`` if there is no regular file,
-    otherwise ``checkpoint-unreadable``."""
+    """Return the ``CheckpointError`` to raise after a failed read: ``checkpoint-damaged`` if ``error`` says that there
+    is no regular file, otherwise ``checkpoint-unreadable``."""
     if error.errno in _MISSING_ERRNOS:
         return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
     return CheckpointError(

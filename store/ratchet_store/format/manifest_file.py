@@ -38,7 +38,8 @@ MAX_MARKER_BYTES: Final = 4096  # bytes of the text in a marker file
 
 
 class ManifestWriter:
-    """Commits checkpoints one after another. A list of tensors that is unchanged since the last one is not checked again."""
+    """Commits checkpoints one after another. A list of tensors that is unchanged since the last one is only checked against the
+    files' sizes."""
 
     def __init__(self) -> None:
         self._structure, self._sealer = StructureCheck(), Sealer()
@@ -48,7 +49,7 @@ class ManifestWriter:
         """Commit the checkpoint in ``directory``, whose rank files exist, by writing its manifest durably; return that with
         its digest. Committing the same manifest again is no error.
 
-        Raise ``CheckpointError``: ``checkpoint-damaged``, ``checkpoint-exists`` for another manifest or a deletion,
+        Raise ``CheckpointError``, such as ``checkpoint-damaged``, ``checkpoint-exists`` for another manifest or a deletion,
         ``checkpoint-unreadable``, or ``checkpoint-not-written``, after which the step may be saved once more.
         """
         _check_name(directory, manifest)
@@ -110,8 +111,8 @@ def mark_changed(directory: Path, description: str) -> bool:
 
 
 def read_changed_marker(directory: Path) -> str | None:
-    """Return the sentence that ``mark_changed`` wrote; None: there is no marker file. Raise ``CheckpointError`` if it cannot
-    be read."""
+    """Return the text of the marker file ``CHANGED``, a general one if it is empty; None: there is no marker file. Raise
+    ``CheckpointError`` if it cannot be read."""
     path = directory / CHANGED_NAME
     try:
         with os.fdopen(open_regular(path), "rb") as file:
@@ -201,8 +202,8 @@ def _is_committed(directory: Path, sealed: Manifest) -> bool:
 
 
 def _retract_manifest(path: Path, error: OSError) -> CheckpointError:
-    """Remove a new manifest whose commit failed with ``error``, and return the error to raise. A loss of power may bring the
-    manifest back."""
+    """Try to remove a new manifest whose commit failed with ``error``, and return the error to raise. A loss of power may bring
+    the manifest back."""
     try:
         # it is not known to be durable; a second sync would prove nothing, since the system reports such an error
         # once

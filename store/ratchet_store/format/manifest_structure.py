@@ -24,8 +24,8 @@ _DIGEST: Final = re.compile("[0-9a-f]{32}")
 
 
 def check_structure(manifest: Manifest) -> None:
-    """Check that the manifest lists one file per rank and every tensor exactly once. Raise ``CheckpointError``
-    (``checkpoint-damaged``)."""
+    """Check that the manifest lists one valid file per rank, and each element of its tensors exactly once. Raise
+    ``CheckpointError`` (``checkpoint-damaged``)."""
     StructureCheck().check(manifest)
 
 

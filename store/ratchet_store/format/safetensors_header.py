@@ -54,7 +54,7 @@ def model_header(stored: dict[str, Stored], metadata: dict[str, str]) -> bytes:
 
 def parse_header(raw: bytes) -> tuple[dict[str, Stored], str]:
     """Return a rank file's header entries by key, and its state's JSON text. ``raw``: the header without its length field.
-    Raise ``CheckpointError``; dtypes and offsets are not checked."""
+    Raise ``CheckpointError``; dtypes, shapes and offsets are not checked."""
     body = parse_json(raw)
     if not isinstance(body, dict):
         raise CheckpointError("the safetensors header is not a JSON object")

@@ -1,5 +1,5 @@
-"""An object store (S3 and compatible stores, Google Cloud Storage, Azure) below one prefix, through obstore. Credentials come
-only from the process's environment or the machine's own role."""
+"""An object store (S3 and compatible stores, Google Cloud Storage, Azure) below one prefix, through obstore. obstore finds
+the credentials itself, for example in the process's environment or by the machine's own role."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def _delete_one(raw: Any, name: str) -> None:
 
 
 def _error_text(error: BaseException) -> str:
-    """Return obstore's error message on one line, cut, with credentials replaced by ``***``."""
+    """Return obstore's error message on one line, cut, with credentials from URLs and the environment replaced by ``***``."""
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     for name, value in os.environ.items():
         if name.startswith(_PROVIDERS) and _SECRET.search(name) and len(value) >= 4:

@@ -67,7 +67,7 @@ def newest_local(
     root: Base | None = None,
 ) -> Id | None:
     """Return step and attempt of the newest intact checkpoint of the lineage in ``checkpoints``, or None; every byte of it is
-    verified. Raises ``CheckpointError`` for errors other than damage."""
+    verified. Uncommitted and damaged ones are skipped. Raises ``CheckpointError`` for other errors."""
     progress = progress or Progress()
     for step, attempt, directory in checkpoint_dirs(checkpoints):
         if not lineage_contains(lineage, step, attempt):
@@ -92,7 +92,7 @@ def fetch_newest(
     progress: Progress | None = None,
 ) -> FetchResult:
     """Fetch the newest intact checkpoint of the lineage that is newer than ``local`` (None: any). Damaged ones that it meets in
-    the store are quarantined there. Raises ``CheckpointError`` for other errors."""
+    the store are quarantined there, incomplete ones are skipped. Raises ``CheckpointError`` for other errors."""
     notes: list[str] = []
     for (step, attempt), names in remote.list_checkpoints().items():
         if not lineage_contains(lineage, step, attempt) or (local is not None and (step, attempt) <= local):
@@ -199,8 +199,8 @@ class _Download:
         self._lock = threading.Lock()
 
     def run(self) -> None:
-        """Download and sync all files; blocks until that is done. Raises the first error of a thread, or ``CheckpointError`` if
-        the fetch was stopped."""
+        """Download and sync all files; blocks until that is done, has failed or was stopped. Raises the first error of a
+        thread, or ``CheckpointError`` if the fetch was stopped."""
         for entry in self._files:
             with (self._directory / entry.name).open("wb") as file:
                 os.truncate(file.fileno(), entry.size)

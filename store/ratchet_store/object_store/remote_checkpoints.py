@@ -100,7 +100,7 @@ class RemoteCheckpoints:
         self.objects.delete(f"{folder}/{name}" for name in names if name != MANIFEST_NAME)
 
     def quarantine(self, folder: str) -> None:
-        """Rename a damaged checkpoint's manifest in the store to ``QUARANTINED_MANIFEST``, so that the checkpoint no longer
+        """Replace a damaged checkpoint's manifest in the store by ``QUARANTINED_MANIFEST``, so that the checkpoint no longer
         counts. Its data stay."""
         try:
             raw = self.raw_manifest(folder)

@@ -86,7 +86,8 @@ class Mirror:
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
         """Copy the newest checkpoint without a copy or, if there is none, update marker files and delete copies. Blocks; an
-        exception from ``check_interrupted`` ends the call. Raises ``CheckpointError`` if the store or this disk fails."""
+        exception from ``check_interrupted`` ends the call. Raises ``CheckpointError`` for errors that are not of one checkpoint
+        alone."""
         try:
             return self._step(check_interrupted)
         except BaseException:
@@ -134,8 +135,8 @@ class Mirror:
     # --- upload ---
 
     def _upload(self, checkpoint: Id, directory: Path, check_interrupted: Callable[[], None]) -> Step:
-        """Copy one checkpoint and return the result, with ``failed`` for an error of the checkpoint itself. Other errors are
-        raised."""
+        """Copy one checkpoint and return the result, with ``failed`` for an error of the checkpoint itself, empty if it was
+        deleted meanwhile. Other errors are raised."""
         begin, folder = time.monotonic(), directory.name
         try:
             raw = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES)
@@ -157,7 +158,8 @@ class Mirror:
     def _upload_files(
         self, checkpoint: Id, directory: Path, manifest: Manifest, raw: bytes, check_interrupted: Callable[[], None]
     ) -> int:
-        """Send a checkpoint's files, its manifest last. Returns the number of bytes sent, 0 if the copy is complete already."""
+        """Send a checkpoint's files, as far as needed, its manifest last. Returns the number of bytes sent, 0 if the copy is
+        complete already."""
         objects, folder = self._remote.objects, directory.name
         names = self._list_remote().setdefault(checkpoint, {})
         nbytes = 0
@@ -274,8 +276,8 @@ def _is_orphan(names: dict[str, int]) -> bool:
 
 
 def _read_verified(path: Path, entry: FileEntry, check_interrupted: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the bytes of a rank file; each block is verified before its last chunk. Raises ``CheckpointError`` if it is damaged
-    or unreadable."""
+    """Yield the bytes of a rank file; each block is verified before its last chunk is yielded. Raises ``CheckpointError`` if it
+    is damaged or unreadable."""
     block, digests = entry.block_size, entry.blocks
     try:
         fd = open_regular(path)

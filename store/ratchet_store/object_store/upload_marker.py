@@ -35,7 +35,8 @@ class Record:
         return sorted(one for one in map(parse_checkpoint_dir_name, self._rows) if one is not None)
 
     def is_pinned(self, checkpoint: Id) -> bool:
-        """True if the checkpoint was pinned when it was last recorded. Raises ``KeyError`` if it is not recorded."""
+        """True if the checkpoint was pinned when it was last recorded, or that is unknown. Raises ``KeyError`` if it is not
+        recorded."""
         return bool(self._rows[checkpoint_dir_name(*checkpoint)].get("pinned", True))
 
     def add(self, folder: str, digest: str, *, pinned: bool) -> None:

@@ -1,5 +1,5 @@
 """Compare two checkpoints bit for bit. ``python -m ratchet_store.compare DIRECTORY DIRECTORY`` prints the result; exit status 0:
-identical, 1: not, 2: one cannot be read or is damaged."""
+identical, 1: not, 2: an error, such as a damaged checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NONZERO: Final = bytes([0]) + bytes([1]) * 255
 _MISSING: Final = object()
 _MAX_STATE_DIFFERENCES: Final = 100
 _BATCH_BYTES: Final = 64 << 20
-"""Bytes of tensors that are held in memory of each checkpoint at a time, unless one tensor is larger."""
+"""Bytes of the first checkpoint's tensors that are held in memory at a time, unless one tensor is larger."""
 _MAX_MEASURED: Final = 1 << 20
 """Elements of a tensor whose differences are measured: as many as Python handles in a fraction of a second."""
 _FORMATS: Final = {
@@ -208,7 +208,8 @@ def _measure(a: StoredTensor, b: StoredTensor, first: int) -> tuple[tuple[float,
 
 
 def _to_numbers(tensor: StoredTensor, first: int, max_count: int) -> tuple[float, ...]:
-    """Return up to ``max_count`` elements as numbers, from element ``first`` on; empty for a dtype that is no plain number."""
+    """Return up to ``max_count`` elements as numbers, from element ``first`` on; empty for a dtype other than BF16 and
+    those of ``_FORMATS``."""
     size = ITEMSIZE[tensor.dtype]
     raw = tensor.data[first * size : (first + max_count) * size]
     if tensor.dtype == "BF16":  # the upper half of an F32

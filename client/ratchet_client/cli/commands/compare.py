@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ratchet_contract.api.views import ComparisonView, DifferenceView
 
 COMPARE_SECONDS = 3600.0
-"""Timeout for one response: the service reads whole checkpoints from the disk before it responds."""
+"""Timeout for one response: the service may read whole checkpoints from the disk before it responds."""
 MAX_LINES = 10
 
 
@@ -63,8 +63,8 @@ def lines(comparison: ComparisonView) -> list[str]:
 
 
 def difference_lines(comparison: ComparisonView) -> list[str]:
-    """Return text lines on what differs: the number of differences, one line for each of up to ``MAX_LINES`` components, and
-    advice if there is any."""
+    """Return text lines on what differs: the number of differences, one line for each of up to ``MAX_LINES`` components, a
+    reference to ``--json`` if there are more differences, and advice if there is any."""
     of: dict[str, list[DifferenceView]] = {}
     for one in comparison.differences:
         of.setdefault(one.component, []).append(one)
@@ -79,7 +79,7 @@ def difference_lines(comparison: ComparisonView) -> list[str]:
 
 
 def divergence_text(comparison: ComparisonView) -> str:
-    """Return, as text, the first step at which two differing jobs are known to differ."""
+    """Return, as text, the first step at which two differing jobs are known to differ, and the last equal one if it is known."""
     text = f"first seen in the checkpoint of step {comparison.step}"
     if comparison.equal_through is not None:
         text += f", that of step {comparison.equal_through} is identical"

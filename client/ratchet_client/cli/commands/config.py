@@ -43,8 +43,8 @@ def register(app: typer.Typer) -> None:
 def show(ctx: typer.Context, as_json: JsonFlag = False) -> None:
     """Show the server, run directory and token that commands use, each with its source.
 
-    An option comes before a variable, a variable before the configuration file, the file before ./.ratchet/service.json, and
-    that before the one service of yours that runs.
+    An option comes before a variable, a variable before the configuration file, the file before ./.ratchet, and that before
+    the one service of yours that runs.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -123,8 +123,8 @@ def set_value(
 
 
 def _token_server(ctx: typer.Context) -> str:
-    """Return the address that a new token is stored for: of the server that is set, else of this machine's running service. Raise
-    ``typer.BadParameter`` if there is neither."""
+    """Return the address that a new token is stored for: of the server that is set, else of the running service if it is a
+    loopback address. Raise ``typer.BadParameter`` if there is no such address."""
     from ratchet_client.http.config_file import normalise_url
     from ratchet_client.http.discovery import find_target, is_loopback
     from ratchet_contract.errors import RatchetError

@@ -111,9 +111,9 @@ def init(
 
 
 def _patch(words: list[str]) -> None:
-    """Print the diff that patches the script, if there is one, and on standard error what is left to the user. Raise
-    ``typer.Exit`` if the script needs changes that the diff does not make, ``Refused`` if it is not below the current
-    directory."""
+    """Print the diff that patches the script, if there is one, and on standard error remarks or the next commands. Raise
+    ``typer.Exit`` if the script needs changes that the diff does not make, or no place for a change is found; ``Refused`` if
+    the script is not below the current directory or not valid Python."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -158,8 +158,8 @@ def _patch(words: list[str]) -> None:
 
 
 def _command_line(words: list[str]) -> str:
-    """Return the command as one shell line, for the header of the spec. ``torchrun`` is prefixed to a command that names no
-    program."""
+    """Return the command as one shell line, for the header of the spec. ``torchrun`` is prefixed unless the first word names
+    torchrun, Python or ``env``, or contains ``=``."""
     first = Path(words[0]).name
     whole = (
         words if first.startswith(("python", "torchrun")) or "=" in words[0] or first == "env" else ["torchrun", *words]

@@ -145,8 +145,8 @@ def _warnings_text(found: list[views.Warning_]) -> str | None:
 
 
 def commit_text(spec: dict[str, Any]) -> str | None:
-    """Return the git commit of the job's code, and its uncommitted changes, as text; None if the spec does not have this
-    information."""
+    """Return the git commit of the job's code, and its uncommitted changes, or why they are unknown, as text. None if the spec
+    does not have this information."""
     git = (spec.get("code") or {}).get("git")
     if git is None:
         return None
@@ -247,7 +247,7 @@ def _remarks(attempt: views.AttemptView) -> Iterator[str]:
 
 
 def _attempt_row(a: views.AttemptView) -> list[str]:
-    """Return the table's cells for one attempt; "-" for what is unknown or not reported."""
+    """Return the table's cells for one attempt."""
     unmanaged = a.resume_report is not None and a.resume_report.verdict == "unmanaged"  # it reports no steps
     steps = ["-"] * 3 if unmanaged else [str(a.last_step), str(a.steps_done), output.dash(a.steps_lost)]
     return [

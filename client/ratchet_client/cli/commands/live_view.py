@@ -33,8 +33,8 @@ _GAP = "   "
 
 
 class LiveView:
-    """A context manager that shows a job on a terminal: events scroll above lines that are redrawn. Only the events stay on
-    exit."""
+    """A context manager that shows a job on a terminal: events and lost connections scroll above lines that are redrawn. On exit
+    the redrawn lines disappear."""
 
     def __init__(self) -> None:
         self._live = Live(console=output.console(), refresh_per_second=4, transient=True)

@@ -81,7 +81,7 @@ def logs(
 def _no_lines_message(
     client: RatchetClient, job: str, rank: int | None, attempt: WhichAttempt | None, *, is_unfiltered: bool
 ) -> str:
-    """Return a message that explains why no line was printed. ``is_unfiltered``: neither ``--since`` nor ``--grep`` was set."""
+    """Return the message for a command that printed no line. ``is_unfiltered``: neither ``--since`` nor ``--grep`` was set."""
     who = "it" if rank is None else f"rank {rank}"
     text = f"{who} has printed nothing" if is_unfiltered else "no such line"
     newest = client.view(job).attempt
@@ -100,7 +100,7 @@ def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
 
 
 def _parse_attempt(attempt: str | None) -> WhichAttempt:
-    """Return the attempt that ``--attempt`` selects: a number, "all", or None for the newest. Raises ``typer.BadParameter`` for
+    """Return the attempt that ``--attempt`` selects: a number, "all", or None for the newest. Raise ``typer.BadParameter`` for
     any other value."""
     if attempt is None or attempt == "all":
         return "all" if attempt else None
@@ -176,8 +176,8 @@ class ErrorsOnce:
         self._printed: list[str] = []
 
     def __call__(self, text: str, error: str | None = None) -> str:
-        """Return ``text`` with the errors of earlier texts replaced. ``error``: a message that may occur in ``text`` and in later
-        texts."""
+        """Return ``text`` with the errors of earlier texts, except short ones, replaced. ``error``: a message that may occur in
+        ``text`` and in later texts."""
         for shown in self._printed:
             text = re.sub(rf"{re.escape(shown)}(?!\w)", "(as above)", text)  # step 34 is not step 340
         told = (
@@ -201,7 +201,7 @@ class EventFold:
 
     def add(self, event: views.EventView) -> list[views.EventView]:
         """Return the events to show now that ``event`` has arrived; may include earlier events. ``event`` may be held back until
-        a later call or ``flush``."""
+        a later call or ``flush``, combined with others, or omitted."""
         if event.type == "result":
             self._results.append(event)
             return []
@@ -247,7 +247,7 @@ class EventFold:
 
 
 def event_line(event: views.EventView) -> str:
-    """Return the event as a line of text: time, type and message. Digests in the message are shortened."""
+    """Return the event as a line of text: time, type, attempt if any, and message. Digests in the message are shortened."""
     attempt = f"attempt {event.attempt}"
     prefix = "" if event.attempt is None or event.message.startswith(attempt) else f"{attempt}: "
     return f"{output.format_time(event.at)}  {event.type:<20}  {prefix}{short_digests(event.message)}"

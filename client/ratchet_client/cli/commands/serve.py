@@ -1,4 +1,5 @@
-"""``ratchet serve``, ``reconcile``, ``agent-host`` and ``agent``: replace this process with the service or one of its parts."""
+"""``ratchet serve``, ``reconcile``, ``agent-host`` and ``agent``: replace this process with the service, one of its parts, or
+an agent."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ratchet_contract.api.views import JobView, Warning_
 
 _COPY_SECONDS = 3600.0
-"""Timeout for a submission that copies a model."""
+"""Timeout for a submission that copies a model or a checkpoint."""
 
 
 def register(app: typer.Typer) -> None:
@@ -59,7 +59,7 @@ def submit(
     upload: UploadOption = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Submit a job. Standard output contains only the job's id: id=$(ratchet submit spec.yaml)."""
+    """Submit a job, and print its id on standard output: id=$(ratchet submit spec.yaml)."""
     from ratchet_client.cli.commands import wait as wait_command
     from ratchet_client.resources.spec_file import read_spec
 
@@ -121,8 +121,8 @@ def print_warnings(warnings: Sequence[Warning_]) -> None:
 
 
 def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
-    """Set the keys of ``sets``, items ``a.b=value`` with YAML values, in ``spec``, and add ``labels``. Raise
-    ``typer.BadParameter`` or ``SpecError`` for an item that cannot be applied."""
+    """Set the keys of ``sets``, items ``a.b=value`` with YAML values, in ``spec``, and add ``labels``, unless
+    the spec's own are no mapping. Raise ``typer.BadParameter`` or ``SpecError`` for an item that cannot be applied."""
     from ratchet_client.resources.spec_file import json_value
     from ratchet_contract.spec.parse import load_spec_text
 

@@ -51,7 +51,7 @@ def poll(
 ) -> Iterator[T]:
     """Yield the result of ``fetch`` every ``interval_seconds``, without an end. ``on_gap``: called with the error when the
     service stops responding, and at each further failure if it returns True. Raise ``ServiceUnreachable`` or ``ServiceFault``
-    if this lasts for too long."""
+    if it does not respond for too long, or at first no service has been started."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.resources.poll import Outage, retry_poll
 
@@ -70,8 +70,9 @@ def poll(
 
 def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), deadline: float | None = None,
          as_json: bool = False) -> None:  # fmt: skip
-    """Wait until the job has ended or is in a phase of ``until``, print its changes, then the job or its results. Raise
-    ``typer.Exit`` unless the job is in such a phase (default: SUCCEEDED), ``DeadlineReached`` after ``deadline`` seconds."""
+    """Wait until the job has ended or is in a phase of ``until``, print its changes, then the job as JSON or an ended job's
+    results. Raise ``typer.Exit`` unless the job is in such a phase (default: SUCCEEDED), ``DeadlineReached`` after ``deadline``
+    seconds."""
     from ratchet_client.resources.client import TERMINAL
 
     once = ErrorsOnce()
@@ -267,7 +268,7 @@ class PlainView:
         self._print_line(event_line(event))
 
     def on_progress(self, snapshot: Snapshot) -> None:
-        """Print a progress line if the interval has passed or the job has ended, and the line has changed."""
+        """Print a progress line if the interval has passed or the job has ended, and more than the phase has changed."""
         if time.monotonic() < self._next and not snapshot.job.phase.terminal:
             return
         eta = eta_text(snapshot)

@@ -79,13 +79,13 @@ def doctor(
 
 def _interpreter(value: str) -> str:
     """Return the path of the interpreter that ``value`` names: a file, a virtual environment's directory, or a program on
-    PATH."""
+    PATH. If none is found, return ``value``."""
     path = Path(value)
     return str(path / "bin" / "python") if path.is_dir() else shutil.which(value) or value
 
 
 def _checked_hooks(hooks: list[str]) -> list[str]:
-    """Return ``hooks``, or all hooks but ``custom`` if it is empty. Raises ``typer.BadParameter`` if one is not among these."""
+    """Return ``hooks``, or all available hooks but ``custom`` if it is empty. Raise ``typer.BadParameter`` for any other hook."""
     from ratchet_client.cli.doctor.exactness import available
 
     known = available()
@@ -95,7 +95,7 @@ def _checked_hooks(hooks: list[str]) -> list[str]:
 
 
 def _prove(diagnosis: Diagnosis, home: Path, python: str | None, hooks: list[str]) -> list[Proof]:
-    """Run the jobs of the exactness check and return its proofs; blocks for minutes. ``python``: the interpreter that trains;
+    """Run the jobs of the exactness check and return its proofs; may block for minutes. ``python``: the interpreter that trains;
     None: this one."""
     from ratchet_client.cli.doctor.exactness import prove
     from ratchet_client.cli.doctor.progress import Progress

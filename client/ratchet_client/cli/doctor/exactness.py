@@ -106,7 +106,7 @@ def prove(
     diagnosis: Diagnosis, home: Path, python: str | None, hooks: Collection[str], report_progress: Progress
 ) -> list[Proof]:
     """Run two jobs under a temporary service for each of ``hooks`` and each device that supports it, and return the proofs;
-    blocks for minutes. Failures are in their ``problems``."""
+    may block for minutes. Failures are in their ``problems``."""
     proofs = [proof for device in _devices(diagnosis) for proof in _planned_proofs(diagnosis, device, hooks)]
     lacking = [name for name in ("torch", "extra worker", "extra service") if diagnosis.failed(name)]
     if lacking:
@@ -175,7 +175,7 @@ def spec_of(proof: Proof, python: str | None) -> dict[str, Any]:
 def _run(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], python: str | None, report_progress: Progress
 ) -> None:
-    """Run the jobs of ``proofs``, which are for one device, and fill in the results. Blocks for minutes."""
+    """Run the jobs of ``proofs``, which are for one device, and fill in the results. May block for minutes."""
     accepted = []
     for proof in proofs:
         try:
@@ -219,8 +219,8 @@ def _wait_until_ended(
 
 
 def _kill_rank(paths: HomePaths, proof: Proof) -> bool:
-    """Kill the last rank of the job ``proof.killed`` if its first attempt is well between two checkpoints. Return True if the
-    rank was killed."""
+    """Kill the last rank of the job ``proof.killed`` if its first attempt is well between a committed checkpoint and the next
+    one. Return True if the rank was killed."""
     job = paths.job(proof.killed)
     attempt = job.attempt(1)
     step = finished_step(attempt.counter(0))

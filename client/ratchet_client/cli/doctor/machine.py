@@ -1,4 +1,4 @@
-"""Checks the machine: packages, cores, memory, limits, clock. Uses the standard library only; changes nothing."""
+"""Checks the machine: packages, cores, memory, limits, clock. Changes nothing."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ def proxies() -> list[Finding]:
 
 
 def service(settings: Settings) -> list[Finding]:
-    """Return findings on the service: a running one must respond, be ready and use this Ratchet's protocol; none is ok, too. May
-    block for some seconds."""
+    """Return findings on the service: a running one must respond, be ready and use this Ratchet's protocol; none is ok, too,
+    unless an address is set. May block for some seconds."""
     home = HomePaths(home_directory(settings.home))
     try:
         target = find_target(settings.server, settings.home)
@@ -156,7 +156,7 @@ def _unresponsive(url: str, home: HomePaths, described: ServiceFile | None, erro
 
 
 def _stated_version(answer: httpx.Response) -> str | None:
-    """Return the version in a response of ``/healthz``; None if the response is not from Ratchet."""
+    """Return the version in a response of ``/healthz``; None if there is none."""
     try:
         return str(answer.json()["version"])
     except (ValueError, KeyError, TypeError):

@@ -51,7 +51,7 @@ def worker(python: str) -> AbstractContextManager[ProbeResult]:
 
 def database(home: Path) -> AbstractContextManager[ProbeResult]:
     """Return a context that runs the checks of the database in another process. The context yields a function that blocks until
-    they are done and returns their report."""
+    they are done and returns their report. Without the service's packages nothing runs, and the report says so."""
     if find_spec("sqlalchemy") is None or find_spec("alembic") is None:
         detail = "the service's packages are not installed here"
         return nullcontext(

@@ -31,7 +31,7 @@ _JOBS_AT_ONCE: Final = 2
 
 @contextmanager
 def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetClient, HomePaths]]:
-    """Start a service on a temporary run directory, next to ``home`` if there is room, and yield a client and the directory's
+    """Start a service on a temporary run directory, next to ``home`` if possible, and yield a client and the directory's
     paths. On exit the service and its ranks are killed and the directory is removed. ``slots``: minimum number of CPU slots.
     Raise ``CannotStart`` if the service cannot be started."""
     root: Path | None = None
@@ -54,7 +54,7 @@ def temporary_service(home: Path, *, slots: int = 0) -> Iterator[tuple[RatchetCl
 
 
 def _directory(home: Path) -> Path:
-    """Create a temporary run directory, next to ``home`` if there is room, and return it. Raise ``CannotStart`` if no place can
+    """Create a temporary run directory, next to ``home`` if possible, and return it. Raise ``CannotStart`` if no place can
     be used."""
     places = [home.parent, Path(tempfile.gettempdir())]
     for place in places:

@@ -37,8 +37,8 @@ def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> lis
 
 
 def _hook(facts: Facts, hook: Mapping[str, Any], last: int) -> Exercise:
-    """Return whether the runs passed the hook's warm-up and an interruption came after that. ``last``: the step of the last
-    interruption, 0 if there was none."""
+    """Return whether the runs passed the hook's warm-up and an interruption came after that; a hook without a warm-up counts
+    as exercised. ``last``: the step of the last interruption, 0 if there was none."""
     name = str(hook["name"])
     phases = ", ".join(f"{phase} from step {step}" for phase, step in facts.phases.items() if phase != "steady")
     if set(facts.phases) == {"warm-up"}:

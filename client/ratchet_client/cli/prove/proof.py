@@ -179,7 +179,7 @@ def _pin(trials: Trials, checkpoint: CheckpointView, since: datetime) -> None:
     client, job_id = trials.client, checkpoint.job_id
 
     def unpin() -> None:
-        """Unpin the checkpoint unless another fork needs the pin; those of the proof are deleted by now."""
+        """Unpin the checkpoint unless a fork made after ``since`` still exists and needs the pin."""
         later = takewhile(lambda job: job.created_at > since, client.jobs())
         if not any(job.forked_from == f"{job_id}/{checkpoint.id}" for job in later):
             client.pin(job_id, checkpoint.id, False)
@@ -264,8 +264,8 @@ def _interruptions(carried_out: list[tuple[Fault, AttemptView]], faults: list[Fa
 
 
 def _verdict(run: Run, *, equal: bool) -> Verdict:
-    """Return the verdict on ``run``: ``differs`` if not ``equal`` or if a redone step differed, ``not-exact`` if a resume lost
-    state, else ``proved``. ``equal``: final state and metrics are the expected ones."""
+    """Return the verdict on ``run``: ``differs`` if not ``equal`` or if a redone step differed, ``not-exact`` if ``_lost_state``
+    finds a loss, else ``proved``. ``equal``: final state and metrics are the expected ones."""
     if not equal or any(attempt.redone.first_difference is not None for attempt in run.attempts):
         return "differs"
     lost = any(_lost_state(attempt.resume_report) for attempt in run.attempts if attempt.resume_report is not None)
@@ -273,7 +273,7 @@ def _verdict(run: Run, *, equal: bool) -> Verdict:
 
 
 def _lost_state(report: ResumeReportView) -> list[str]:
-    """Return what an inexact resume has lost, one text each. What the trial itself causes is left out."""
+    """Return what an inexact resume has lost or found changed, one text each. What the trial itself causes is left out."""
     if report.verdict != "not-exact":
         return []
     parts = [part for part in report.components if part.status != "exact"]

@@ -1,4 +1,4 @@
-"""The jobs of a proof: submits the user's spec as a trial, watches the trial, reads its results and deletes its job."""
+"""The jobs of a proof: makes a trial's spec from the user's, waits for the trials, reads their results and deletes their jobs."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Trials:
 
     def wait(self, jobs: Mapping[str, str]) -> list[Run]:
         """Block until these jobs (id: description) have ended, and return their runs in the same order. Raise ``TrialFailed`` if
-        one fails or did no step of a Session or Task."""
+        one does not succeed or did no step of a Session or Task."""
         ended: dict[str, JobView] = {}
         phases, said = "", 0.0
         while len(ended) < len(jobs):

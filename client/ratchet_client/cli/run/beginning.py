@@ -37,13 +37,12 @@ LABEL: Final = "ratchet-run"
 _READ: Final = ("task", "script", "hook", "world")
 """Keys of the spec whose values may come from the script's text."""
 _LOGS: Final = (".log", ".out", ".err")
-"""Suffixes of files next to the script that hold this command's output, or that batch systems write: no change of the code."""
+"""Suffixes of files that may hold this command's output, or that batch systems write: they do not count as changed code."""
 
 
 @dataclass(frozen=True)
 class SelectedJob:
-    """The job that this command trains. ``attempt``, ``event``: the last ones that an earlier command has shown; 0 and None for a
-    new job."""
+    """The job that this command trains. ``attempt``, ``event``: the last ones before this command; 0 and None for a new job."""
 
     job: JobView
     attempt: int = 0
@@ -105,8 +104,8 @@ def is_resumable(job: JobView) -> bool:
 
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
     """Resume ``job`` and return it. If its code has changed, it resumes with the new code; a queued or running job is suspended
-    first, which blocks. If the change fails, the suspended job resumes with its old code. Raise the error, such as
-    ``Conflict``."""
+    first, which blocks. If the change fails, a job suspended for it resumes with its old code. Raise the error, such
+    as ``Conflict``."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
@@ -156,7 +155,8 @@ def _suspend_and_wait(client: RatchetClient, job_id: str) -> bool:
 
 
 def _refuses_new_code(job: JobView) -> bool:
-    """Return True if the service will refuse other code for the unfinished ``job``, whose determinism is strict."""
+    """Return True if the service will refuse other code for the unfinished ``job``: its determinism is strict, and it has a
+    checkpoint or will save one when it is suspended."""
     # The suspension of a job that trains saves a checkpoint.
     trains = job.phase.active and job.progress.step > 0
     return job.spec.get("determinism") == "strict" and (job.last_checkpoint is not None or trains)
@@ -179,8 +179,8 @@ def _newest_step(paths: JobPaths, job: JobView) -> int:
 
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
-    """Return the files of the job's code that have changed since its snapshot, without logs and ignored files. Empty, possibly
-    after a warning, if that is unknown."""
+    """Return the files of the job's code that have changed since its snapshot, without files such as logs and ignored ones.
+    Empty, possibly after a warning, if that is unknown."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
         return []

@@ -31,7 +31,7 @@ from ratchet_contract.processes import parent_death
 from ratchet_contract.processes.process_start import start_time
 
 COMMAND_FILE: Final = "command.txt"
-"""The command as typed; the file is in a private run directory while its job has not ended."""
+"""The command as typed; the file is in a private run directory while the command can continue its job."""
 LOCK_FILE: Final = "command.lock"
 """In the same directory: locked by the running command, and contains its pid."""
 _END_SECONDS: Final = 30.0
@@ -58,8 +58,8 @@ class RunService:
         wait_ready(self._process, self.paths)
 
     def restart_if_ended(self) -> bool:
-        """Start a private service again if it has ended, and return True then, even if the start fails; else return False. May
-        wait for its end first."""
+        """If a private service has ended, start it again, unless a start has just failed, and return True, even if that fails;
+        else return False. May wait for its end first."""
         if self._process is None:
             return False
         try:
@@ -162,7 +162,7 @@ def _owner(paths: HomePaths) -> str | None:
 
 def unfinished_elsewhere(paths: HomePaths, name: str) -> list[str]:
     """Return the ``ratchet run`` commands that have an unfinished job named ``name`` in another run directory next to
-    ``paths``."""
+    ``paths``, as their files ``COMMAND_FILE`` show."""
     found = []
     for file in paths.home.parent.glob(f"{name}-*/{COMMAND_FILE}"):
         if file.parent != paths.home and file.parent.name.rpartition("-")[0] == name:

@@ -51,7 +51,7 @@ class RankOutput:
         self._thread.join()
 
     def note(self, text: str) -> None:
-        """Print ``text`` on standard error, on a line of its own."""
+        """Print ``text`` on standard error; on a terminal, on a line of its own."""
         with self._lock:
             if self._open_line and _is_one_terminal(self._to, sys.stderr):
                 self._open_line = False

@@ -61,7 +61,7 @@ def names(ctx: typer.Context, incomplete: str) -> Choices:
 
 
 def checkpoints(ctx: typer.Context, incomplete: str) -> Choices:
-    """Return the completions for a checkpoint of the job on the command line; empty if the job is unknown."""
+    """Return the completions for a checkpoint of the job on the command line; empty if the job is unknown or ambiguous."""
     job = str(ctx.params.get("job") or "")
     if not is_job_id(job):
         found = _selected_job(_items(ctx, "/v1/jobs", name=job, limit=_MOST)) if job else []

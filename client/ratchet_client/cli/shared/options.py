@@ -1,4 +1,4 @@
-"""Options, settings, the client and the JOB argument, which several commands share."""
+"""Options, settings, the client, the JOB argument and texts about jobs, which several commands share."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def settings(ctx: typer.Context) -> Settings:
 
 
 def open_client(ctx: typer.Context, retry_for: float = RETRY_FOR, timeout: float = 30.0) -> RatchetClient:
-    """Return a client for the service in use; the caller closes it. ``retry_for``: seconds for which a call retries; ``timeout``:
-    seconds without data after which a request fails. Raise ``Refused`` if the configuration is invalid."""
+    """Return a client for the service in use; the caller closes it. ``retry_for``, ``timeout``: as for ``RatchetClient``. May
+    print a note on the service. Raise ``Refused`` if the configuration is invalid."""
     from ratchet_client.resources.client import RatchetClient
 
     given = settings(ctx)
@@ -70,8 +70,8 @@ def _note_service(ctx: typer.Context, given: Settings) -> None:
 
 
 def job_id_of(ctx: typer.Context, value: str) -> str:
-    """Return the id of the job that ``value``, an id or a name, refers to. Raise ``NotFound`` or ``AmbiguousName`` for a name. An
-    id is not checked."""
+    """Return the id of the job that ``value``, an id or a name, refers to, and store ``value`` in ``ctx``. Raise ``NotFound`` or
+    ``AmbiguousName`` if a name does not identify one job. An id is not checked."""
     ctx.meta[JOB_NAMED] = value
     if ctx.resilient_parsing or is_job_id(value):
         return value
@@ -191,7 +191,7 @@ def parse_pairs(items: Sequence[str], option: str) -> dict[str, str]:
 
 
 def steps(job: JobView) -> str:
-    """Return the job's step as ``120/600``, or ``120`` if the total is unknown; ``-`` for a script that reports no steps."""
+    """Return the job's step as ``120/600``, or ``120`` if the total is unknown; ``-`` for an unmanaged script without a step."""
     progress = job.progress
     if not progress.step and any(warning.code == UNMANAGED for warning in job.warnings):
         return "-"
@@ -199,7 +199,7 @@ def steps(job: JobView) -> str:
 
 
 def step_text(job: JobView) -> str:
-    """Return the job's step as ``step 120/600``, or ``steps not reported`` for a script without a Session."""
+    """Return the job's step as ``step 120/600``, or ``steps not reported`` where ``steps`` returns ``-``."""
     shown = steps(job)
     return "steps not reported" if shown == "-" else f"step {shown}"
 
@@ -218,7 +218,7 @@ def absence_message(job: JobView, what: str, running: str = " yet") -> str:
 
 
 def queue_position_text(job: JobView) -> str:
-    """Return the job's position in the queue as text; "" if the service reports none."""
+    """Return the job's position in the queue, or a lower bound of it, as text; "" if the service reports none."""
     if job.position is not None:
         return f"position {job.position} in the queue"
     return (

@@ -32,7 +32,7 @@ _CUT = 100
 
 
 def on_terminal() -> bool:
-    """Return True if standard output is a terminal that can show colours and redrawn lines."""
+    """Return True if standard output is a terminal, unless ``TERM`` is ``dumb`` (no colours, no redrawn lines)."""
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
@@ -43,12 +43,12 @@ def console() -> Console:
 
 
 def style_of(word: str) -> str:
-    """Return rich's style for a phase or status, which may have a remark after it; "" for other words."""
+    """Return rich's style for a word of ``_STYLES``, also before ", " or " (" and a remark; "" for other words."""
     return _STYLES.get(word.partition(", ")[0].partition(" (")[0], "")
 
 
 def line(text: str = "") -> None:
-    """Print one line on standard output unchanged: no markup, no wrapping."""
+    """Print ``text`` and a line end on standard output unchanged: no markup, no wrapping."""
     sys.stdout.write(text + "\n")
 
 
@@ -58,8 +58,8 @@ def sentence(text: str, indent: str = "") -> None:
 
 
 def wrap_text(text: str, indent: str = "") -> str:
-    """Return ``text`` wrapped to the terminal's width, elsewhere as one line. ``indent``: text before each line; if empty, later
-    lines begin with two spaces."""
+    """Return ``text`` wrapped to the terminal's width, elsewhere not wrapped. ``indent``: text before each line; if empty, later
+    wrapped lines begin with two spaces."""
     if not on_terminal():
         return indent + text
     later = indent or "  "
@@ -90,7 +90,7 @@ def emit_line(data: BaseModel | dict[str, Any]) -> None:
 
 
 def _plain(data: Any) -> Any:
-    """Return ``data`` as JSON types: models as dicts, numbers that are not finite as strings."""
+    """Return ``data`` with models as decoded JSON, and with numbers that are not finite as strings."""
     if isinstance(data, dict):
         return {k: _plain(v) for k, v in data.items()}
     if isinstance(data, list | tuple):
@@ -106,8 +106,8 @@ def table(
     cut: str | None = None, empty: str = "",
 ) -> list[str]:  # fmt: skip
     """Print a table on standard output; return the omitted columns. ``right``: columns to align right. ``drop``: columns to omit
-    in this order on a narrow terminal. ``cut``: a column of text; with it, cells are shortened to keep each row on one line.
-    ``empty``: printed on standard error if there are no rows."""
+    in this order on a narrow terminal. ``cut``: a column of text; with it, cells are shortened on a terminal to keep each row
+    on one line, elsewhere only that column's. ``empty``: printed on standard error if there are no rows."""
     body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)
@@ -165,7 +165,8 @@ def render_table(
 def _columns_to_omit(
     columns: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str], width: int
 ) -> list[str]:
-    """Return the columns of ``drop``, from its beginning, that are omitted so that the table fits in ``width`` characters."""
+    """Return the columns of ``drop``, from its beginning, that are omitted so that the table fits in ``width`` characters, if
+    possible. A column counts with at most ``_TEXT``."""
     needs = {c: min(max(len(c), *(len(row[i]) for row in rows), 0), _TEXT) for i, c in enumerate(columns)}
     missing: list[str] = []
     for column in drop:
@@ -194,7 +195,7 @@ def progress(total: int, what: str) -> Iterator[Callable[[int], None]]:
 
 
 def fields(*groups: Iterable[tuple[str, object]]) -> None:
-    """Print lines ``name value`` on standard output, with a blank line between groups. None and empty values are omitted."""
+    """Print lines ``name value`` on standard output, with a blank line between groups. None and empty strings are omitted."""
     said = [[(name, str(value)) for name, value in group if value is not None and value != ""] for group in groups]
     shown = [group for group in said if group]
     width = max((len(name) for group in shown for name, _ in group), default=0)
@@ -248,7 +249,7 @@ def size(count: int | None) -> str:
 
 
 def count(number: int) -> str:
-    """Return a number with three significant digits and a unit: 512, 73.5 k, 1.99 M."""
+    """Return a number with at most three significant digits, and a unit from 1000: 512, 73.5 k, 1.99 M."""
     value, units = float(number), ["", " k", " M", " G", " T", " P"]
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
@@ -261,5 +262,5 @@ def format_time(value: datetime | None) -> str | None:
 
 
 def dash(value: object) -> str:
-    """Return ``value`` as text; "-" if it is None or empty."""
+    """Return ``value`` as text; "-" if it is None or an empty string."""
     return "-" if value is None or value == "" else str(value)

@@ -43,13 +43,13 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float, period: f
 
 
 def without_ratchet_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environ`` without the RATCHET_ variables, which configure the user's other services."""
+    """Return a copy of ``environ`` without the RATCHET_ variables, which may configure another service."""
     return {name: value for name, value in environ.items() if not name.startswith("RATCHET_")}
 
 
 def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -> subprocess.Popen[bytes]:
     """Start a service at a free port for an existing run directory, and return its process at once. ``options``: more arguments
-    of ``serve``. Raise ``CannotStart`` if this installation has no service."""
+    of ``serve``. Raise ``CannotStart`` if ``fastapi`` is not installed."""
     if find_spec("fastapi") is None:
         raise CannotStart(
             f'{sys.executable} has no fastapi: {sys.executable} -m pip install "ratchet-train[service,worker]"'
@@ -87,16 +87,16 @@ def wait_ready(process: subprocess.Popen[bytes], paths: HomePaths) -> None:
 
 
 def service_file(paths: HomePaths) -> ServiceFile | None:
-    """Return the content of the run directory's ``service.json``, which a killed service leaves behind; None if it has no valid
-    one."""
+    """Return the content of the run directory's ``service.json``, which a killed service leaves behind; None if it is missing,
+    invalid or unreadable."""
     with suppress(OSError, ValidationError):
         return ServiceFile.model_validate_json(paths.service_file.read_bytes())
     return None
 
 
 def kill_attempts(root: Path) -> None:
-    """Kill the processes that were started for attempts below the run directory ``root``. Blocks until they have ended, up to
-    ``END_SECONDS``."""
+    """Kill the processes for which ``was_started_below`` holds with the run directory ``root``. Blocks until they have ended, up
+    to ``END_SECONDS``."""
     root = root.resolve()  # as the service writes it
 
     def none_left() -> bool:

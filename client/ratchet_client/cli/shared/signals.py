@@ -1,5 +1,5 @@
-"""Makes SIGTERM and SIGHUP end a command as Ctrl-C does (``interruptible``), and keeps signals from interrupting clean-up
-(``signals_ignored``)."""
+"""Makes SIGTERM and SIGHUP end a command as Ctrl-C does (``interruptible``), and keeps all three from interrupting
+clean-up (``signals_ignored``)."""
 
 from __future__ import annotations
 

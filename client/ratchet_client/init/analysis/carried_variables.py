@@ -63,8 +63,8 @@ def _add_remarks(
     keep: str = "",
     kept: str = "kept",
 ) -> None:
-    """Add a remark for each carried variable that is not in ``saved``, with what to do by hand. ``keep``: how to keep variables,
-    with the placeholder ``{names}``, "": by ``_keep``; ``kept``: the variable with the kept ones."""
+    """Add a remark for each carried variable that is not in ``saved``, and if it is not only displayed, what to do by hand.
+    ``keep``: how to keep variables, with the placeholder ``{names}``, "": by ``_keep``; ``kept``: the variable with them."""
     loop = carrying.loop
     cures: list[tuple[ast.Name, str, str, str, bool]] = []  # place, variable, what is the case, cure, needed
     for name, node in carrying.needed.items():
@@ -102,7 +102,7 @@ def _add_remarks(
 
 
 def _keep(patching: Patching, loop: Loop | StepLoop, session: str, names: list[str]) -> tuple[str, str]:
-    """Return how to keep ``names``, as text with the placeholder ``{names}``, and the variable with the kept ones."""
+    """Return how to keep ``names``, as text that may have the placeholder ``{names}``, and the variable with them."""
     # An existing call is extended, since a second one would replace its variable.
     found: list[tuple[int, str, str]] = []
     for node in ast.walk(patching.source.scope(loop.node)):
@@ -150,7 +150,7 @@ class _Carrying:
 
     def obstacle(self, name: str) -> str | None:
         """Return None if the variable ``name`` can be kept by a line at the beginning and one at the end of each iteration; else
-        what to do by hand, with the placeholders ``{keep}`` and ``{kept}``."""
+        what to do by hand, as text that may have the placeholders ``{keep}`` and ``{kept}``."""
         source, node = self._source, self.loop.node
         left = self.loop.exits
         if name in self._prepared:
@@ -186,8 +186,8 @@ class _Carrying:
                 yield one.value
 
     def _is_changed_elsewhere(self, name: str) -> bool:
-        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or the loop's own does and must keep
-        that."""
+        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or the loop's own as ``global`` and
+        must keep that."""
         others = (
             n for n in ast.walk(self._source.tree) if isinstance(n, ast.Global | ast.Nonlocal) and name in n.names
         )
@@ -205,7 +205,7 @@ class _Carrying:
         return alone and len(uses) == 1 and _first_value(self._source, name) is not None
 
     def _is_assigned_before(self, name: str) -> bool:
-        """Return True if an assignment before the loop, a parameter or a ``global`` statement gives ``name`` a value."""
+        """Return True if ``name`` is a parameter or global, or is assigned before the loop in a block that contains the loop."""
         if any(name in one.names for one in self.declarations) or name in parameters(self._scope):
             return True
         around = [self.loop.node, *self._source.ancestors(self.loop.node)]
@@ -260,7 +260,7 @@ def _first_value(source: Source, name: str) -> str | None:
 
 
 def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
-    """Return True if the value that ``name`` has after the loop may be read, by code after the loop or by a function."""
+    """Return True if code after the loop reads ``name`` in the same scope, or a function that sees this variable reads it."""
     scope, end = source.scope(loop), loop.end_lineno or loop.lineno
     for n in _names(source.tree):
         if n.id == name and isinstance(n.ctx, ast.Load):
@@ -274,7 +274,8 @@ def is_read_after(source: Source, loop: ast.For | ast.While, name: str) -> bool:
 
 
 def _binds(function: ast.AST, name: str) -> bool:
-    """Return True if ``name`` is a parameter or local variable of ``function`` or of a function in it, and global in none."""
+    """Return True if ``name`` is a parameter or local variable of ``function`` or of a function in it, and
+    ``global`` or ``nonlocal`` in none."""
     nodes = list(ast.walk(function))
     if any(isinstance(n, ast.Global | ast.Nonlocal) and name in n.names for n in nodes):
         return False

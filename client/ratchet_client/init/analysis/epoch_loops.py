@@ -90,7 +90,8 @@ class Loops:
         return sorted(found, key=lambda loop: loop.node.lineno)
 
     def trains(self, node: ast.AST, within: tuple[str, ...] = ()) -> bool:
-        """Return True if ``node``, or a function of the file that it calls, calls ``backward``. ``within``: functions to skip."""
+        """Return True if ``node``, or a function of the file that it calls, calls a method ``backward`` or ``manual_backward``.
+        ``within``: functions to skip."""
         for inner in ast.walk(node):
             if not isinstance(inner, ast.Call):
                 continue

@@ -34,7 +34,7 @@ def makes_a_session(origin: str) -> bool:
 
 
 class Origins:
-    """Maps each name that a file imports to its origins, as dotted names. A name that several imports bind has several."""
+    """Maps the names that a file imports, except relatively, to their origins, as dotted names. One name may have several."""
 
     def __init__(self, tree: ast.AST) -> None:
         self.names: dict[str, set[str]] = {}

@@ -16,8 +16,8 @@ _OPERANDS: Final = (ast.Name, ast.Constant, ast.Attribute, ast.Call, ast.Subscri
 
 
 def set_last_number(patching: Patching, loop: Loop | StepLoop) -> None:
-    """If the script reads the iteration variable after the loop, record an assignment of its last value before the loop, or add a
-    remark if that is not enough."""
+    """If the loop's range or count is known and the script reads the iteration variable after it, record an assignment of the
+    last value before the loop, or add a remark if that is not enough."""
     node, over = loop.node, loop.over if isinstance(loop, StepLoop) else loop.range
     target = node.target if isinstance(node, ast.For) else over.counter if isinstance(over, Counted) else None
     if not isinstance(target, ast.Name) or over is None or not is_read_after(patching.source, node, target.id):

@@ -32,8 +32,8 @@ class RankVariables:
         return name if any("cuda" in ast.unparse(value) for value in made) else None
 
     def is_text(self, name: str | None) -> bool:
-        """Return True if the script uses the device variable ``name`` as a string: ``"cuda" in device``,
-        ``device.startswith("cuda")``."""
+        """Return True if the script tests ``... in device``, or uses a method of strings other than ``index``, as in
+        ``device.startswith``; for the device variable ``name``."""
         for node in ast.walk(self._source.tree):
             match node:
                 case ast.Compare(comparators=[ast.Name(id=used)], ops=[ast.In() | ast.NotIn()]) if used == name:
@@ -44,8 +44,8 @@ class RankVariables:
         return False
 
     def _chosen(self, block: list[ast.stmt], values: list[ast.expr]) -> str | None:
-        """Return the only variable to which ``block`` assigns devices; None if it does more. The assigned expressions are
-        appended to ``values``."""
+        """Return the only variable to which ``block`` assigns devices; None if it assigns none or does more. The assigned
+        expressions are appended to ``values``."""
         names: set[str | None] = set()
         for statement in block:
             match statement:
@@ -62,7 +62,7 @@ class RankVariables:
         return names.pop() if len(names) == 1 else None
 
     def _names_device(self, value: ast.expr) -> bool:
-        """Return True if ``value`` is ``torch.device(...)``, or a string or f-string that names a device: ``"cpu"``,
+        """Return True if ``value`` is ``torch.device(...)``, or a string or f-string for the CPU or a CUDA device: ``"cpu"``,
         ``"cuda:0"``, ``f"cuda:{local_rank}"``."""
         if isinstance(value, ast.Call):
             return self._origins.is_one(value.func, _DEVICE)
@@ -85,8 +85,8 @@ class RankVariables:
     # --- variables -----------------------------------------------------------------------------------------------------
 
     def reads(self) -> Iterator[tuple[ast.expr, str]]:
-        """Yield each expression that fails without torchrun, like ``os.environ["RANK"]`` or ``int(os.environ["RANK"])``, with the
-        Session's attribute that has the value."""
+        """Yield each ``os.environ["RANK"]``, or the same with LOCAL_RANK or WORLD_SIZE, including an ``int(...)`` around it, with
+        the Session's attribute that has the value; not within an ``if`` whose test has the variable's name."""
         for node in ast.walk(self._source.tree):
             name = self._name(node)
             if name is None or not isinstance(node, ast.Subscript):

@@ -45,7 +45,8 @@ class Patching:
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
     def bound_names(self) -> set[str]:
-        """Return the names of the file's variables, parameters, functions, classes and absolute imports, in all scopes."""
+        """Return the names of the file's variables, parameters, functions, classes and absolute imports, in all scopes, except
+        those that ``except`` and ``case`` bind."""
         nodes = list(ast.walk(self.source.tree))
         return (
             {n.id for n in nodes if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
@@ -55,7 +56,7 @@ class Patching:
         )
 
     def imports_of(self, wanted: frozenset[str]) -> list[ast.stmt]:
-        """Return the import statements in the file that make a dotted name in ``wanted`` available."""
+        """Return the statements that import a dotted name in ``wanted`` itself, or by ``import`` a package or module with it."""
         found: list[ast.stmt] = []
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Import):
@@ -68,7 +69,7 @@ class Patching:
 
     def add_import(self, line: str, statements: list[ast.stmt], used: int | None = None) -> None:
         """Record the insertion of the import ``line`` after the leading imports and ``statements``, or in the functions that
-        contain all of these. ``used``: only leading imports above this line count."""
+        contain all ``statements``; first if there is neither. ``used``: only leading imports above this line count."""
         scopes = {id(scope): scope for scope in map(self.source.scope, statements)}
         functions = [s for s in scopes.values() if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
         inside = bool(functions) and len(functions) == len(scopes)

@@ -237,7 +237,7 @@ def unified_diff(old: str, new: str, name: str) -> str:
 
 
 def moved_lines(old: str, new: str) -> dict[int, int]:
-    """Return the numbers of the lines of ``old`` that ``new`` also has, each with its number in ``new``; from 1."""
+    """Return the numbers of the unchanged lines of ``old``, each with its number in ``new``; from 1."""
     blocks = difflib.SequenceMatcher(None, _lines(old), _lines(new), autojunk=False).get_matching_blocks()
     return {block.a + n + 1: block.b + n + 1 for block in blocks for n in range(block.size)}
 

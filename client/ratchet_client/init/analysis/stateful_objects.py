@@ -70,8 +70,8 @@ def is_stepped(loop: Loop | StepLoop, name: str) -> bool:
 def add_object_remarks(
     patching: Patching, loop: Loop | StepLoop, session: str, known: Collection[str], *, only_own: bool = False
 ) -> None:
-    """Add a remark for each object with state that the loop uses, except those in ``known``. ``only_own``: only for the file's
-    own classes and copies of models, as optional remarks."""
+    """Add a remark for each object with state that the loop is seen to use, except those in ``known``. ``only_own``: only for
+    the file's own classes and copies of models, as optional remarks."""
     said = {*known}
     inner = {n.id for n in ast.walk(loop.node) if isinstance(n, ast.Name) and not isinstance(n.ctx, ast.Load)}
     for node in ast.walk(loop.node):
@@ -132,8 +132,8 @@ def _is_of(patching: Patching, makers: list[ast.expr], package: str) -> bool:
 
 
 def _add_draw_remarks(patching: Patching, loop: Loop, session: str) -> None:
-    """Add a remark at each statement that draws random numbers in an epoch before its batches: a resume would draw other
-    numbers."""
+    """Add a remark at each statement that seems to draw random numbers in an epoch before its batches: a resume would draw
+    other numbers."""
     loops = Loops(patching.source)
     bodies = [loop.node.body]
     for one in loop.passes:
@@ -155,7 +155,8 @@ def _add_draw_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _is_own(patching: Patching, makers: list[ast.expr]) -> bool:
-    """Return True if one of ``makers`` is a class of the file other than a module, data set or sampler."""
+    """Return True if one of ``makers`` is a class of the file, and its bases are not named like a module, data set or
+    sampler."""
     classes = {
         n.name for n in ast.walk(patching.source.tree) if isinstance(n, ast.ClassDef)
         and not any(base.endswith(_OF_DATA) or base.startswith(("nn.", "torch.nn.")) for base in map(ast.unparse, n.bases))

@@ -80,7 +80,7 @@ def training_loops(patching: Patching) -> list[Loop | StepLoop]:
 
 
 def _step_loop(patching: Patching) -> StepLoop | None:
-    """Return the only loop in which ``zero_grad`` is called, if it is a loop over steps; else None."""
+    """Return the only loop in which ``zero_grad`` is called, if it is seen to be a loop over steps; else None."""
     source, loops = patching.source, Loops(patching.source)
     if patching.calls(LOADERS):
         return None

@@ -103,7 +103,7 @@ def _resumes(patching: Patching) -> None:
 
 
 def _sees(patching: Patching, loop: ast.For, name: str) -> bool:
-    """Return True if the Accelerator is visible at the loop under ``name``."""
+    """Return True if the Accelerator is seen to be visible at the loop under ``name``."""
     scope = patching.source.scope(loop)
     home = patching.source.scope(patching.calls(ACCELERATORS)[0])
     if scope is home or isinstance(home, ast.Module):

@@ -66,8 +66,8 @@ def remaining_remarks(script: Path) -> list[Remark]:
 
 
 def objects_without_session(script: Path) -> list[str]:
-    """Return the objects with state, as ``ema (train.py, line 12)``, that the script's training loops use and its Session does
-    not have. Empty for an invalid file."""
+    """Return the copies of models and the objects of own classes, as ``ema (train.py, line 12)``, that the script's training
+    loops use and its Session does not have. Empty for an invalid or unreadable file."""
     try:
         _, _, patching = _read(script)
     except (NotFound, Refused):
@@ -77,7 +77,8 @@ def objects_without_session(script: Path) -> list[str]:
 
 
 def _add_object_remarks(patching: Patching) -> None:
-    """Add remarks on the objects with state that training loops use and the script's Session does not have."""
+    """Add remarks on copies of models and objects of own classes that training loops use and the script's Session does not
+    have."""
     known = _known_names(patching)
     for loop in _session_loops(patching):
         own = parameters(patching.source.scope(loop.node))

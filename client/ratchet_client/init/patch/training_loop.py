@@ -215,8 +215,8 @@ class _Change:
         return outer
 
     def _outermost(self, statement: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``statement``, or the innermost ``if`` around it whose block contains ``end``. Raise ``_Unknown`` if there is
-        none."""
+        """Return ``statement``, or else the innermost ``if`` around it, that stands in a block which also contains ``end``. Raise
+        ``_Unknown`` if there is none."""
         found = statement
         while id(self._source.siblings(found)) not in self._blocks(end):
             around = next(self._source.ancestors(found))

@@ -1,4 +1,4 @@
-"""Batched PowerSGD: one square matrix per bucket, made of all its gradients and zeros at the end. The algorithm is that of
+"""Batched PowerSGD: one square matrix per bucket, made of all its gradients and padding at the end. The algorithm is that of
 torch's ``batched_powerSGD_hook``, which fails at its first compressed step."""
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class LowRank(Algorithm):
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's state: residuals, P and Q by parameter name, and the other values of ``__getstate__()``. Raises
-        ``HookStateError`` if the buckets' state is incomplete, or ``layout`` is missing."""
+        ``HookStateError`` if the buckets' state is incomplete, or exists without a ``layout``."""
         return state_by_name.capture(self.state, layout, self, copy=copy)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:

@@ -1,5 +1,5 @@
-"""Cuts torch's flat bucket tensors of PowerSGD into one tensor per parameter, and copies these into any layout. The callers in
-``powersgd`` and ``batched`` name them: ``residual/<parameter>``, ``p/<parameter>``, ``q/<parameter>``. The rest of
+"""Cuts torch's flat bucket tensors of PowerSGD into named tensors, and copies these into another layout's. The callers in
+``powersgd`` and ``batched`` name them, such as ``residual/<parameter>`` and ``p/<parameter>``. The rest of
 ``PowerSGDState.__getstate__()`` is JSON, and tensors ``state/<path>``."""
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def capture(
     state: PowerSGDState, layout: Layout | None, shelf: Shelf, *, copy: bool = True
 ) -> tuple[Tensors, dict[str, JsonValue]]:
     """Return everything in ``state``: tensors by key, and the JSON part. ``copy`` False: residuals, P and Q are views. Raises
-    ``HookStateError`` if the buckets' state is incomplete, or ``layout`` is missing."""
+    ``HookStateError`` if the buckets' state is incomplete, or exists without a ``layout``."""
     with _suppress_group_warning():
         slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
     errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
