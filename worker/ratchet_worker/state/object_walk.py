@@ -108,6 +108,7 @@ _MAX_OBJECTS: Final = 200_000
 _LARGE_ITEMS: Final = 20_000
 """Of a list, tuple or dictionary with more items, only the number of items and a sample of them are compared."""
 _SAMPLE: Final = 1000
+_INNER: Final = 32
 _FULLY_COMPARED_BYTES: Final = 256 << 20
 """An array of up to this many bytes is compared as a whole; of a larger one, a part of at most about this size."""
 _BLOCK: Final = 64 << 10
@@ -614,25 +615,34 @@ def _mark(item: Any, kind: Kind) -> Any:
 
 
 def _mark_of_large(item: Any) -> Any:
-    """Return the length of a large container and a sample of its items (of a dictionary: of its keys and values): constants as
-    text, others by identity."""
+    """Return the length of a large container, and the contents of a sample of its items (of a dictionary: of its keys and values)
+    down to the second level."""
     held = item.items() if isinstance(item, dict) else item
-    sample = chain(islice(held, 0, None, -(-len(item) // _SAMPLE)), islice(reversed(held), 1))
+    sample: Iterable[Any] = chain(islice(held, 0, None, -(-len(item) // _SAMPLE)), islice(reversed(held), 1))
     if isinstance(item, dict):  # not the pairs: ``items()`` makes new ones each time
-        return len(item), _identities(chain.from_iterable(sample))
-    return len(item), [repr(one) if is_constant(one) else _shallow(one) for one in sample]
+        sample = chain.from_iterable(sample)
+    return len(item), [_contents(one, _SAMPLE) for one in sample]
 
 
-def _shallow(item: Any) -> Any:
-    """Return the identity of an item and, for a container, ``_identities`` of its first ``_SAMPLE`` items, or keys and values."""
+def _contents(item: Any, most: int) -> Any:
+    """Return a constant as text, and the identity of anything else; with a tensor's version, and the contents of up to ``most``
+    items or attributes of a container or an object of the user's, in which ``_INNER`` of the next level count, and none below."""
+    if is_constant(item):
+        return repr(item)
+    if isinstance(item, torch.Tensor):
+        return id(item), version_of(item)
+    if isinstance(item, np.ndarray) and item.nbytes <= _SAMPLE and not item.dtype.hasobject:
+        return id(item), item.tobytes()
+    if most == 0:
+        return id(item)
+    held: Iterable[Any] = ()
     if isinstance(item, dict):
-        return id(item), _identities(chain.from_iterable(islice(item.items(), _SAMPLE)))
-    return id(item), _identities(islice(item, _SAMPLE)) if isinstance(item, (list, tuple)) else ()
-
-
-def _identities(items: Iterable[Any]) -> list[Any]:
-    """Return constants as text, and the ``id`` of other items."""
-    return [repr(one) if is_constant(one) else id(one) for one in items]
+        held = chain.from_iterable(islice(item.items(), most))
+    elif isinstance(item, (list, tuple, set, frozenset, deque)):
+        held = islice(item, most)
+    elif is_user_class(type(item)):
+        held = islice(getattr(item, "__dict__", {}).values(), most)
+    return id(item), [_contents(one, _INNER if most == _SAMPLE else 0) for one in held]
 
 
 def _mark_of_sealed(item: Any) -> Any:

@@ -518,6 +518,27 @@ def test_hidden_state_changes_are_restored(case: str) -> None:
     assert look(again) == look(whole)
 
 
+@pytest.mark.parametrize(
+    ("value", "change"),
+    [
+        (list[int], lambda held: held.append(1)),
+        (lambda: {"h": {"n": 0}}, lambda held: held["h"].update(n=1)),
+        (lambda: torch.zeros(1), lambda held: held.add_(1)),
+        (lambda: np.zeros(2), lambda held: held.__iadd__(1)),
+        (Bank, lambda held: vars(held).update(at=1)),
+        (set[int], lambda held: held.add(1)),
+    ],
+    ids=["list", "dictionary in a dictionary", "tensor", "array", "object", "set"],
+)
+def test_hidden_state_sees_changes_within_the_values_of_a_large_dictionary(
+    value: Callable[[], Any], change: Callable[[Any], None]
+) -> None:
+    build = lambda: Net(x={number: value() for number in range(20_001)})  # noqa: E731
+    assert later(build(), lambda _: None)[1] == Changes({}, [])
+    _, changes = later(build(), lambda n: [change(one) for one in n.x.values()])
+    assert changes.unsaved or changes.stored
+
+
 def test_hidden_state_is_restored_from_checkpoint_of_resumed_run() -> None:
     build = lambda: Net(x=[0], g=torch.Generator().manual_seed(1))  # noqa: E731
     _, changes = later(build(), lambda n: (n.x.append(1), draw(n.g)))
