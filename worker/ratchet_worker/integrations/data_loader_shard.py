@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from typing import Any
 
 import torch
 from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler
 from accelerate.utils import send_to_device, synchronize_rng_states
+from torch.utils.data import BatchSampler
 
 from ratchet_contract.errors import UserError
 
@@ -18,9 +19,10 @@ def prepare_loader(loader: Any) -> None:
     sharded = loader.batch_sampler
     if isinstance(sharded, BatchSamplerShard) and not sharded.even_batches and not sharded.drop_last:
         ranks = sharded.num_processes
-        if sharded.split_batches:  # the last rank gets a part of the last batch only if the other ranks' parts are full
-            samples = getattr(sharded.batch_sampler, "sampler", None)
-            last = 1 if samples is None else len(samples) % sharded.batch_size  # 1: unknown, so it is refused
+        whole = sharded.batch_sampler
+        if sharded.split_batches and type(whole) is BatchSampler and isinstance(whole.sampler, Sized):
+            # The last rank gets a part of the last batch only if the other ranks' parts are full.
+            last = len(whole.sampler) % sharded.batch_size
             uneven = 0 < last <= sharded.batch_size // ranks * (ranks - 1)
         else:
             uneven = sharded.total_length % ranks != 0
