@@ -245,9 +245,11 @@ class HiddenState:
 
 
 def _largest_container(walked: Walked) -> str:
-    """Return the path of the outermost list, dictionary or set below which the most objects of a walk are."""
-    paths = (path.partition("[")[0].partition(UNORDERED)[0] for path in walked.nodes)
-    return Counter(paths).most_common(1)[0][0]
+    """Return the path of the outermost list, dictionary or set, or else of the attribute of a root, below which the most objects
+    of a walk are."""
+    outer = ((path.partition("[")[0].partition(UNORDERED)[0], path) for path in walked.nodes)
+    paths = (at if at != path else ".".join(path.split(".")[:2]) for at, path in outer)
+    return Counter(path for path in paths if "." in path or path not in walked.nodes).most_common(1)[0][0]
 
 
 def _is_below_one(path: str, roots: Iterable[str]) -> bool:
