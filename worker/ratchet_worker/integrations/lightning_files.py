@@ -244,7 +244,7 @@ def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
         if file.exists():
             # A kill after this loses no rows: the next call continues from this file.
             file.rename(before)
-        elif own and (file.parent.exists() or isinstance(logger.version, int)):
+        elif own and (file.parent.exists() or (isinstance(logger.version, int) and Path(logger.save_dir).exists())):
             file.parent.mkdir(parents=True, exist_ok=True)
             before.touch()
         else:  # a fork, or a script that gives each start a directory of its own
