@@ -138,11 +138,13 @@ def deleted_unless_stored(paths: JobPaths) -> Iterator[None]:
     ``OSError``; after another error or a SIGKILL, ``sweep_deleted`` deletes it unless the row exists."""
     paths.root.mkdir(mode=0o700, parents=True)
     marker = paths.root / MARKER_NAME
-    with marker.open("w") as handle:
+    unlocked = marker.with_suffix(".new")
+    with unlocked.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)  # the sweep leaves it while this process lives
         try:
             handle.write(_Mark().model_dump_json())
             handle.flush()
+            unlocked.rename(marker)  # the sweep never sees it without the lock
             yield
         except (RatchetError, OSError):  # an error of the database may have come after the commit
             remove_tree(paths.root)
