@@ -319,7 +319,7 @@ RankMessage = Annotated[
 
 class RankResult(Message):
     """How a rank ended; written by the rank, by rename, before it exits. ``traceback``: that of the exception that
-    ended the rank, or for arguments that the script refused, the message, cut to the last 16384 characters; None without one."""
+    made a job's rank fail (for arguments that the script refused, the message), cut to its last 16384 characters; else None."""
 
     rank: int
     cause: Cause

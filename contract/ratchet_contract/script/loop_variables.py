@@ -176,7 +176,7 @@ def _is_display_call(node: ast.AST) -> bool:
 
 
 class _Flow:
-    """Follows statements. ``read_before_write``: names that are read where they may not have been stored; ``stored``: all names
+    """Follows statements. ``read_before_write``: names that are read where they may not have been stored; ``stored``: names
     that are stored. ``since``: a loop within the statements; only reads after it count."""
 
     def __init__(self, since: Loop | None = None) -> None:
