@@ -187,10 +187,8 @@ class AttemptLauncher:
 
     def shift_backoffs(self, session: Session, seconds: float) -> None:
         """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped, so that they last about
-        as long as before. After a small jump backwards they last longer instead. Jobs whose rows are locked are skipped."""
+        as long as before. Jobs whose rows are locked are skipped."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
-        if -MAX_BACKOFF_AHEAD < jump < timedelta(0):  # a small step back: jobs wait a little longer
-            return
         due = (Job.not_before > now - jump) & (Job.not_before <= now - jump + MAX_BACKOFF_AHEAD)
         # jobs of other launchers may belong to another machine
         own_jobs = sa.true() if self._database.is_sqlite else queue_queries.launched_by(self._launchers)

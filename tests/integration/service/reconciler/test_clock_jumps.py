@@ -138,7 +138,7 @@ def test_clock_jump_does_not_shorten_the_grace_of_a_stop(control_plane: Plane, c
     assert not types & {"agent-stopped", "agent-killed"} and control_plane.job(job_id).phase is JobPhase.STOPPING
 
 
-@pytest.mark.parametrize("by", [3600.0, -3600.0])
+@pytest.mark.parametrize("by", [3600.0, -3600.0, -100.0])
 def test_clock_jump_shifts_the_backoff_of_a_waiting_job(control_plane: Plane, clock: SetClock, by: float) -> None:
     job_id = control_plane.submit({"steps": 5})
     with control_plane.database.write() as session:
