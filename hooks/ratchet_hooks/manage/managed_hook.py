@@ -37,8 +37,8 @@ def _real_count(tensor: torch.Tensor) -> int:
 
 
 class ManagedHook:
-    """The hook of one DDP instance on one rank. ``replicas``: the result of ``replicas_of``.
-    ``before_change``: called before each bucket, unless it is None."""
+    """The hook of one DDP instance on one rank. Attributes: ``replicas``: the result of ``replicas_of``; ``before_change``:
+    called before each bucket, unless it is None."""
 
     def __init__(self, spec: HookSpec, ddp: ManagedDDP, algorithm: Algorithm) -> None:
         self.spec = spec

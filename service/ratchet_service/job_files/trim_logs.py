@@ -69,7 +69,8 @@ def _shorten_all(paths: JobPaths, attempt: int, bounds: Bounds) -> Shortened | N
 
 
 def drop_spools(paths: JobPaths, attempt: int, bounds: Bounds) -> None:
-    """Delete spools and step fingerprints of old attempts, which nothing reads any more. Failed deletions are ignored."""
+    """Delete the spools of attempts up to number ``attempt`` - ``bounds.log_attempts``, and the step fingerprints of those up to
+    ``attempt`` - ``RING_ATTEMPTS``. Failed deletions are ignored."""
     with as_owner(paths.root), suppress(OSError):
         attempts = paths.attempt(0).root.parent
         for name in names_in(attempts):

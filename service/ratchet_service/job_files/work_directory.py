@@ -29,8 +29,8 @@ _VANISHED_ERRNOS: Final = frozenset(
 
 @dataclass(frozen=True)
 class DirEntry:
-    """One directory entry. ``path``: relative to the working directory; ``folder_fd``: descriptor of its directory. ``refused``:
-    code that says why the content is not read, if known."""
+    """One directory entry. ``path``: relative to the working directory; ``folder_fd``: descriptor of its directory,
+    open only until the next entry is requested. ``refused``: code that says why the content is not read, if known."""
 
     path: str
     folder_fd: int

@@ -175,8 +175,8 @@ class RankPart:
     def _compare_and_summarize(
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
     ) -> _Looked:
-        """Return digests of parts that other ranks write, and the hook's summary. ``digests``: those already computed, or None.
-        Releases a loop that waits for the live tensors."""
+        """Return ``digests``, or if None new digests of the parts that other ranks write, and the hook's summary. Releases a loop
+        that waits for the live tensors."""
         try:
             digests = self._compare(save, content) if digests is None else digests
         finally:

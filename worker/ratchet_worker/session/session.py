@@ -275,7 +275,8 @@ class Session:
 
     def restore(self, total_steps: int | None = None) -> None:
         """Restore the state now, instead of when the first step is requested. Every rank calls it, at most once, after the model
-        is wrapped and everything is registered. ``total_steps``: the number that ``steps`` gets as ``total``.
+        is wrapped and everything is registered. ``total_steps``: the number that ``steps`` gets as ``total``. An object that the
+        checkpoint has no state of keeps its own; the report of the resume names it.
 
         Raises ``UserError`` at a second call, without a wrapped model, if ``total_steps`` differs between ranks, for state that
         does not fit the registered objects, and for a difference that ``determinism: strict`` forbids. Raises ``StateError`` or

@@ -53,7 +53,7 @@ _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 @dataclass
 class Notes:
     """What wrapping and restoring have changed or found, for the report; None: nothing. ``layout``: why DDP has other buckets;
-    ``reset``: why the hook's state is reset; ``total``, ``unregistered``: sentences."""
+    ``reset``: why another hook or layout resets the hook's state; ``total``, ``unregistered``: sentences."""
 
     layout: str | None = None
     reset: str | None = None
