@@ -110,7 +110,8 @@ class Target:
         return "".join(f", or use the one that runs: --home {other}" for other in others)
 
     def token_for(self, url: str) -> str | None:
-        """Return the token to send to ``url``; None if there is no token for this server."""
+        """Return the token to send to the server with the base address ``url``, which is this target's; None if the token is for
+        another address, or there is none."""
         if self.token is None:
             return None
         if self.token_server is not None:

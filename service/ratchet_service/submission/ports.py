@@ -20,8 +20,8 @@ class SubmissionPorts(Protocol):
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
         """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems: why it cannot run. ``code_digest``:
-        the snapshot to inspect instead of the directory. ``faulty_keys``: keys that have default values because of a fault. Raise
-        ``Refused`` or ``OSError``."""
+        the snapshot to inspect instead of the directory. ``faulty_keys``: top-level keys that a fault may affect; checks
+        that rely on their values are left out. Raise ``Refused`` or ``OSError``."""
 
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]

@@ -1,4 +1,5 @@
-"""Checks the ``TrainingArguments`` of a Trainer in a job, and turns those of DDP into arguments of the Session."""
+"""Checks the ``TrainingArguments`` of a Trainer in a job, turns four of them for DDP into arguments of the Session, and gives its
+data collator a generator."""
 
 from __future__ import annotations
 

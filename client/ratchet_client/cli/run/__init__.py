@@ -227,7 +227,7 @@ def _check_outputs(folder: Path) -> None:
 
 
 def _typed() -> str:
-    """Return the command line as it was typed, quoted for a shell."""
+    """Return ``ratchet`` and this process's arguments, quoted for a shell."""
     return shlex.join(["ratchet", *sys.argv[1:]])
 
 

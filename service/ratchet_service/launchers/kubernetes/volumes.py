@@ -69,8 +69,9 @@ def max_disk_bytes(volumes: list[dict[str, Any]]) -> int | None:
 
 
 def _home_mounts(site: Site, launch: LaunchFile) -> list[dict[str, Any]]:
-    """Return the mounts of the run directory: the job's directory, and, read-only, what it was forked or starts from. A deleted
-    source is left out once the job has a checkpoint of its own."""
+    """Return the mounts of the run directory: the job's directory and, read-only, the checkpoints of the job it was forked
+    from and the directory with the stored copy of ``start_from``'s file. Deleted checkpoints of the fork's source are not mounted
+    once the job has a checkpoint of its own."""
     wanted = [(launch.job_root, False)]
     if launch.fork is not None:
         source = JobPaths(Path(launch.fork.job_root)).checkpoints

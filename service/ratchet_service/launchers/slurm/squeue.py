@@ -145,8 +145,9 @@ class Queue:
         self._accounting_unreachable_until: tuple[float, EngineUnreachable] | None = None
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
-        """Return job name -> jobs of this user, sorted by id. An earlier answer may be reused if it was requested after
-        ``since``. Raises ``EngineUnreachable``, for at least 10 s after a failed query without another one."""
+        """Return job name -> jobs of this user, sorted by id. An earlier answer that is younger than the query's
+        period is reused if it was requested after ``since``. Raises ``EngineUnreachable``, for at least 10 s after a failed query
+        without another one."""
         now = self._clock()
         if (
             self._fetched_at is not None
