@@ -146,8 +146,8 @@ def reduced_matrix() -> list[Row]:
 
 
 def kills_of(row: Row, seed: int) -> tuple[list[int], list[int]]:
-    """Steps after which the run is saved only, and those after which it is killed: one around the rebuild of the buckets, one
-    from the start of compression on; of the two only one where the model is compiled anew each time."""
+    """Steps after which the run is saved only, and those after which it is interrupted: one around the rebuild of the buckets,
+    one from the start of compression on; of the two only one where the model is compiled anew each time."""
     rng = random.Random(f"{seed} {sorted(row.items())}")
     early, late = rng.randint(0, START - 1), rng.randint(START, TOTAL - 1)
     kills = [early, late] if row["compile"] == "no" else [rng.choice((early, late))]

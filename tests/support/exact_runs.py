@@ -1,6 +1,8 @@
-"""One row of the exactness matrix, run inside the ranks of ``tests.support.gloo_ranks``: undisturbed, and killed again and again.
+"""One row of the exactness matrix, run inside the ranks of ``tests.support.gloo_ranks``: undisturbed, and interrupted again and
+again. An interruption kills no process: new objects of the same process are restored from the saved state.
 
-The state goes through the worker's own ``JobState`` and through JSON, as it does on its way to a checkpoint and back.
+The state goes through the worker's own ``JobState`` and through JSON, as it does on its way to a checkpoint and back; it is not
+written to a file.
 """
 
 from __future__ import annotations
@@ -189,8 +191,8 @@ def run_row(
     rank: int, world: int, row: Row, total: int, saves: list[int], kills: list[int], spoil: str | None = None
 ) -> Result:
     """What differs after ``total`` steps between an undisturbed run and one that is saved after each step of ``saves`` and
-    killed after each of ``kills``, where a new run goes on from the save. ``spoil``: of the last save one bit is turned, in the
-    first tensor whose name begins so."""
+    interrupted after each of ``kills``, where a new run continues from the save. ``spoil``: of the last save one bit is turned,
+    in the first tensor whose name begins so."""
     whole = Run(rank, world, row)
     first = [p.detach().clone() for p in whole.net.parameters()]
     whole.train(total)
