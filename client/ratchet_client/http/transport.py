@@ -214,7 +214,8 @@ class Transport:
         return method != "DELETE" or not outcome.extra.get("sent", False)
 
     def _is_foreign(self, error: httpx.TransportError) -> bool:
-        """Return True if ``error`` suggests another program at a specified address: no valid HTTP now, and no response before."""
+        """Return True if ``error`` suggests another program at a specified address: a response that is no HTTP, or a connection
+        closed without one, and no response of the service before."""
         return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
 
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:

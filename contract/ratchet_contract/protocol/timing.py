@@ -51,7 +51,8 @@ class Deadlines(NamedTuple):
 
 
 def deadlines(policy: PolicySpec, pace: Pace | None) -> Deadlines:
-    """Return the time limits of the next attempt: those of ``policy``, else defaults, or more if earlier attempts needed it."""
+    """Return the time limits of the next attempt. One that ``policy`` sets is used as it is. Any other is the default, or more,
+    up to ``MAX_DEADLINE_SECONDS``, if earlier attempts needed it."""
     pace = pace or Pace()
     seen = pace.startup or 0.0
     most = min(MAX_DEADLINE_SECONDS, max(DEFAULT_STARTUP_SECONDS, STARTUP_FACTOR * seen))

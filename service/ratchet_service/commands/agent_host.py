@@ -104,8 +104,8 @@ class AgentHost:
             time.sleep(_POLL_SECONDS)
 
     def _stop_running(self, stop_requested: set[str]) -> bool:
-        """Send SIGTERM to the agents of each attempt not in ``stop_requested`` yet, and add it there. Return True if any agent is
-        alive."""
+        """Send SIGTERM to the agents of each attempt not in ``stop_requested`` yet, and add it there. An attempt whose agents are
+        still starting is left for a later call. Return True if any agent is alive."""
         alive = False
         with self._lock:
             for ref, _ in self._launcher.running_attempts():

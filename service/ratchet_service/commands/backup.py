@@ -227,7 +227,8 @@ def _is_in_wal_mode(path: Path) -> bool:
 
 
 def _check_revision(path: Path) -> None:
-    """Raise ``StartError`` if the file is not a database of Ratchet, or has a revision that this version cannot use."""
+    """Raise ``StartError`` if the SQLite file, which ``_check`` has accepted, is not a database of Ratchet, or has a revision
+    that this version cannot use."""
     with closing(sqlite3.connect(f"file:{quote(str(path))}?immutable=1", uri=True)) as connection:
         try:
             row = connection.execute("SELECT version_num FROM alembic_version").fetchone()

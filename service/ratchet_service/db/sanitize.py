@@ -20,7 +20,8 @@ _CUT: Final = " ... (cut)"
 
 
 def sanitize_text(text: str) -> str:
-    """Return the text in a form that both databases can store. A text longer than ``MAX_TEXT`` characters is cut."""
+    """Return the text in a form that both databases can store. A text longer than ``MAX_TEXT`` characters is
+    shortened to that length, which includes a note at its end."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - len(_CUT)] + _CUT
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

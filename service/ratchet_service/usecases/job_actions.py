@@ -27,8 +27,8 @@ from ratchet_service.usecases import resize
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
     """Suspend, cancel or preempt a job, according to ``event``, and return its row: at once without an active attempt, else by
-    a stored request. A request already in effect changes nothing. Raise ``NotFound``, or ``Conflict`` if the phase does not
-    allow that."""
+    a stored request. A request already in effect changes nothing, nor does a preemption of a job that stops already. Raise
+    ``NotFound``, or ``Conflict`` if the phase does not allow that."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job

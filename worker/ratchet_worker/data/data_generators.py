@@ -23,7 +23,8 @@ _PLAIN: Final = (str, bytes, int, float, complex, type, ModuleType, torch.Tensor
 
 
 class OwnGenerators:
-    """Finds and saves the generators that the objects ``roots`` hold, by attribute path, such as ``dataset.rng``."""
+    """Finds and saves the generators that the objects ``roots`` hold in attributes, small containers and closures, by a path
+    such as ``dataset.rng`` or ``dataset.rngs[0]``."""
 
     def __init__(self, roots: Mapping[str, Any]) -> None:
         self.roots = dict(roots)

@@ -137,8 +137,8 @@ def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_h
 
 
 def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: Mapping[str, Any]) -> JobSpec:
-    """Return a copy of this attempt's spec, with ``ranks_per_node`` for the checkpoint's number of ranks, and with
-    ``updates``."""
+    """Return a copy of this attempt's spec, with ``updates``. Its ``ranks_per_node`` is the checkpoint's number of ranks,
+    divided by this attempt's nodes and rounded down."""
     world = launch.spec.world
     ranks = {"world": world.model_copy(update={"ranks_per_node": manifest.world_size // world.nodes})}
     return launch.spec.model_copy(update={**ranks, **updates})

@@ -137,8 +137,8 @@ class StandaloneDirectory:
         return notes
 
     def _metric_values(self, best: BestSpec, found: Collection[Id], bases: Mapping[int, Base]) -> dict[Id, float]:
-        """Return the metric ``best`` by checkpoint (step, attempt), as rank 0 last logged it at that step; checkpoints without it
-        are left out."""
+        """Return the metric ``best`` by checkpoint (step, attempt): the value in rank 0's last message at that step that has this
+        metric. Checkpoints without one are left out."""
         values: dict[Id, float] = {}
         for attempt, base in sorted(bases.items()):
             for step, logged in self._logged_metrics(attempt):
