@@ -1,13 +1,14 @@
-"""Walks rows of the exactness matrix in real groups of ranks, one group for all rows of a world size."""
+"""Walks rows of the exactness matrix in real groups of ranks."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.support.exact_matrix import TOTAL, Row, kills_of
-from tests.support.exact_runs import Result, run_row
+from tests.support.exact_runs import Result, resume_and_compare, run_row, train_until_killed
 from tests.support.gloo_ranks import RankFailure, Ranks
 
 
@@ -22,21 +23,68 @@ class Verdict:
 
 
 def run_rows(rows: Sequence[Row], seed: int) -> Iterator[Verdict]:
-    """A verdict for each row, ordered by world size. A row that breaks its group costs that group only."""
+    """A verdict for each row, ordered by world size, with real kills. A group that no kill has ended begins the next row."""
     for world in range(1, 5):
-        mine = [row for row in rows if row["world"] == str(world)]
-        ranks: Ranks | None = None
-        try:
-            for row in mine:
-                ranks = ranks if ranks is not None and ranks.alive else Ranks(world, deadline=240.0)
-                yield check_row(ranks, row, seed)
-        finally:
-            if ranks is not None:
-                ranks.close(clean=ranks.alive)
+        with Killable(world) as ranks:
+            for row in rows:
+                if row["world"] == str(world):
+                    yield check_killed_row(ranks, row, seed)
+
+
+class _PreloadedRanks(Ranks):
+    """Ranks that start quickly: a walk through the matrix kills some 500 groups."""
+
+    preload = (*Ranks.preload, "tests.support.exact_runs")
+
+
+class Killable:
+    """A group of ``world`` ranks that is made anew after each kill, and after a failure."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._ranks: Ranks | None = None
+
+    def __enter__(self) -> Killable:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._ranks is not None:
+            self._ranks.close(clean=self._ranks.alive)
+
+    @property
+    def group(self) -> Ranks:
+        if self._ranks is None or not self._ranks.alive:
+            self._ranks = _PreloadedRanks(self._world, deadline=240.0)
+        return self._ranks
+
+    def kill(self) -> None:
+        """SIGKILL to every rank."""
+        if self._ranks is not None:
+            self._ranks.close(clean=False)
+            self._ranks = None
+
+
+def check_killed_row(ranks: Killable, row: Row, seed: int, spoil: str | None = None) -> Verdict:
+    """One row with real kills: after each, other processes continue from the files. ``spoil``: as of ``resume_and_compare``."""
+    world, (saves, kills) = int(row["world"]), kills_of(row, seed)
+    began, source = time.monotonic(), None
+    try:
+        with tempfile.TemporaryDirectory(prefix="ratchet-row-") as folder:
+            for step in sorted(kills):
+                target = f"{folder}/{step}"
+                ranks.group.run(train_until_killed, world, row, source, saves, step, target)
+                ranks.kill()
+                source = target
+            assert source is not None
+            results: list[Result] = ranks.group.run(resume_and_compare, world, row, source, saves, TOTAL, spoil)
+        problems = _problems(row, results)
+    except RankFailure as failure:
+        problems = [str(failure)]
+    return Verdict(row, kills, problems, time.monotonic() - began)
 
 
 def check_row(ranks: Ranks, row: Row, seed: int) -> Verdict:
-    """One row in a group of the right size."""
+    """One row in a group of the right size, which lives on: each interruption only replaces the objects."""
     saves, kills = kills_of(row, seed)
     began = time.monotonic()
     try:

@@ -1,8 +1,8 @@
 """One row of the exactness matrix, run inside the ranks of ``tests.support.gloo_ranks``: undisturbed, and interrupted again and
-again. An interruption kills no process: new objects of the same process are restored from the saved state.
+again. ``train_until_killed`` and ``resume_and_compare`` are the two ends of a SIGKILL: the state goes through a file to other
+processes. ``run_row`` is quicker: it restores new objects of the same process.
 
-The state goes through the worker's own ``JobState`` and through JSON, as it does on its way to a checkpoint and back; it is not
-written to a file.
+The state goes through the worker's own ``JobState`` and through JSON, as it does on its way to a checkpoint and back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from ratchet_hooks.ddp.bucket_layout import Layout
 from ratchet_hooks.manage.managed_ddp import managed_ddp
+from ratchet_hooks.state.files import load_state, save_state
 from ratchet_worker.checkpoint.rank_state import JobState
 from ratchet_worker.state.hook_transfer import StateTransfer
 from ratchet_worker.state.snapshot import Snapshot, digest
@@ -191,14 +193,9 @@ def run_row(
     rank: int, world: int, row: Row, total: int, saves: list[int], kills: list[int], spoil: str | None = None
 ) -> Result:
     """What differs after ``total`` steps between an undisturbed run and one that is saved after each step of ``saves`` and
-    interrupted after each of ``kills``, where a new run continues from the save. ``spoil``: of the last save one bit is turned,
-    in the first tensor whose name begins so."""
-    whole = Run(rank, world, row)
-    first = [p.detach().clone() for p in whole.net.parameters()]
-    whole.train(total)
-    expected = whole.save()
-    finite = all(bool(p.isfinite().all()) for p in whole.net.parameters())
-    moved = any(not torch.equal(a, b) for a, b in zip(first, whole.net.parameters(), strict=True))
+    interrupted after each of ``kills``, where new objects of this process continue from the save. ``spoil``: of the last save
+    one bit is turned, in the first tensor whose name begins so."""
+    whole = _Undisturbed(rank, world, row, total)
     run = Run(rank, world, row)
     for step in sorted({*saves, *kills}):
         run.train(step)
@@ -208,10 +205,65 @@ def run_row(
                 _spoil(saved, spoil)
             run = Run(rank, world, row, saved)
     run.train(total)
-    equal = digest(expected.shared.values()) if expected.shared else None
-    layout = expected.layout or []
-    different = differences(expected, run.save())
-    return Result(different, equal, finite, moved, len(layout), sum(len(bucket) for bucket in layout))
+    return whole.compare(run)
+
+
+def train_until_killed(
+    rank: int, world: int, row: Row, source: str | None, saves: list[int], step: int, target: str
+) -> None:
+    """Continue from the file ``source`` (None: from scratch) to ``step``, and write the state to ``target``. Then train one more
+    step, which is lost: the caller kills the ranks. Both are directories with a file for each rank. ``saves``: steps after which
+    the state is only captured."""
+    run = Run(rank, world, row, None if source is None else _read(source, rank))
+    for each in sorted(each for each in saves if run.step < each < step):
+        run.train(each)
+        run.save()
+    run.train(step)
+    save_state(_file(target, rank), asdict(run.save()))
+    run.train(step + 1)
+
+
+def resume_and_compare(
+    rank: int, world: int, row: Row, source: str, saves: list[int], total: int, spoil: str | None = None
+) -> Result:
+    """What differs after ``total`` steps between the run that continues from the file ``source`` and an undisturbed one.
+    ``saves``, ``spoil``: as above."""
+    saved = _read(source, rank)
+    if spoil is not None:
+        _spoil(saved, spoil)
+    run = Run(rank, world, row, saved)
+    for each in sorted(each for each in saves if each > run.step):
+        run.train(each)
+        run.save()
+    run.train(total)
+    return _Undisturbed(rank, world, row, total).compare(run)
+
+
+def _file(directory: str, rank: int) -> Path:
+    return Path(directory, f"rank-{rank}.safetensors")
+
+
+def _read(directory: str, rank: int) -> Saved:
+    return Saved(**load_state(_file(directory, rank)))
+
+
+class _Undisturbed:
+    """A run of ``total`` steps that nothing interrupts."""
+
+    def __init__(self, rank: int, world: int, row: Row, total: int) -> None:
+        run = Run(rank, world, row)
+        first = [p.detach().clone() for p in run.net.parameters()]
+        run.train(total)
+        self._saved = run.save()
+        self._finite = all(bool(p.isfinite().all()) for p in run.net.parameters())
+        self._moved = any(not torch.equal(a, b) for a, b in zip(first, run.net.parameters(), strict=True))
+
+    def compare(self, other: Run) -> Result:
+        expected = self._saved
+        equal = digest(expected.shared.values()) if expected.shared else None
+        layout = expected.layout or []
+        different = differences(expected, other.save())
+        return Result(different, equal, self._finite, self._moved, len(layout), sum(len(bucket) for bucket in layout))
 
 
 def _spoil(saved: Saved, prefix: str) -> None:

@@ -1,6 +1,7 @@
 """A run that is killed and resumed ends in the same bits as one that nobody touched, whatever hook, model and DDP options.
 
-These rows hold every level of every factor once; ``make exactness`` runs those that hold every pair.
+These rows hold every level of every factor once, and their ranks live on: an interruption replaces the objects. ``make
+exactness`` runs those that hold every pair, and kills the ranks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.exact_matrix import TOTAL, Row, describe, factors, reduced_matrix
-from tests.support.exact_matrix_runner import check_row
+from tests.support.exact_matrix_runner import Killable, check_killed_row, check_row
 from tests.support.exact_runs import run_row
 from tests.support.gloo_ranks import Ranks
 
@@ -40,3 +41,11 @@ def test_one_flipped_bit_in_a_checkpoint_changes_the_result(groups: dict[int, Ra
     row = {factor: levels[0] for factor, levels in factors().items()} | {"hook": "powerSGD"}
     results = of_size(groups, 2).run(run_row, 2, row, TOTAL, [], [4], what)
     assert all(result.different for result in results)
+
+
+@pytest.mark.parametrize("spoil", [None, "hook/residual"])
+def test_ranks_killed_by_sigkill_resume_exactly_in_other_processes(spoil: str | None) -> None:
+    row = {factor: levels[0] for factor, levels in factors().items()} | {"hook": "powerSGD"}
+    with Killable(int(row["world"])) as ranks:
+        problems = check_killed_row(ranks, row, 0, spoil).problems
+    assert bool(problems) == (spoil is not None), problems
