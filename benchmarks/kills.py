@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -22,8 +23,8 @@ Losses = dict[int, float]
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as place:
-        undisturbed, documented = (_torch(kind) for kind in ("undisturbed", "documented"))
-        killed = _ratchet(Path(place))
+        undisturbed, documented = (_torch(kind, Path(place, kind)) for kind in ("undisturbed", "documented"))
+        killed = _ratchet(Path(place, "ratchet"))
     print(f"{'step':>6}  {'undisturbed':>12}  {'Ratchet':>12}  {'documented':>12}")
     for step in sorted({*range(EVERY, len(undisturbed), EVERY), len(undisturbed)}):
         print(f"{step:>6}  {undisturbed[step]:>12.6f}  {killed[step]:>12.6f}  {documented[step]:>12.6f}")
@@ -43,11 +44,15 @@ def main() -> None:
     print(f"{PICTURE} is written")
 
 
-def _torch(kind: str) -> Losses:
+def _torch(kind: str, place: Path) -> Losses:
+    """Start torchrun again after each kill."""
+    place.mkdir()
     command = [str(_BIN / "torchrun"), "--standalone", "--nproc-per-node", "2", str(_SCRIPTS / "kills_recipe.py"), kind]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, timeout=_SECONDS, check=True)
-    return _losses(done.stdout)
+    for _ in range(len(KILLS) + 1 if kind == "documented" else 1):
+        done = _run(command, place, errors=subprocess.PIPE)
+    if done.returncode != 0:
+        raise SystemExit(done.stderr)
+    return _losses((place / "losses.txt").read_text())
 
 
 def _ratchet(place: Path) -> Losses:
@@ -55,8 +60,14 @@ def _ratchet(place: Path) -> Losses:
     sets = [hook, f"checkpoint.every_steps={EVERY}", "checkpoint.first=off", "policy.backoff=0.1"]
     options = [word for one in sets for word in ("--set", one)]
     command = [str(_BIN / "ratchet"), "run", "--nproc", "2", *options, "--outputs", "out", str(_SCRIPTS / "kills.py")]
-    subprocess.run(command, cwd=place, timeout=_SECONDS, check=True)
+    place.mkdir()
+    _run(command, place).check_returncode()
     return _losses((place / "out" / "losses.txt").read_text())
+
+
+def _run(command: Sequence[str], place: Path, errors: int | None = None) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=place, env=env, timeout=_SECONDS, stderr=errors, text=True)
 
 
 def _losses(text: str) -> Losses:
