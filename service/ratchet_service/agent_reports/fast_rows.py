@@ -122,7 +122,8 @@ _UPDATE_NODE: Final = sa.update(_NODES).where(
 
 
 def read_rows(session: Session, job_id: str, attempt: int, node: int) -> Rows | None:
-    """Return all rows that a report refers to, not locked; None if there is no such attempt."""
+    """Return what a report of figures needs of the rows of its job, attempt and node, not locked; None if there is no such
+    attempt."""
     found = (
         session.connection().execute(_SELECT_ALL, {"job_id_": job_id, "attempt_": attempt, "node_": node}).one_or_none()
     )

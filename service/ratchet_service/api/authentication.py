@@ -143,7 +143,8 @@ class Guard:
 
 
 class Needs(Guard):
-    """Admits callers with ``scope`` (None: any authenticated caller). ``own_job``: only the job's owner, or an admin."""
+    """Admits callers with ``scope`` (None: any authenticated caller). ``own_job``: of another's job only an admin; a missing
+    job is left to the route."""
 
     def __init__(self, scope: Scope | None, *, own_job: bool) -> None:
         self.scope, self.own_job = scope, own_job

@@ -1,4 +1,5 @@
-"""Input and output of ``decide``: plain data, made from a job's row and spec. Pure."""
+"""Input and output of ``decide``: plain data. A job's row and spec give a part of the input; the caller adds what is known of the
+attempt. Pure."""
 
 from __future__ import annotations
 

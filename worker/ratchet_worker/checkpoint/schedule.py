@@ -167,8 +167,8 @@ _REPORTED_WAIT_SECONDS: Final = 1.0  # seconds of waiting for the previous save 
 
 
 class Due:
-    """Decides at each step boundary whether a save is due, the same on all ranks. ``next``: the first step at which something may
-    be due; ``early``: the job has no checkpoint yet."""
+    """Decides whether a save is due at a step boundary, the same on all ranks. Attribute ``next``: the first step at which
+    something may be due. Argument ``early``: the job has no checkpoint yet."""
 
     def __init__(
         self, spec: CheckpointSpec, exchange: Exchange, reporter: Reporter, step: int, *, early: bool = False

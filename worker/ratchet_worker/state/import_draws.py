@@ -53,7 +53,8 @@ class _Finder(MetaPathFinder):
         return spec
 
     def _execute(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
-        """Run the module's code by ``run``, and undo its draws from ``random``, unless the code has seeded it."""
+        """Run the module's code by ``run``, and undo its draws from ``random``, unless the code has seeded it or has
+        drawn more than ``_MAX_DRAWS`` words."""
         self._importing, before = True, random.getstate()
         try:
             run(module)

@@ -112,5 +112,5 @@ def _strings(code: CodeType) -> Iterator[str]:
 
 
 def _inner(code: CodeType) -> Iterator[CodeType]:
-    """Return the code objects of functions inside ``code``."""
+    """Return the code objects directly inside ``code``: functions, lambdas, comprehensions and class bodies."""
     return (one for one in code.co_consts if isinstance(one, CodeType))

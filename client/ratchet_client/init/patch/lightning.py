@@ -71,8 +71,8 @@ def _trains(patching: Patching, call: ast.Call) -> bool:
 
 
 def _strategy(patching: Patching, call: ast.Call) -> bool:
-    """Record the edit that sets ``strategy=SessionStrategy()`` in ``call``, and return True; or add a remark and return False if
-    another strategy may be set."""
+    """Record the edit that sets ``strategy=SessionStrategy()`` in ``call``, also in place of a DDP strategy, and return True. For
+    any other strategy, or one that is not visible, add a remark and return False."""
     given = {keyword.arg: keyword.value for keyword in call.keywords}
     value = given.get("strategy")
     if value is None and None in given:
