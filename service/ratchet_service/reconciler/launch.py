@@ -187,9 +187,11 @@ class AttemptLauncher:
 
     def shift_backoffs(self, session: Session, seconds: float) -> None:
         """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped, so that they last about
-        as long as before. Jobs whose rows are locked are skipped."""
+        as long as before, and those that had ended stay ended. Jobs whose rows are locked are skipped. A back-off stored between
+        the jump and this call is moved, too."""
         now, jump = self._database.clock.now(), timedelta(seconds=seconds)
-        due = (Job.not_before > now - jump) & (Job.not_before <= now - jump + MAX_BACKOFF_AHEAD)
+        # after a jump backwards, also the ends that lie ahead again
+        due = (Job.not_before > min(now, now - jump)) & (Job.not_before <= now - jump + MAX_BACKOFF_AHEAD)
         # jobs of other launchers may belong to another machine
         own_jobs = sa.true() if self._database.is_sqlite else queue_queries.launched_by(self._launchers)
         backing_off = (Job.phase == JobPhase.QUEUED) & due & own_jobs

@@ -155,6 +155,24 @@ def test_clock_jump_shifts_the_backoff_of_a_waiting_job(control_plane: Plane, cl
     assert control_plane.job(job_id).phase is JobPhase.QUEUED
 
 
+def test_backoff_that_has_ended_does_not_begin_again_when_the_clock_is_set_back(
+    control_plane: Plane, clock: SetClock
+) -> None:
+    launcher = control_plane.start_reconciler()._attempt_launcher
+    over(control_plane)
+    job_id, long = control_plane.submit({"steps": 5}), control_plane.submit({"steps": 5})
+    ends = clock.now() - timedelta(seconds=50)
+    with control_plane.database.write() as session:
+        for each, until in ((job_id, ends), (long, ends + timedelta(seconds=250))):
+            session.execute(sa.update(Job).where(Job.id == each).values(not_before=until))
+    clock.ahead = -100.0
+    with control_plane.database.write() as session:
+        launcher.shift_backoffs(session, -100.0)
+    ended, waiting = control_plane.job(job_id).not_before, control_plane.job(long).not_before
+    assert ended is not None and ended <= clock.now()
+    assert waiting is not None and waiting == ends + timedelta(seconds=150)
+
+
 def test_clock_jump_during_a_database_outage_is_applied_afterwards(
     control_plane: Plane, clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
