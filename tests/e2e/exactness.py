@@ -1,7 +1,7 @@
 """The promise, measured: a job interrupted again and again ends with exactly the tensors of one that nobody touched.
 
 ``python -m tests.e2e.exactness --n 24`` walks first the matrix of ``tests.support.exact_matrix``, in groups of ranks without a
-service, which it kills by SIGKILL: hook x wrapper x ranks x buckets x DDP options x precision x model x optimizer, every pair.
+service, and kills these ranks: hook x wrapper x ranks x buckets x DDP options x precision x model x optimizer, every pair.
 Then ``n`` cells of hook x buckets x ranks x job go through the real service, which interrupts each job with {SIGKILL of one
 rank, SIGKILL of the agent, SIGTERM, preempt over REST} at random steps before and after the hook starts, and compares every
 tensor and every rank's state of the two final checkpoints. Reduced sets run in the test suite.

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tests.support.exact_matrix import TOTAL, Row, kills_of
-from tests.support.exact_runs import Result, resume_and_compare, run_row, train_until_killed
+from tests.support.exact_runs import Result, resume_and_compare, run_row, run_undisturbed, train_until_killed
 from tests.support.gloo_ranks import RankFailure, Ranks
 
 
@@ -23,7 +23,7 @@ class Verdict:
 
 
 def run_rows(rows: Sequence[Row], seed: int) -> Iterator[Verdict]:
-    """A verdict for each row, ordered by world size, with real kills. A group that no kill has ended begins the next row."""
+    """A verdict for each row, ordered by world size, with real kills. The ranks that end a row also begin the next one."""
     for world in range(1, 5):
         with Killable(world) as ranks:
             for row in rows:
@@ -47,21 +47,23 @@ class Killable:
     def __enter__(self) -> Killable:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         if self._ranks is not None:
-            self._ranks.close(clean=self._ranks.alive)
+            self._ranks.close(clean=kind is None and self._ranks.alive)
 
     @property
     def group(self) -> Ranks:
-        if self._ranks is None or not self._ranks.alive:
+        if self._ranks is not None and not self._ranks.alive:
+            self._ranks.close(clean=False)
+            self._ranks = None
+        if self._ranks is None:
             self._ranks = _PreloadedRanks(self._world, deadline=240.0)
         return self._ranks
 
     def kill(self) -> None:
         """SIGKILL to every rank."""
-        if self._ranks is not None:
-            self._ranks.close(clean=False)
-            self._ranks = None
+        ranks, self._ranks = self.group, None
+        ranks.kill()
 
 
 def check_killed_row(ranks: Killable, row: Row, seed: int, spoil: str | None = None) -> Verdict:
@@ -70,13 +72,16 @@ def check_killed_row(ranks: Killable, row: Row, seed: int, spoil: str | None = N
     began, source = time.monotonic(), None
     try:
         with tempfile.TemporaryDirectory(prefix="ratchet-row-") as folder:
+            undisturbed = f"{folder}/undisturbed"
+            ranks.group.run(run_undisturbed, world, row, TOTAL, undisturbed)
             for step in sorted(kills):
                 target = f"{folder}/{step}"
                 ranks.group.run(train_until_killed, world, row, source, saves, step, target)
                 ranks.kill()
                 source = target
             assert source is not None
-            results: list[Result] = ranks.group.run(resume_and_compare, world, row, source, saves, TOTAL, spoil)
+            args = world, row, source, undisturbed, saves, TOTAL, spoil
+            results: list[Result] = ranks.group.run(resume_and_compare, *args)
         problems = _problems(row, results)
     except RankFailure as failure:
         problems = [str(failure)]

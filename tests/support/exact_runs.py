@@ -195,7 +195,7 @@ def run_row(
     """What differs after ``total`` steps between an undisturbed run and one that is saved after each step of ``saves`` and
     interrupted after each of ``kills``, where new objects of this process continue from the save. ``spoil``: of the last save
     one bit is turned, in the first tensor whose name begins so."""
-    whole = _Undisturbed(rank, world, row, total)
+    whole = _undisturbed(rank, world, row, total)
     run = Run(rank, world, row)
     for step in sorted({*saves, *kills}):
         run.train(step)
@@ -205,7 +205,12 @@ def run_row(
                 _spoil(saved, spoil)
             run = Run(rank, world, row, saved)
     run.train(total)
-    return whole.compare(run)
+    return _compare(whole, run)
+
+
+def run_undisturbed(rank: int, world: int, row: Row, total: int, target: str) -> None:
+    """Write the end of an undisturbed run to the directory ``target``, in a file for each rank."""
+    save_state(_file(target, rank), asdict(_undisturbed(rank, world, row, total)))
 
 
 def train_until_killed(
@@ -224,10 +229,17 @@ def train_until_killed(
 
 
 def resume_and_compare(
-    rank: int, world: int, row: Row, source: str, saves: list[int], total: int, spoil: str | None = None
+    rank: int,
+    world: int,
+    row: Row,
+    source: str,
+    undisturbed: str,
+    saves: list[int],
+    total: int,
+    spoil: str | None = None,
 ) -> Result:
-    """What differs after ``total`` steps between the run that continues from the file ``source`` and an undisturbed one.
-    ``saves``, ``spoil``: as above."""
+    """What differs after ``total`` steps between the run that continues from the directory ``source`` and the one that
+    ``run_undisturbed`` has written to ``undisturbed``. ``saves``, ``spoil``: as above."""
     saved = _read(source, rank)
     if spoil is not None:
         _spoil(saved, spoil)
@@ -236,7 +248,8 @@ def resume_and_compare(
         run.train(each)
         run.save()
     run.train(total)
-    return _Undisturbed(rank, world, row, total).compare(run)
+    whole = load_state(_file(undisturbed, rank))
+    return _compare(Whole(**{**whole, "saved": Saved(**whole["saved"])}), run)
 
 
 def _file(directory: str, rank: int) -> Path:
@@ -247,23 +260,30 @@ def _read(directory: str, rank: int) -> Saved:
     return Saved(**load_state(_file(directory, rank)))
 
 
-class _Undisturbed:
-    """A run of ``total`` steps that nothing interrupts."""
+@dataclass
+class Whole:
+    """The end of an undisturbed run. ``finite``, ``moved``: as of ``Result``."""
 
-    def __init__(self, rank: int, world: int, row: Row, total: int) -> None:
-        run = Run(rank, world, row)
-        first = [p.detach().clone() for p in run.net.parameters()]
-        run.train(total)
-        self._saved = run.save()
-        self._finite = all(bool(p.isfinite().all()) for p in run.net.parameters())
-        self._moved = any(not torch.equal(a, b) for a, b in zip(first, run.net.parameters(), strict=True))
+    saved: Saved
+    finite: bool
+    moved: bool
 
-    def compare(self, other: Run) -> Result:
-        expected = self._saved
-        equal = digest(expected.shared.values()) if expected.shared else None
-        layout = expected.layout or []
-        different = differences(expected, other.save())
-        return Result(different, equal, self._finite, self._moved, len(layout), sum(len(bucket) for bucket in layout))
+
+def _undisturbed(rank: int, world: int, row: Row, total: int) -> Whole:
+    run = Run(rank, world, row)
+    first = [p.detach().clone() for p in run.net.parameters()]
+    run.train(total)
+    finite = all(bool(p.isfinite().all()) for p in run.net.parameters())
+    moved = any(not torch.equal(a, b) for a, b in zip(first, run.net.parameters(), strict=True))
+    return Whole(run.save(), finite, moved)
+
+
+def _compare(whole: Whole, run: Run) -> Result:
+    expected = whole.saved
+    equal = digest(expected.shared.values()) if expected.shared else None
+    layout = expected.layout or []
+    different = differences(expected, run.save())
+    return Result(different, equal, whole.finite, whole.moved, len(layout), sum(len(bucket) for bucket in layout))
 
 
 def _spoil(saved: Saved, prefix: str) -> None:

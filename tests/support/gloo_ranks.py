@@ -105,6 +105,17 @@ class Ranks:
             return False, f"died with exit code {self._processes[rank].exitcode}"
         return answer
 
+    def kill(self) -> None:
+        """SIGKILL to every rank, before any of them can end by itself. Raises ``RankFailure`` if one ended otherwise."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        codes = [process.exitcode for process in self._processes]
+        self.close(clean=False)
+        if any(code != -signal.SIGKILL for code in codes):
+            raise RankFailure(f"ranks to be killed ended with exit codes {codes}")
+
     def close(self, *, clean: bool = True) -> None:
         """End all ranks. ``clean``: through barrier and destroy_process_group, and every exit code must be 0."""
         codes: list[int | None] = []
