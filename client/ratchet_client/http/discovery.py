@@ -111,7 +111,7 @@ class Target:
 
     def token_for(self, url: str) -> str | None:
         """Return the token to send to the server with the base address ``url``, which is this target's; None if the token is for
-        another address, or there is none."""
+        another address, if there is none, or if only the run directory names the server and it is not on this machine."""
         if self.token is None:
             return None
         if self.token_server is not None:

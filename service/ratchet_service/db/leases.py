@@ -1,5 +1,6 @@
 """Leases: which reconciler manages which active job. The transaction that creates an attempt takes the job's lease; every later
-one that writes about the attempt first finds the lease's token in the job's row. Leases expire by the database's clock."""
+one of a reconciler that writes about the attempt first finds the lease's token in the job's row. Leases expire by the
+database's clock."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ _ONE_MACHINE: Final = "the local launcher has one machine"
 
 class LocalLauncher:
     """Starts agents as processes of this machine. ``agent``: the command; None: this interpreter's. ``environ``: agents
-    inherit of it all but the service's own variables; None: this process's. ``sandbox``: their user and limits."""
+    inherit all of it except the service's own variables; None: this process's. ``sandbox``: their user and limits."""
 
     kind = "local"
     max_nodes: int | None = 1
