@@ -124,7 +124,7 @@ faults: $(STAMP)
 # N calls of every operation of the API, made up from its OpenAPI description, on SQLite and a quarter of them on PostgreSQL
 fuzz: $(STAMP)
 	@echo "==> calls made up from the API's description: every answer must be a documented one"
-	RATCHET_TEST_EXAMPLES=$(or $(N),200) $(BIN)/python -m pytest -v -n0 --timeout=7200 tests/integration/service/api/test_schemathesis.py
+	RATCHET_TEST_EXAMPLES=$(or $(N),200) RATCHET_TEST_DATABASES=all $(BIN)/python -m pytest -v -n0 --timeout=7200 tests/integration/service/api/test_schemathesis.py
 
 # both images and docker-compose.yml with a real Docker engine: built, killed, stopped, replaced, compared; ten minutes or more. FILE=
 # one more compose file, for what a machine needs to build
