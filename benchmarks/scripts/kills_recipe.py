@@ -22,7 +22,7 @@ rank, data, net = dist.get_rank(), load(), make_net()
 optimizer, step = make_optimizer(net), 0
 state = power_sgd.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=WARM_UP)
 if SAVED.exists():
-    saved = torch.load(SAVED, weights_only=False)  # the recipe's: the hook's state is a pickled object
+    saved = torch.load(SAVED, weights_only=False)  # a control: PyTorch's recipe pickles the hook's state
     net.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     state, step = saved["comm_hook_state"], saved["step"]

@@ -147,7 +147,7 @@ def reduced_matrix() -> list[Row]:
 
 def kills_of(row: Row, seed: int) -> tuple[list[int], list[int]]:
     """Steps after which the run is saved only, and those after which it is interrupted: one around the rebuild of the buckets,
-    one from the start of compression on; of the two only one where the model is compiled anew each time."""
+    one from the start of compression on; of the two only one where each interruption costs another compilation."""
     rng = random.Random(f"{seed} {sorted(row.items())}")
     early, late = rng.randint(0, START - 1), rng.randint(START, TOTAL - 1)
     kills = [early, late] if row["compile"] == "no" else [rng.choice((early, late))]

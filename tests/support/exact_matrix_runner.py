@@ -38,7 +38,7 @@ class _PreloadedRanks(Ranks):
 
 
 class Killable:
-    """A group of ``world`` ranks that is made anew after each kill, and after a failure."""
+    """A group of ``world`` ranks; ``group`` starts another after each kill, and after a failure."""
 
     def __init__(self, world: int) -> None:
         self._world = world
