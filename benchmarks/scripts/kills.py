@@ -1,13 +1,8 @@
-"""``ratchet run --nproc 2 kills.py``: rank 1 kills itself after certain steps, once after each. ``losses.txt`` gets a line for
-each step that is done: its number, and the loss after it."""
+"""``ratchet run --nproc 2 kills.py``: rank 1 kills itself after certain steps, once after each. Writes ``losses.txt``."""
 
 from __future__ import annotations
 
-import os
-import signal
-from pathlib import Path
-
-from kills_loop import KILLS, STEPS, load, make_net, make_optimizer, train_step
+from kills_loop import STEPS, kill_once, load, make_net, make_optimizer, train_step, write_loss
 
 from ratchet import Session
 
@@ -15,11 +10,6 @@ session = Session()
 data, net = load(), make_net()
 model, optimizer = session.prepare(net, make_optimizer(net))
 for step in session.steps(STEPS):
-    mark = Path(f"killed-{step}")
-    if step in KILLS and session.rank == 1 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    kill_once(step, session.rank)
     loss = train_step(model, optimizer, data, step, session.rank)
-    if session.rank == 0:
-        with Path("losses.txt").open("a") as lines:
-            print(step + 1, repr(loss), file=lines)
+    write_loss(step + 1, loss, session.rank)

@@ -1,17 +1,26 @@
 """``torchrun --nproc-per-node 2 kills_recipe.py KIND``: torch's own hook. KIND ``undisturbed``, or ``documented``: rank 1 kills
 itself after certain steps, once after each. A start in the same directory loads, on every rank, what PyTorch's page on hooks
-saves: rank 0's model, optimizer and hook state. ``losses.txt`` gets a line for each step: its number, and the loss after it."""
+saves: rank 0's model, optimizer and hook state. Writes ``losses.txt``."""
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from kills_loop import EVERY, KILLS, RANK, STEPS, WARM_UP, load, make_net, make_optimizer, train_step
+from kills_loop import (
+    EVERY,
+    RANK,
+    STEPS,
+    WARM_UP,
+    kill_once,
+    load,
+    make_net,
+    make_optimizer,
+    train_step,
+    write_loss,
+)
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.nn.parallel import DistributedDataParallel
 
@@ -32,14 +41,10 @@ while step < STEPS:
     if step % EVERY == 0 and rank == 0:
         content = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
         torch.save({**content, "comm_hook_state": state}, SAVED)
-    mark = Path(f"killed-{step}")
-    if sys.argv[1] == "documented" and step in KILLS and rank == 1 and not mark.exists():
-        mark.touch()
-        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[1] == "documented":
+        kill_once(step, rank)
     loss = train_step(model, optimizer, data, step, rank)
     step += 1
-    if rank == 0:
-        with Path("losses.txt").open("a") as lines:
-            print(step, repr(loss), file=lines)
+    write_loss(step, loss, rank)
 dist.barrier()
 dist.destroy_process_group()

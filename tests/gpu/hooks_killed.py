@@ -10,13 +10,16 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from tests.gpu.ranks import KilledRanks
 from tests.gpu.work import Work
 from tests.support import exact_matrix
 from tests.support.exact_matrix import START, TOTAL, Row
 from tests.support.gloo_ranks import Named, RankFailure
+
+if TYPE_CHECKING:
+    from tests.support.exact_runs import Result
 
 _RUNS: Final[Any] = Named("tests.gpu.hook_runs")
 _TURN: Final = "dynamic-turn"
@@ -116,12 +119,16 @@ class _Lane:
     def _finish(self, ranks: KilledRanks, row: Row, folder: Path) -> None:
         self._killed = None
         try:
-            found: list[list[str]] = ranks.run(_RUNS.resumed, row, self._work.device, str(folder))
+            found: list[Result] = ranks.run(_RUNS.resumed, row, self._work.device, str(folder))
         except RankFailure as failure:
             self._work.red(_name(row), f"resumed: {failure}")
             return
-        problems = [f"rank {rank}: {', '.join(names[:5])}" for rank, names in enumerate(found) if names]
+        if not all(one.finite and one.moved for one in found):
+            self._work.red(_name(row), "not worth comparing: weights are not finite, or none moved")
+            return
+        problems = [f"rank {rank}: {', '.join(one.different[:5])}" for rank, one in enumerate(found) if one.different]
         self.identical += not problems
+        self.tensors += sum(one.tensors for one in found)
         self._work.judge(
             _name(row), problems, f"identical; ranks: {ranks.world}; saved after step {_save_at(row)}, killed later"
         )
@@ -132,16 +139,13 @@ class _Lane:
         given = (row, self._work.device, str(folder))
         beyond = [folder / f"beyond-{rank}" for rank in range(ranks.world)]
         try:
-            whole = ranks.run(_RUNS.undisturbed, *given)
-            if not all(one.finite and one.moved for one in whole):
-                self._work.red(_name(row), f"not worth comparing: {whole}")
-                return
-            ranks.kill(_RUNS.until_killed, *given, _save_at(row), when=lambda: all(file.exists() for file in beyond))
+            ranks.run(_RUNS.undisturbed, *given)
+            until = _RUNS.until_killed, *given, _save_at(row)
+            ranks.kill_during(*until, when=lambda: all(file.exists() for file in beyond))
         except RankFailure as failure:
             self._work.red(_name(row), str(failure))
             return
         self.kills += 1
-        self.tensors += sum(one.tensors for one in whole)
         self._killed = row, folder
 
 

@@ -14,7 +14,7 @@ from tests.support.gloo_ranks import RankFailure, Ranks
 class KilledRanks(Ranks):
     preload = (*Ranks.preload, "tests.gpu.hook_runs")
 
-    def kill(self, function: str, *args: Any, when: Callable[[], bool]) -> None:
+    def kill_during(self, function: str, *args: Any, when: Callable[[], bool]) -> None:
         """Have every rank begin ``function``, which does not return; once ``when()`` is true, SIGKILL the last rank, then the
         others. Raises ``RankFailure`` where one ends by itself."""
         for pipe in self._pipes:

@@ -162,8 +162,8 @@ def _ddp(row: Row) -> dict[str, Any]:
 
 
 def row_major_copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Row-major, as a file holds them."""
-    return {name: t.detach().clone(memory_format=torch.contiguous_format) for name, t in tensors.items()}
+    """Row-major and on the CPU, as a file holds them."""
+    return {name: t.detach().clone(memory_format=torch.contiguous_format).cpu() for name, t in tensors.items()}
 
 
 def differences(a: Saved, b: Saved) -> list[str]:
@@ -179,7 +179,8 @@ def differences(a: Saved, b: Saved) -> list[str]:
 @dataclass
 class Result:
     """What one rank saw. ``digest``: of what must be equal on all ranks; ``finite``: no weight became inf or NaN, which would
-    make any two runs alike; ``moved``: training changed weights; ``buckets`` and the ``parameters`` in them."""
+    make any two runs alike; ``moved``: training changed weights; ``buckets`` and the ``parameters`` in them; ``tensors``: how
+    many were compared."""
 
     different: list[str]
     digest: str | None
@@ -187,6 +188,7 @@ class Result:
     moved: bool
     buckets: int
     parameters: int
+    tensors: int
 
 
 def run_row(
@@ -208,9 +210,9 @@ def run_row(
     return _compare(whole, run)
 
 
-def run_undisturbed(rank: int, world: int, row: Row, total: int, target: str) -> None:
+def run_undisturbed(rank: int, world: int, row: Row, total: int, target: str, device: torch.device = CPU) -> None:
     """Write the end of an undisturbed run to the directory ``target``, in a file for each rank."""
-    save_state(_file(target, rank), asdict(_undisturbed(rank, world, row, total)))
+    save_state(state_file(target, rank), asdict(_undisturbed(rank, world, row, total, device)))
 
 
 def train_until_killed(
@@ -224,7 +226,7 @@ def train_until_killed(
         run.train(each)
         run.save()
     run.train(step)
-    save_state(_file(target, rank), asdict(run.save()))
+    save_state(state_file(target, rank), asdict(run.save()))
     run.train(step + 1)
 
 
@@ -237,27 +239,28 @@ def resume_and_compare(
     saves: list[int],
     total: int,
     spoil: str | None = None,
+    device: torch.device = CPU,
 ) -> Result:
     """What differs after ``total`` steps between the run that continues from the directory ``source`` and the one that
     ``run_undisturbed`` has written to ``undisturbed``. ``saves``, ``spoil``: as above."""
     saved = _read(source, rank)
     if spoil is not None:
         _spoil(saved, spoil)
-    run = Run(rank, world, row, saved)
+    run = Run(rank, world, row, saved, device)
     for each in sorted(each for each in saves if each > run.step):
         run.train(each)
         run.save()
     run.train(total)
-    whole = load_state(_file(undisturbed, rank))
+    whole = load_state(state_file(undisturbed, rank))
     return _compare(Whole(**{**whole, "saved": Saved(**whole["saved"])}), run)
 
 
-def _file(directory: str, rank: int) -> Path:
+def state_file(directory: str, rank: int) -> Path:
     return Path(directory, f"rank-{rank}.safetensors")
 
 
 def _read(directory: str, rank: int) -> Saved:
-    return Saved(**load_state(_file(directory, rank)))
+    return Saved(**load_state(state_file(directory, rank)))
 
 
 @dataclass
@@ -269,8 +272,8 @@ class Whole:
     moved: bool
 
 
-def _undisturbed(rank: int, world: int, row: Row, total: int) -> Whole:
-    run = Run(rank, world, row)
+def _undisturbed(rank: int, world: int, row: Row, total: int, device: torch.device = CPU) -> Whole:
+    run = Run(rank, world, row, device=device)
     first = [p.detach().clone() for p in run.net.parameters()]
     run.train(total)
     finite = all(bool(p.isfinite().all()) for p in run.net.parameters())
@@ -282,8 +285,9 @@ def _compare(whole: Whole, run: Run) -> Result:
     expected = whole.saved
     equal = digest(expected.shared.values()) if expected.shared else None
     layout = expected.layout or []
+    parameters, tensors = sum(len(bucket) for bucket in layout), len(expected.shared) + len(expected.private)
     different = differences(expected, run.save())
-    return Result(different, equal, whole.finite, whole.moved, len(layout), sum(len(bucket) for bucket in layout))
+    return Result(different, equal, whole.finite, whole.moved, len(layout), parameters, tensors)
 
 
 def _spoil(saved: Saved, prefix: str) -> None:
