@@ -19,7 +19,7 @@ from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
 from pathlib import Path, PosixPath, PurePosixPath
-from types import BuiltinFunctionType, FunctionType, MethodType, SimpleNamespace
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
 from uuid import UUID
 
@@ -131,6 +131,8 @@ class HiddenState:
         self._noted: Walked | None = None  # objects noted before `begin`
         self._copies: dict[int, Any] = {}  # copies of these, by the id of an object that can be changed in place
         self._visited: set[str] = set()
+        self._modules: dict[str, ModuleType] = {}  # the job's
+        self._scanned: tuple[int, str] | None = None  # number of all modules and the newest one, when these were found
 
     def note_built(self, roots: Roots, *, undo: bool) -> None:
         """Note what ``roots`` hold as built by the script: storable changes count from now. ``undo``: copy contents, except
@@ -204,10 +206,17 @@ class HiddenState:
 
     def _walk_roots(self) -> Walked:
         """Return a walk of the roots and of the job's modules as they are now, without the ignored paths."""
-        modules = {f"{name}:": module for name, module in job_modules.modules_below(self._code).items()}
+        modules = {f"{name}:": module for name, module in self._job_modules().items()}
         found = walk(replace(self._roots, shared={**self._roots.shared, **modules}), self.ignored)
         self._visited |= found.ignored_paths
         return found
+
+    def _job_modules(self) -> dict[str, ModuleType]:
+        """Return the job's modules by name. Looks through all modules, which are thousands, only after an import."""
+        names = [*sys.modules]
+        if self._scanned != (newest := (len(names), names[-1])):
+            self._scanned, self._modules = newest, job_modules.modules_below(self._code)
+        return self._modules
 
     def _add_new_modules(self, now: Walked) -> None:
         """Record the modules in the walk ``now`` that were imported after ``begin``, so that their changes count from now on."""

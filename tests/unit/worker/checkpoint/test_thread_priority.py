@@ -79,7 +79,8 @@ if sys.argv[1] == "idle":
 before = attributes()
 set_long_time_slice()
 raise_nice_value()
-print(*attributes(), before.slice)
+print(*attributes(), before.slice, flush=True)
+os._exit(0)  # the end of an interpreter with torch takes long at this nice value
 """
 
 
