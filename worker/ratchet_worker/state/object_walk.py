@@ -119,8 +119,7 @@ SMALL: Final = 16 << 20
 """The elements of a plain CPU tensor of up to this many bytes are compared; for other tensors, torch's count of changes is."""
 
 
-@dataclass(frozen=True)
-class Node:
+class Node(NamedTuple):  # a save may make thousands; a frozen dataclass takes more than twice as long
     """One object as a walk has found it. ``mark``: what two walks compare besides ``children``, the objects that it holds.
     ``from_user``: False for most objects of packages and what they hold. ``covered``: a parameter or buffer saved separately."""
 

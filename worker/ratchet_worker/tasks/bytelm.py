@@ -146,11 +146,11 @@ class ByteLMTask:
         self.lr, self.warmup, self.weight_decay, self.clip = lr, warmup, weight_decay, clip
         self.train_bytes, self.held_back_bytes = train_bytes, held_back_bytes
         self.num_workers, self.evaluate_every = num_workers, evaluate_every
-        self._held_back: list[torch.Tensor] = []
+        self._held_back = torch.empty(0, dtype=torch.uint8)
+        self._rank, self._world_size = 0, 1
 
     def build(self, ctx: TaskContext) -> Parts:
-        """Build the model, AdamW, a schedule with warm-up, and the training data; keep this rank's share of the held-back
-        bytes."""
+        """Build the model, AdamW, a schedule with warm-up, and the training data."""
         corpus = load_corpus(self.train_bytes, self.held_back_bytes)
         loader = TrainLoader(
             Windows(torch.from_numpy(corpus.train.copy()), self.context, corpus.digest),
@@ -162,7 +162,8 @@ class ByteLMTask:
             num_workers=self.num_workers,
             augment=crop,
         )
-        self._held_back = self._share(torch.from_numpy(corpus.held_back.copy()), ctx.rank, ctx.world_size)
+        self._held_back = torch.from_numpy(corpus.held_back.copy())
+        self._rank, self._world_size = ctx.rank, ctx.world_size
         model = self._model().to(ctx.device)
         matrices = [p for p in model.parameters() if p.dim() > 1]
         vectors = [p for p in model.parameters() if p.dim() <= 1]
@@ -194,10 +195,12 @@ class ByteLMTask:
         done = min(1.0, (step - self.warmup) / max(1, self.steps - self.warmup))
         return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
 
-    def _share(self, data: torch.Tensor, rank: int, world_size: int) -> list[torch.Tensor]:
-        """This rank's windows of ``data``, of ``context + 1`` bytes each (the last may be shorter)."""
-        starts = range(0, len(data) - 1, self.context)
-        return [data[starts[i] : starts[i] + self.context + 1] for i in shard(len(starts), rank, world_size)]
+    def _windows(self) -> list[torch.Tensor]:
+        """Return this rank's windows of the held-back bytes, of ``context + 1`` bytes each (the last may be shorter)."""
+        # Not kept in an attribute: each save would look at all of them.
+        starts = range(0, len(self._held_back) - 1, self.context)
+        mine = shard(len(starts), self._rank, self._world_size)
+        return [self._held_back[starts[i] : starts[i] + self.context + 1] for i in mine]
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         """Clip the gradient's norm to ``clip``."""
@@ -210,10 +213,11 @@ class ByteLMTask:
 
     def evaluation(self) -> Iterator[Any]:
         """Yield this rank's held-back windows in batches of up to 64; a shorter window is a batch of its own."""
-        full = [w for w in self._held_back if len(w) == self.context + 1]
+        windows = self._windows()
+        full = [w for w in windows if len(w) == self.context + 1]
         for n in range(0, len(full), 64):
             yield torch.stack(full[n : n + 64])
-        yield from (w.unsqueeze(0) for w in self._held_back if len(w) < self.context + 1)
+        yield from (w.unsqueeze(0) for w in windows if len(w) < self.context + 1)
 
     def evaluate(self, model: nn.Module, batch: torch.Tensor) -> Sums:
         """Return the sum of the bits of all target bytes in the batch, and their number."""
