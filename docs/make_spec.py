@@ -13,10 +13,10 @@ from pydantic import BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from ratchet_contract.spec import JobSpec
-from ratchet_contract.spec.launcher import _DNS, _PATH, _SLURM_WORD, LAUNCHER_SPECS
+from ratchet_contract.spec.launcher import ABSOLUTE_PATH, DNS_NAME, LAUNCHER_SPECS, SLURM_WORD
 from ratchet_contract.spec.policy import ExitRule
 from ratchet_contract.spec.trial import FaultSpec
-from ratchet_contract.spec.types import _duration, _size
+from ratchet_contract.spec.types import check_size, parse_duration
 from ratchet_hooks.registry import HOOKS, HookEntry
 from ratchet_hooks.specs import WRAPPERS, HookSpecBase
 
@@ -35,7 +35,7 @@ and resumes through Ratchet.
 """
 _LARGE = 1_000_000
 """A bound above is a machine's, and no news to anybody."""
-_THEIRS = (_DNS, _PATH, _SLURM_WORD)
+_THEIRS = (DNS_NAME, ABSOLUTE_PATH, SLURM_WORD)
 """How an engine writes names: no news to those who use it."""
 EXAMPLES = {
     "A job": """\
@@ -193,7 +193,7 @@ def _kind_of(info: FieldInfo) -> str:
 
 def _special(metadata: Iterable[Any]) -> str | None:
     """What text with a meaning is called."""
-    names = {_duration: "duration", _size: "size"}
+    names = {parse_duration: "duration", check_size: "size"}
     return next((names[m.func] for m in metadata if isinstance(m, BeforeValidator) and m.func in names), None)
 
 

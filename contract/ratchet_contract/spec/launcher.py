@@ -18,9 +18,9 @@ from pydantic import (
 
 from ratchet_contract.spec.types import Seconds, Size, SpecModel
 
-_DNS = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
-_PATH = r"^/[^:\x00\n]*$"
-_SLURM_WORD = r"^[A-Za-z0-9_.:,\[\]@&|*()=-]+$"
+DNS_NAME = r"^[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?$"
+ABSOLUTE_PATH = r"^/[^:\x00\n]*$"
+SLURM_WORD = r"^[A-Za-z0-9_.:,\[\]@&|*()=-]+$"
 _OPTION = re.compile(r"[a-z][a-z-]*")
 
 
@@ -43,11 +43,11 @@ def _line(value: str) -> str:
 class VolumeSpec(SpecModel):
     """A volume mounted for the ranks at ``mount_path``. Exactly one source is set."""
 
-    mount_path: str = Field(pattern=_PATH, description="Absolute path in the ranks' containers.")
-    host_path: str | None = Field(None, pattern=_PATH, description="A directory that exists on every node.")
-    claim: str | None = Field(None, pattern=_DNS, description="Kubernetes: a PersistentVolumeClaim.")
-    config_map: str | None = Field(None, pattern=_DNS, description="Kubernetes: a ConfigMap.")
-    secret: str | None = Field(None, pattern=_DNS, description="Kubernetes: a Secret, whose keys appear as files.")
+    mount_path: str = Field(pattern=ABSOLUTE_PATH, description="Absolute path in the ranks' containers.")
+    host_path: str | None = Field(None, pattern=ABSOLUTE_PATH, description="A directory that exists on every node.")
+    claim: str | None = Field(None, pattern=DNS_NAME, description="Kubernetes: a PersistentVolumeClaim.")
+    config_map: str | None = Field(None, pattern=DNS_NAME, description="Kubernetes: a ConfigMap.")
+    secret: str | None = Field(None, pattern=DNS_NAME, description="Kubernetes: a Secret, whose keys appear as files.")
     empty_dir: Size | None = Field(None, description="Kubernetes: scratch space of this size on the node.")
     sub_path: str | None = Field(None, description="Kubernetes: a directory within the source.")
     read_only: bool = Field(True, description="false: the ranks may write there. This is the default for an empty_dir.")
@@ -103,12 +103,12 @@ class KubernetesLauncherSpec(EngineSpec):
 
     kind: Literal["kubernetes"] = "kubernetes"
     namespace: str | None = Field(
-        None, pattern=_DNS, description="Namespace of the Job; null: the namespace of the service."
+        None, pattern=DNS_NAME, description="Namespace of the Job; null: the namespace of the service."
     )
     queue: str | None = Field(
-        None, pattern=_DNS, description="Kueue's LocalQueue; the Job is created suspended, and Kueue starts it."
+        None, pattern=DNS_NAME, description="Kueue's LocalQueue; the Job is created suspended, and Kueue starts it."
     )
-    queue_priority: str | None = Field(None, pattern=_DNS, description="Kueue's WorkloadPriorityClass.")
+    queue_priority: str | None = Field(None, pattern=DNS_NAME, description="Kueue's WorkloadPriorityClass.")
     queue_topology: dict[Literal["required", "preferred"], str] | None = Field(
         None,
         min_length=1,
@@ -119,11 +119,11 @@ class KubernetesLauncherSpec(EngineSpec):
     )
     priority_class: str | None = Field(
         None,
-        pattern=_DNS,
+        pattern=DNS_NAME,
         description="Priority class of the pods; Kubernetes may preempt pods of lower classes for them.",
     )
     service_account: str | None = Field(
-        None, pattern=_DNS, description="Service account of the pods; null: the namespace's default."
+        None, pattern=DNS_NAME, description="Service account of the pods; null: the namespace's default."
     )
     node_selector: dict[str, str] = Field({}, description="Labels that a node must have.")
     tolerations: list[dict[str, Any]] = Field(
@@ -158,14 +158,14 @@ class SlurmLauncherSpec(EngineSpec):
     """Each attempt is one batch job; srun starts one agent per node. Omitted keys come from the service's launchers file."""
 
     kind: Literal["slurm"] = "slurm"
-    partition: str | None = Field(None, pattern=_SLURM_WORD)
-    account: str | None = Field(None, pattern=_SLURM_WORD)
-    qos: str | None = Field(None, pattern=_SLURM_WORD)
-    constraint: str | None = Field(None, pattern=_SLURM_WORD)
-    reservation: str | None = Field(None, pattern=_SLURM_WORD)
+    partition: str | None = Field(None, pattern=SLURM_WORD)
+    account: str | None = Field(None, pattern=SLURM_WORD)
+    qos: str | None = Field(None, pattern=SLURM_WORD)
+    constraint: str | None = Field(None, pattern=SLURM_WORD)
+    reservation: str | None = Field(None, pattern=SLURM_WORD)
     gres: str | None = Field(
         None,
-        pattern=_SLURM_WORD,
+        pattern=SLURM_WORD,
         description="Generic resources of Slurm; null: one gpu per rank, of the type in resources.gpu.",
     )
     time_limit: Seconds | None = Field(

@@ -14,7 +14,7 @@ _SIZE = re.compile(r"(\d+)(Ki|Mi|Gi|Ti)", re.ASCII)
 _SIZE_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
-def _duration(value: Any) -> Any:
+def parse_duration(value: Any) -> Any:
     """Return the seconds of a text like ``30s`` or ``2h``; a value that is no text is returned unchanged. Raises ``ValueError``
     for any other text."""
     if isinstance(value, str):
@@ -26,7 +26,7 @@ def _duration(value: Any) -> Any:
     return value
 
 
-def _size(value: Any) -> Any:
+def check_size(value: Any) -> Any:
     """Return a size such as ``16Gi`` unchanged. Raises ``ValueError`` for any other form, and for a size of 0."""
     if not isinstance(value, str) or _SIZE.fullmatch(value) is None or size_in_bytes(value) == 0:
         raise ValueError(f"a size is a whole number with Ki, Mi, Gi or Ti, like 16Gi, not {value!r}")
@@ -40,8 +40,8 @@ def size_in_bytes(size: str) -> int:
     return int(match[1]) * _SIZE_UNITS[match[2]]
 
 
-Seconds = Annotated[float, BeforeValidator(_duration), Field(gt=0, allow_inf_nan=False, le=10 * 365 * 86400)]
-Size = Annotated[str, BeforeValidator(_size)]
+Seconds = Annotated[float, BeforeValidator(parse_duration), Field(gt=0, allow_inf_nan=False, le=10 * 365 * 86400)]
+Size = Annotated[str, BeforeValidator(check_size)]
 
 
 class SpecModel(BaseModel):
