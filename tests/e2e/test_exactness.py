@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.exactness import KILLS, Kill, line, run_case
-from tests.support.exact_cells import HOOKS, Cell
+from tests.support.exact_cells import HOOKS, ON_ENGINES, Cell
 from tests.support.server import Server
 
 CHOSEN: tuple[Kill, ...] = KILLS if os.environ.get("RATCHET_TEST_STRIKES") == "all" else ("rank", "preempt")
 ONCE: tuple[Kill, ...] = ("rank",)
-CASES = [("powerSGD+bf16", CHOSEN), *((hook, ONCE) for hook in HOOKS if os.environ.get("RATCHET_TEST_HOOKS") == "all")]
+CASES = [(ON_ENGINES, CHOSEN), *((hook, ONCE) for hook in HOOKS if os.environ.get("RATCHET_TEST_HOOKS") == "all")]
 
 
 @pytest.fixture

@@ -62,7 +62,8 @@ HOOKS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Parameters by name, those with most to lose first."""
 ON_ENGINES = "powerSGD+bf16" if os.environ.get("RATCHET_TEST_STRIKES") == "all" else "powerSGD"
-"""The hook of jobs on several nodes. Where the CPU has no instructions for bfloat16, the wrapper takes most of their time."""
+"""The hook of the one cell of ``make test``, and of jobs on several nodes. Where the CPU has no instructions for bfloat16, the
+wrapper takes most of their time."""
 BUCKETS: dict[str, dict[str, float]] = {"many": {"bucket_cap_mb": 0.02}, "one": {"bucket_cap_mb": 100.0}}
 
 
