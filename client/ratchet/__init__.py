@@ -54,7 +54,7 @@ if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__
 
 
 def __dir__() -> list[str]:
-    """Return the public names; without torch, only those that can be imported without ``ratchet_worker``."""
+    """Return the public names. If torch is not installed, the names that are imported from ``ratchet_worker`` are left out."""
     # ``help(ratchet)`` imports each name that this returns.
     trains = find_spec("torch") is not None
     return [name for name in __all__ if trains or not PUBLIC[name].startswith("ratchet_worker")]

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict
 
 
 class FieldProblem(BaseModel):
-    """One wrong field of a request's body, or parameter: its JSON pointer (``/hook/start_powerSGD_iter``), a stable code and a
-    sentence."""
+    """One wrong field of a request's body, or one wrong parameter. ``pointer``: a JSON pointer, such as
+    ``/hook/start_powerSGD_iter``. ``code``: a stable code. ``detail``: a sentence that describes the problem."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ class SpecError(RatchetError):
 
 
 class NotFound(RatchetError):
-    """What was named does not exist, such as a job, attempt, checkpoint, file, hook, quota or token."""
+    """The named object does not exist, for example a job, attempt, checkpoint, file, hook, quota or token."""
 
     code = "not-found"
 

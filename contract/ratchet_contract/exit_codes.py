@@ -1,4 +1,4 @@
-"""Reserved exit codes of ranks and agents, for engines that have no better information."""
+"""Reserved exit codes of ranks and agents. A launcher derives the cause of an end from such a code if it has no better record."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def script_exit_code(code: object) -> int | None:
 
 
 def exit_code_of(cause: Cause) -> int:
-    """Return the exit code of an agent, or of a rank without an exit code of its script, for ``cause``."""
+    """Return the exit code for ``cause``: that of an agent, or of a rank whose script has not set an exit code itself."""
     codes = {
         Cause.COMPLETED: EXIT_COMPLETED,
         Cause.CHECKPOINT_ERROR: EXIT_CHECKPOINT_ERROR,

@@ -136,7 +136,8 @@ class JobPaths:
 
     @property
     def adopted(self) -> JobPaths:
-        """Paths of the copy of the run without a service that the job began with. Written by the service."""
+        """Paths of the files that the service has copied from the run without a service that the job has adopted; missing for
+        other jobs."""
         return JobPaths(self.root / "adopted")
 
     @property
@@ -155,7 +156,7 @@ class JobPaths:
 
     @property
     def kept_marker(self) -> Path:
-        """File that exists if the job was deleted but its outputs were kept; has their owner."""
+        """File with the owner of a deleted job. It exists only if the job's outputs were kept."""
         return self.root / "KEPT"
 
     def checkpoint(self, step: int, attempt: int) -> Path:

@@ -1,4 +1,5 @@
-"""The version of Ratchet, the number of its protocol, which two processes compare when they connect, and names of headers."""
+"""The version of Ratchet, the number of its protocol, and names of headers. Two processes compare their protocol numbers when
+they connect."""
 
 from __future__ import annotations
 

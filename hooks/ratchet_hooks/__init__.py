@@ -3,15 +3,16 @@
 Torch-free: ``specs``, ``registry``, ``summary``, ``errors``. Every module that uses tensors imports torch itself. The package can
 be used alone: your own training script needs nothing else of Ratchet to resume a hook bit for bit.
 
-Where DDP is created elsewhere, or must stay as it is, three lines do it (``ratchet_hooks.manage.register`` documents their
-arguments)::
+If other code creates DDP, or if the call of DDP must not change, three calls are enough (``ratchet_hooks.manage.register``
+documents their arguments)::
 
     ratchet_hooks.register(ddp_model, (powersgd_state, powerSGD_hook))      # in place of ddp_model.register_comm_hook
     saved = ratchet_hooks.capture(ddp_model)                                # on every rank, with model, optimizer and RNG
     ratchet_hooks.restore(ddp_model, saved)                                 # on every rank, before the first forward
 
-A script that creates DDP and hook together saves the result of ``capture`` in the same way, and builds with it. (Here into one
-file per rank; examples/adoption/1_hooks also handles ranks that are killed while they save.)
+A script that creates DDP and the hook together calls ``managed_ddp`` instead. It saves the result of ``hook.capture()`` in the
+same way, and passes this result to ``managed_ddp`` after a restart. (The following script saves into one file per rank;
+examples/adoption/1_hooks also handles ranks that are killed while they save.)
 
     from pathlib import Path
 

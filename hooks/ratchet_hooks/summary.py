@@ -14,13 +14,15 @@ HookPhase = Literal["steady", "warm-up", "compressing", "local"]
 class HookSummary(Model):
     """One rank's view of its hook at one step.
 
-    ``compression_rate`` is ``elements_before / elements_after`` as sent since compression started (torch's
-    ``compression_stats``), 1.0 for a hook that does not compress; for fp16 the element counts are equal and ``bytes_*`` show
-    the gain. ``bytes_before``/``bytes_after`` are bytes of gradient passed to / sent by the hook in the last iteration. For a
-    custom hook ``bytes_after`` is None, and so are ``compression_rate`` and ``elements_after`` unless its state reports them.
-    ``averager_step`` counts the steps that an averager of parameters has seen, ``next_averaging`` is the step of the job after
-    which it averages next (post_localSGD; None elsewhere). ``residual_norm`` is the L2 norm of this rank's whole
-    error-feedback residual (None without error feedback), ``memory_bytes`` the bytes that the state takes.
+    ``compression_rate`` is ``elements_before / elements_after``, counted since compression started (torch's
+    ``compression_stats``). It is 1.0 for a hook that does not compress. For fp16 the numbers of elements are equal, and the
+    bytes show the gain. ``bytes_before`` is the bytes of gradient that the hook received in the last iteration, ``bytes_after``
+    the bytes that it sent. For a custom hook ``bytes_after`` is None. Its ``compression_rate`` and ``elements_after`` are None,
+    too, unless its state reports them.
+
+    ``averager_step`` is the number of steps that an averager of parameters has counted. ``next_averaging`` is the step of the
+    job after which it averages next. Both are None except for post_localSGD. ``residual_norm`` is the L2 norm of this rank's
+    whole error-feedback residual, None without error feedback. ``memory_bytes`` is the size of the state.
     """
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid", "ser_json_inf_nan": "strings"}

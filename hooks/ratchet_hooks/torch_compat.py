@@ -277,8 +277,8 @@ def _after_collectives() -> type:
 
 
 def bucket_limits(ddp: DistributedDataParallel) -> tuple[int, int]:
-    """Return the limits in bytes of the first bucket and of every further one. Call it before ``ddp.bucket_bytes_cap`` is
-    assigned."""
+    """Return the limits in bytes of the first bucket and of every further one. Call it before Ratchet changes
+    ``ddp.bucket_bytes_cap``."""
     config = getattr(ddp, "_bucket_config", None)  # not in 2.11
     if config is not None:
         return config.first_bucket_bytes_cap, config.bucket_bytes_cap
@@ -308,7 +308,8 @@ def reduces_in_python(ddp: DistributedDataParallel) -> bool:
 
 
 def push_all_parameters(reducer: Any) -> None:
-    """Make the reducer's next rebuild use the order of its parameters. May have no effect after a backward pass."""
+    """Make the reducer's next rebuild use the order in which the reducer was given the parameters. May have no effect after a
+    backward pass."""
     _get_part(reducer, "_push_all_rebuilt_params")()
 
 

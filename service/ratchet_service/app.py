@@ -63,9 +63,9 @@ def create_app(
     health: Health | None = None,
     instruments: Instruments | None = None,
 ) -> FastAPI:
-    """Return the app: the REST API over one database and one run directory. ``database``: an open one, which the caller migrates
-    and disposes of; None: the app does so with that of the settings. ``instruments``: the caller has started their
-    ``count_commits``."""
+    """Return the app: the REST API over one database and one run directory. ``database``: an open database, which the caller
+    migrates and disposes of. If it is None, the app opens, migrates and disposes of the database that the settings name.
+    ``instruments``: the metrics, if the caller has already entered their ``count_commits``; None: the app makes its own."""
     own = Database(settings.url) if database is None else None
     shared = database or own
     assert shared is not None
@@ -121,7 +121,8 @@ def create_app(
 
 @cache
 def _routes() -> tuple[BaseRoute, ...]:
-    """Return the routes of ``_MODULES``. They belong to no app: FastAPI takes 50 ms to prepare them, in the first request."""
+    """Return the routes of ``_MODULES``. All apps of this process share them: FastAPI takes 50 ms to prepare them, in the first
+    request."""
     router = APIRouter(responses=openapi.PROBLEMS, generate_unique_id_function=lambda route: route.name)
     for module in _MODULES:
         router.include_router(module.router, dependencies=[Depends(refuse_unknown_parameters)])

@@ -72,8 +72,9 @@ class _Group(TyperGroup):
 
 
 def _report(error: RatchetError, job: str | None) -> None:
-    """Print an error on standard error: its message or the number of mistakes, then field errors, unless the message has the only
-    one, and a hint if there is one. ``job``: the job as named on the command line, for the hint."""
+    """Print the error's message on standard error, then its field errors, and a hint if there is one. A single field error is
+    left out if the message contains it. If there are several and the message repeats the first one, their number is printed
+    instead of the message. ``job``: the job as named on the command line, for the hint."""
     sys.stdout.flush()
     several, first = len(error.errors) > 1, error.errors[0] if error.errors else None
     listed = several and first is not None and error.detail.startswith(f"{first.pointer or '/'}: {first.detail}")

@@ -50,8 +50,8 @@ _TRAINED: Final = (
 
 
 def hint(error: RatchetError, job: str | None) -> str | None:
-    """Return a line that says what to do about ``error``; None if none is known or the error says it itself. ``job``: the job as
-    named on the command line."""
+    """Return a line that says what to do about ``error``. Return None if no remedy is known, or if the error's own text already
+    has one. ``job``: the job as named on the command line."""
     detail = error.detail
     text = (_STRICT if "determinism is strict" in detail else _NEXT).get(error.code)
     if any(e.code == "not-a-directory" and e.pointer.endswith("/code/path") for e in error.errors):

@@ -20,8 +20,8 @@ _PORTS: Final = {"http": 80, "https": 443}
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """The content of the configuration file. ``token`` is sent only to ``token_server``. Addresses are as in the
-    file, which may not be in the form of ``normalise_url``."""
+    """The content of the configuration file. ``token`` is sent only to ``token_server``. The two addresses are as written in the
+    file, and may not have the form that ``normalise_url`` returns."""
 
     server: str | None = None
     token: str | None = None

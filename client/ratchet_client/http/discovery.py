@@ -44,9 +44,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Target:
-    """The service that a client uses. ``server``: its address; None: that in ``service.json`` of ``home``. ``token_server``: the
-    only address that ``token`` is sent to, if set. ``several``: run directories of running services among which the user must
-    choose."""
+    """The service that a client uses. ``server``: its address; None: the address is in ``service.json`` of the run directory
+    ``home``. ``token_server``: if set, the only address that ``token`` is sent to. ``several``: the run directories of several
+    running services, of which the user must choose one."""
 
     server: Setting | None
     home: Setting
@@ -97,7 +97,8 @@ class Target:
         return start_hint(home)
 
     def _start_hint_for(self, home: Path) -> str:
-        """Return, as text, how to start a service for the run directory ``home``, or the user's services that were killed."""
+        """Return, as text, how to start a service for the run directory ``home``. If services of the user were killed, the text
+        may say how to start these again."""
         killed = service_pointers.killed_services() if self.home.source == "default" and not home.exists() else []
         if not killed:
             return start_hint(home)
@@ -110,8 +111,9 @@ class Target:
         return "".join(f", or use the one that runs: --home {other}" for other in others)
 
     def token_for(self, url: str) -> str | None:
-        """Return the token to send to the server with the base address ``url``, which is this target's; None if the token is for
-        another address, if there is none, or if only the run directory names the server and it is not on this machine."""
+        """Return the token to send to ``url``, the base address of this target's server. Return None if there is no token. A
+        token with a ``token_server`` is returned only if ``url`` is this address. Another token is not returned if the address
+        comes from the run directory and is not a loopback address."""
         if self.token is None:
             return None
         if self.token_server is not None:

@@ -81,8 +81,8 @@ class Transport:
         return (self.target.server or self.target.home).value
 
     def _url(self, path: str, params: Params | None) -> str:
-        """Return the service's base URL. Raise ``Refused`` if it gives no valid URL with ``path`` and ``params``, and the errors
-        of ``Target.url``."""
+        """Return the service's base URL. Raise ``Refused`` if this URL with ``path`` and ``params`` is not valid. Raise also the
+        errors of ``Target.url``."""
         url = self.target.url()
         try:
             parsed = httpx.URL(url + path, params=_without_none(params))
@@ -110,9 +110,9 @@ class Transport:
 
     def request(self, method: str, path: str, *, params: Params | None = None, json: Any = None,
                 idempotency_key: str | None = None, body: Body | None = None) -> httpx.Response:  # fmt: skip
-        """Send a request and return the 2xx response. Blocks, and retries for up to ``retry_for`` seconds while the service does
-        not respond or is busy; but does not repeat a DELETE that may have arrived, nor retry if no service was started.
-        ``idempotency_key``: of a POST; default: a random one. ``body``: sent instead of ``json``.
+        """Send a request and return the 2xx response. While the service does not respond or is busy, retry for up to
+        ``retry_for`` seconds, which blocks. A DELETE that may have arrived is not repeated, and nothing is retried if no service
+        was started. ``idempotency_key``: the key of a POST; default: a random key. ``body``: sent instead of ``json``.
 
         Raise the service's problem as a ``RatchetError``, ``ServiceUnreachable`` without a response, ``ServiceFault`` if another
         program responds, and ``Refused`` for an unusable configuration or a service with another protocol.
@@ -159,7 +159,8 @@ class Transport:
             raise self._unreachable(url, error) from error
 
     def _client(self, url: str) -> httpx.Client:
-        """Return the HTTP client for ``url``, created at first use and shared by URLs of the same kind."""
+        """Return the HTTP client for ``url``, created at first use. Encrypted and plain addresses have separate clients, and so
+        have this machine and other machines."""
         secure, local = url.startswith("https:"), is_loopback(url)
         if (secure, local) not in self._clients:
             # A proxy from the environment would break requests to this machine; for other machines it is wanted.
@@ -214,8 +215,8 @@ class Transport:
         return method != "DELETE" or not outcome.extra.get("sent", False)
 
     def _is_foreign(self, error: httpx.TransportError) -> bool:
-        """Return True if ``error`` suggests another program at a specified address: a response that is no HTTP, or a connection
-        closed without one, and no response of the service before."""
+        """Return True if ``error`` suggests that another program listens at a specified address. Such an error is a response that
+        is not HTTP, or a connection closed without a response. The service must not have responded before."""
         return isinstance(error, httpx.RemoteProtocolError) and self.target.server is not None and not self._reached
 
     def _unreachable(self, url: str, error: httpx.TransportError) -> ServiceUnreachable:
@@ -235,7 +236,8 @@ class Transport:
 
 
 def _raise_if_foreign(response: httpx.Response) -> None:
-    """Raise ``Refused`` for a response with another protocol, ``ServiceFault`` for a success from another program."""
+    """Raise ``Refused`` for a response with another protocol version, and ``ServiceFault`` for a 2xx response of another
+    program."""
     protocol = response.headers.get(PROTOCOL_HEADER)
     address = str(response.request.url.copy_with(path="/", query=None)).rstrip("/")
     if protocol is not None and protocol != str(PROTOCOL_VERSION):

@@ -104,7 +104,8 @@ def _way(facts: Facts, place: Place, way: Way) -> Iterator[Note]:
 
 
 def training_place(facts: Facts) -> Where | None:
-    """Return the place of the DDP call or of a framework, whose file ``ratchet init --patch`` may change; None without one."""
+    """Return the place of the script's DDP call, else of a framework that it uses; None if there is neither. The file at this
+    place is the one that ``ratchet init --patch`` may change."""
     found = [facts.ddp, *(one.place for one in facts.frameworks)]
     return next((at for at in found if at is not None), None)
 
@@ -238,8 +239,8 @@ def _is_relative_path(where: Where) -> bool:
 
 
 def _arguments(command: Command, facts: Facts, way: Way) -> Iterator[Note]:
-    """Yield serious notes on required options that the command lacks, and on required arguments if it has none at all; no
-    notes for a task."""
+    """Yield serious notes on options that the script requires and the command lacks. Required positional arguments get a note
+    only if the command has no arguments at all. Yield nothing for a task."""
     words = takewhile(lambda word: word != "--", command.arguments)
     flags = [word.partition("=")[0] for word in words if word.startswith("-") and word != "-"]
     lacking = [

@@ -27,9 +27,9 @@ _OTHERS: Final = {
 
 @dataclass
 class Command:
-    """A parsed command. ``ranks``, ``device``: as for the spec's ``world``. ``given``: what set the number of ranks, None:
-    nothing. ``python``: an interpreter named by its path. ``policy``: keys of the spec's policy. ``dropped``: options not needed,
-    with the reason."""
+    """A parsed training command. ``ranks``, ``device``: as for the spec's ``world``. ``given``: the option or argument that set
+    the number of ranks; None if nothing did. ``python``: the interpreter, if the command names one by a path. ``policy``: values
+    for keys of the spec's policy. ``dropped``: options that are not needed, each with the reason."""
 
     script: str
     arguments: list[str]
@@ -43,8 +43,8 @@ class Command:
 
 
 def parse_command(words: Sequence[str], environ: Mapping[str, str]) -> Command:
-    """Return the parsed command ``words``, as typed after ``ratchet init``. ``environ``: ``PET_...`` in it set options of
-    torchrun. Raise ``Refused`` for what is invalid or unsupported."""
+    """Parse the training command ``words``, as typed after ``ratchet init``, and return it. ``environ``: environment variables,
+    of which those named ``PET_...`` set options of torchrun. Raise ``Refused`` if the command is invalid or unsupported."""
     env, rest = _variables(words)
     if not rest:
         raise Refused(
@@ -87,8 +87,8 @@ def _variables(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def _explicit(word: str) -> Path | None:
-    """Return the interpreter that ``word`` names by a path, or that is next to the torchrun of this path; None for a word
-    without "/". Raise ``Refused`` if it does not exist."""
+    """Return the interpreter for the program ``word``. This is the path ``word`` itself if it names Python, else ``python`` in
+    the same directory, as for torchrun. Return None for a word without "/". Raise ``Refused`` if there is no such interpreter."""
     if "/" not in word:
         return None
     path = Path(word).expanduser().absolute()

@@ -58,8 +58,9 @@ def device_count(command: Command, facts: Facts, trainer: Framework) -> int | No
 
 
 def _value(command: Command, facts: Facts, text: str | None) -> str | None:
-    """Return the value of ``text``, the source of the ``devices`` argument, with an option of the script replaced by its value;
-    None if that is unknown; "auto" for None."""
+    """Return, as text, the value of the Trainer's argument ``devices``; None if it is unknown. If the argument is an attribute
+    with the name of a script's option, the option's value is returned. ``text``: the argument's source; None if the argument is
+    missing, which means "auto"."""
     if text is None:
         return "auto"
     node = ast.parse(text, mode="eval").body
@@ -79,7 +80,8 @@ def _value(command: Command, facts: Facts, text: str | None) -> str | None:
 
 
 def _named(flag: str, facts: Facts) -> list[Option]:
-    """Return the options that ``flag`` names: itself, or as argparse does by the beginning of a long name."""
+    """Return the script's options that ``flag`` names. As in argparse, an incomplete long flag names each option that begins with
+    it."""
     exact = [option for option in facts.options if flag in option.flags]
     if exact or len(flag) < 3 or not flag.startswith("--"):
         return exact

@@ -50,8 +50,9 @@ class Place:
 
 
 def locate(script: str, code: Path | None) -> Place:
-    """Return the place of the file ``script``. ``code``: the directory of the snapshot; None: the script's own. Raise
-    ``NotFound`` or ``Refused`` if they are missing or unsuitable."""
+    """Return the place of the script file ``script``. ``code``: the directory of the snapshot; None: the script's directory.
+    Raise ``NotFound`` if the file or the directory does not exist. Raise ``Refused`` if the script is no ``.py`` file or is not
+    below ``code``."""
     path = Path(script).expanduser().absolute()
     if path.is_dir():
         raise Refused(f"{script} is a directory: name the file that trains")
@@ -75,8 +76,8 @@ def locate(script: str, code: Path | None) -> Place:
 
 
 def environment_of(python: Path | None, environ: Mapping[str, str]) -> Path | None:
-    """Return the environment, or the interpreter, that the job needs; None if nothing is specified or it is that of this
-    command."""
+    """Return the environment, or the interpreter, that the job needs: that of ``python``, else the active environment that
+    ``environ`` names. Return None if neither is set, or if it is the environment of this command."""
     for name in ("VIRTUAL_ENV", "CONDA_PREFIX"):
         if python is None and environ.get(name):
             python = Path(environ[name])
@@ -94,8 +95,9 @@ def _is_environment(prefix: Path) -> bool:
 
 
 def missing_modules(python: Path | None, names: Iterable[str], folders: list[Path]) -> list[str] | None:
-    """Return those of ``names`` that the interpreter or environment ``python`` (None: this one) does not find; None if it fails.
-    Starts the interpreter and blocks for up to 60 seconds. ``folders``: first on its path."""
+    """Return those of ``names`` that the interpreter or environment ``python`` (None: this command's) cannot find. Return None if
+    the interpreter fails. Starts the interpreter and blocks for up to 60 seconds. ``folders``: directories that are searched
+    first."""
     program = Path(sys.executable) if python is None else python / "bin" / "python" if python.is_dir() else python
     try:
         done = subprocess.run(
@@ -118,7 +120,8 @@ class Entry:
 
 
 def entries(code: Path) -> list[Entry]:
-    """Return the files and directories directly in ``code``, with what a snapshot would contain of each, as far as counted."""
+    """Return the files and directories directly in ``code`` that a snapshot would contain. The entry of a directory has the
+    number and the total size of the files below it. At most ``_MAX_FILES`` files are counted."""
     sizes: dict[str, list[int]] = {}
     with suppress(TreeError):  # the submission reports it
         for entry in islice(iter_chosen(code), _MAX_FILES):

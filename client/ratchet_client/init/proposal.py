@@ -42,9 +42,9 @@ def propose(
     code: Path | None,
     name: str | None,
 ) -> Proposal:
-    """Return the proposal for the command ``words``. ``overrides``: the keys of ``--set``, of which ``code`` and ``python`` are
-    used. Runs the job's interpreter, which may block for a minute. Raise ``Refused``, ``NotFound`` or ``SpecError`` for an
-    unusable command."""
+    """Return the proposal for the user's training command ``words``. ``overrides``: the values of ``--set`` by key; only ``code``
+    and ``python`` are used. Runs the job's interpreter, which may block for a minute. Raise ``Refused``, ``NotFound`` or
+    ``SpecError`` for an unusable command."""
     command = parse_command(words, environ)
     place = project.locate(command.script, _code(overrides, code))
     facts = read_script.read_script(place.script, place.code)

@@ -155,8 +155,8 @@ class _Reader:
     # --- helpers -------------------------------------------------------------------------------------------------------
 
     def _name(self, function: ast.expr) -> str:
-        """Return the name under which ``function`` is called, like ``save`` for ``torch.save``; "" if it has none. ``from ...
-        import ... as`` is undone."""
+        """Return the last name in the expression ``function``, like ``save`` for ``torch.save``. For a name from ``from ...
+        import ... as``, return the original name. Return "" if the expression is no name or attribute."""
         if isinstance(function, ast.Attribute):
             return function.attr
         return self.renamed.get(function.id, function.id) if isinstance(function, ast.Name) else ""
@@ -173,8 +173,8 @@ class _Reader:
         return node
 
     def _text(self, node: ast.expr | None, depth: int = 0) -> str | None:
-        """Return the text, or its literal beginning, of an expression such as ``Path("out") / name``; None if unknown. A
-        ``with_suffix`` is ignored. ``depth``: of the recursion."""
+        """Return the text of an expression such as ``Path("out") / name``, or only its literal beginning; None if it is unknown.
+        A call of ``with_suffix`` is ignored. ``depth``: the depth of the recursion."""
         node = self._value(node)
         if depth > _MAX_DEPTH:  # path = path / "more"
             return None
@@ -233,7 +233,7 @@ class _Reader:
             self.facts.frameworks.append(Framework("the Trainer of transformers", place, saves=self._trainer_saves()))
 
     def _bases(self, node: ast.ClassDef) -> None:
-        """Record the classes of integrations and Hugging Face's Trainers that ``node`` is derived from, as if called."""
+        """Record the base classes of ``node`` that create a Session, and those that are Trainers of Hugging Face."""
         for base in node.bases:
             if any(map(makes_a_session, self.origins.origins_of(base))):
                 self._session(base)
@@ -244,8 +244,8 @@ class _Reader:
                 )
 
     def _trainer_saves(self) -> bool:
-        """Return True unless the file's only ``save_strategy`` of ``TrainingArguments`` is "no"; by default the Trainer saves
-        every 500 steps."""
+        """Return False if the file gives exactly one ``save_strategy`` to ``TrainingArguments``, and it is "no". Otherwise return
+        True, since the Trainer saves by default."""
         given = [
             self._text(keyword.value)
             for node in ast.walk(self.tree)
@@ -357,8 +357,8 @@ def _first(node: ast.Call) -> ast.expr | None:
 
 
 def _literals(keywords: list[ast.keyword]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the keyword arguments that are literals, by value, and the source text of the others; without ``process_group``
-    and ``**``."""
+    """Return the values of the keyword arguments that are literals, and the source text of the others, each by name.
+    ``process_group`` and ``**`` are left out."""
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for keyword in keywords:

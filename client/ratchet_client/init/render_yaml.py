@@ -25,8 +25,8 @@ _EXAMPLE: Final = {"name": "powerSGD", "matrix_approximation_rank": 2, "start_po
 
 
 def make_spec(command: Command, facts: Facts, place: Place, way: Way, *, name: str | None) -> dict[str, Any]:
-    """Return the spec's keys to set, without ``code`` and ``python``. ``name``: the job's name; None: derived from the script's.
-    Raise the errors of ``_task_arguments`` for a task's arguments."""
+    """Return the proposed spec, without the keys ``code`` and ``python``. ``name``: the job's name; None: derived from the
+    script's name. Raise ``Refused`` or ``SpecError`` for command arguments that the task cannot take."""
     spec: dict[str, Any] = {"name": name or _label(place.script.stem)}
     if way == "task":
         assert facts.task is not None
@@ -158,8 +158,8 @@ def _environment(spec: Mapping[str, Any]) -> str:
 
 
 def _world(command: Command, world: Mapping[str, Any]) -> str:
-    """Return the comment of the key ``world``: where the number of ranks comes from, and for a command without
-    a device what ``auto`` means."""
+    """Return the comment of the key ``world``, which states where the number of ranks comes from. If the command's device is
+    ``auto``, the comment also explains ``auto``."""
     told = command.given or "one rank; for more: --nproc-per-node"
     said = told if world.get("ranks_per_node") == command.ranks else "--set"
     counted = ", counted on this machine" if said.endswith(("=auto", "=cpu", "=gpu")) else ""

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Place:
-    """A place in a script. ``text``: source of an expression there. ``value``: its literal value, or only the beginning; None:
-    unknown."""
+    """A place in a script. ``text``: the source of the expression there. ``value``: the text that matters at this place, such as
+    a path, or only the beginning of this text; None: unknown."""
 
     file: str
     line: int
@@ -48,8 +48,8 @@ class Option:
 
 @dataclass(frozen=True)
 class Framework:
-    """A use of a framework that trains. ``devices``: source of this argument of Lightning's Trainer; ``cpu``: its accelerator is
-    "cpu". ``saves``: its Trainer writes checkpoints itself."""
+    """A use of a training framework. ``devices``: the source text of the argument ``devices`` of Lightning's Trainer. ``cpu``:
+    the Trainer's accelerator is "cpu". ``saves``: the framework's Trainer writes checkpoints itself."""
 
     name: Literal["Lightning's Trainer", "the Trainer of transformers", "Accelerate"]
     place: Place
@@ -61,9 +61,10 @@ class Framework:
 @dataclass
 class Facts:
     """The facts that ``read_script`` finds in a script and the local modules that it imports. ``session``, ``managed``, ``ddp``,
-    ``spawn``, ``lightning_cli``: the first use. ``modules``: other top-level modules that are needed; ``perhaps``: those of them
-    that may not be. ``is_partial``: some local files were not read; ``lacks_own``: one of them is directly in the script's
-    directory."""
+    ``spawn``, ``lightning_cli``: the first place where it is used; None: it is not used. ``modules``: the top-level modules that
+    are imported and not local, without optional imports. ``perhaps``: those of ``modules`` that are imported only within other
+    statements, and may not be needed. ``is_partial``: some local files could not be read. ``lacks_own``: one of these files is
+    directly in the script's directory."""
 
     session: Place | None = None
     task: tuple[str, tuple[str, ...]] | None = None  # class, constructor's parameters

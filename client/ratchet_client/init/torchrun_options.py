@@ -48,7 +48,8 @@ class Option:
 
     @property
     def dest(self) -> str:
-        """The option's attribute in argparse; in upper case, the end of its variable ``PET_<NAME>``, if it has one."""
+        """The name of the option's attribute in argparse. In upper case, it is the ``NAME`` of the option's environment variable
+        ``PET_<NAME>``, if there is one."""
         return self.name[2:].replace("-", "_")
 
 

@@ -35,12 +35,13 @@ class RatchetClient(Following, Access):
     """A client of one service. It finds the service in the same way as the command line.
 
     ``base_url``: the service's address. ``home``: the run directory whose ``service.json`` has the address. If neither is given,
-    the first of these applies: ``RATCHET_SERVER``, ``RATCHET_HOME``, the configuration file's server, ``./.ratchet`` if it
-    exists and not only for ``ratchet run``, this user's only running service. ``token``: sent as bearer token; default:
-    ``RATCHET_TOKEN``, else the configuration file's ``token``, for its ``token_server`` only. ``timeout``: seconds without a byte
-    after which one request fails; connections, uploads, downloads and streams have other limits. ``retry_for``: seconds for which
-    one request is retried if the service does not respond, is not ready or is busy; a retry is safe. ``export``, ``fetch_files``
-    and ``read_file`` are not retried, and a deletion only if it cannot have arrived.
+    the first of these applies: ``RATCHET_SERVER``, ``RATCHET_HOME``, the configuration file's server, the directory
+    ``./.ratchet`` if it exists (unless only ``ratchet run`` has used it), this user's only running service. ``token``: sent as
+    bearer token; default: ``RATCHET_TOKEN``, else the configuration file's ``token``, which is sent only to its ``token_server``.
+    ``timeout``: seconds without a byte after which one request fails; connections, uploads, downloads and streams have other
+    limits. ``retry_for``: seconds for which one request is retried if the service does not respond, is not ready or is busy; a
+    retry is safe. ``export``, ``fetch_files`` and ``read_file`` are not retried. A deletion is retried only if the request cannot
+    have reached the service.
 
     Methods can raise the errors of ``ratchet_contract.errors`` and ``ratchet_client.errors``. An iterator over a list reads it
     page by page while it is consumed.
@@ -99,8 +100,8 @@ class RatchetClient(Following, Access):
         return Job(self, view)
 
     def job(self, job: str | Job) -> Job:
-        """Return the job with this id or name, with its current state. Raises ``NotFound``, and ``AmbiguousName`` if several jobs
-        have the name and not exactly one of them has not ended.
+        """Return the job with this id or name, with its current state. If several jobs have the name, return the only one that
+        has not ended. Raises ``NotFound``. Raises ``AmbiguousName`` if all of these jobs have ended, or several have not.
 
         >>> client.job(job_id).phase.value
         'SUCCEEDED'
@@ -147,8 +148,8 @@ class RatchetClient(Following, Access):
                hook: dict[str, Any] | str | None = None, on_hook_mismatch: str | None = None,
                code: str | os.PathLike[str] | None = None, include: Sequence[str] | None = None,
                upload: bool | None = None, note: Note | None = None) -> views.JobView:  # fmt: skip
-        """Resume a suspended, failed or cancelled job from its newest checkpoint, if it has one; a queued or running job without
-        a change stays as it is. Return its new state without waiting for the training.
+        """Resume a suspended, failed or cancelled job, from its newest checkpoint if it has one. A queued or running job stays as
+        it is if the call requests no change. Return the job's new state without waiting for the training.
 
         ``from_step``: the step of an older checkpoint to start from. ``world``: the new number of ranks per node. ``nodes``: with
         ``world``, the new number of nodes. ``hook``: the name of a new hook, or a mapping that is merged over the job's hook.
@@ -221,10 +222,10 @@ class RatchetClient(Following, Access):
         return views.JobView.model_validate(self._transport.request("PATCH", self._path(job), json=body).json())
 
     def delete(self, job: str | Job, *, keep_checkpoints: bool = False, outputs: bool = False) -> views.DeleteResult:
-        """Delete an ended job and its logs, and its checkpoints unless ``keep_checkpoints`` is true. ``outputs=True`` also
-        deletes its working directory, also of a job deleted before; otherwise the files that the job made there are kept, and the
-        result has their path. Raises ``Conflict`` if the job has not ended, or if a fork needs a checkpoint that would be
-        deleted."""
+        """Delete an ended job with its logs and checkpoints. ``keep_checkpoints=True`` keeps the checkpoints. ``outputs=True``
+        also deletes the job's working directory, even if the job itself was deleted earlier. Otherwise the files that the job
+        made there are kept, and the result has the path of the directory. Raises ``Conflict`` if the job has not ended, or if a
+        fork needs a checkpoint that would be deleted."""
         params: Params = {
             "keep_checkpoints": "true" if keep_checkpoints else None,
             "outputs": "true" if outputs else None,
@@ -309,8 +310,8 @@ class RatchetClient(Following, Access):
         return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), views.CheckpointView, json=body)
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
-        """Delete unfinished checkpoints of ended attempts, and those from which no attempt will start, such as those of later
-        steps after a resume from an earlier step. Pinned ones stay. Returns what was deleted.
+        """Delete checkpoints of ended attempts that are unfinished, or that the job has abandoned. For example, a resume from an
+        earlier step abandons the checkpoints of later steps. Pinned checkpoints stay. Returns what was deleted.
 
         ``dry_run``: only return what would be deleted. ``quarantined``: also delete quarantined checkpoints, even pinned ones.
 

@@ -68,8 +68,8 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
 
 @contextmanager
 def temporary_sibling(target: Path) -> Iterator[Path]:
-    """Yield a new temporary directory next to ``target``, removed after the block. May remove those that killed processes
-    left."""
+    """Yield a new temporary directory next to ``target``, and remove it after the block. Temporary directories of the same
+    ``target`` that killed processes have left are removed as well, if possible."""
     parent, prefix = target.absolute().parent, f".{target.name[:100]}."
     left = re.compile(re.escape(prefix) + r"[a-z0-9_]{8}\.tmp", re.ASCII)
     for path in [path for path in parent.iterdir() if left.fullmatch(path.name)]:

@@ -25,7 +25,8 @@ Bar = AbstractContextManager[Callable[[int], object]]
 
 
 def no_progress(total: int) -> Bar:
-    """Return a progress display that shows nothing; its context yields a function of a number of bytes."""
+    """Return a progress display that shows nothing: a context manager that yields a function. The function takes the number of
+    bytes in a block, and ignores it."""
     return nullcontext(lambda _count: None)
 
 
@@ -46,10 +47,10 @@ def fetch(
     bar: Callable[[int], Bar] = no_progress,
 ) -> Fetched:
     """Download the archive at the API path ``path`` and extract it below ``folder``. ``force``: replace existing files. ``bar``:
-    as ``no_progress``, called with the size in bytes.
+    a function like ``no_progress``, called with the total size in bytes.
 
-    Raises ``Refused`` if files are in the way (nothing was written) or cannot be written, ``ServiceUnreachable`` for a truncated
-    response, ``ServiceFault`` for an invalid archive.
+    Raises ``Refused`` if files are in the way, in which case nothing is written, or if a file cannot be written. Raises
+    ``ServiceUnreachable`` for a truncated response, and ``ServiceFault`` for an invalid archive.
     """
     made = not folder.exists()
     try:
@@ -129,8 +130,9 @@ def _write(source: Any, place: Path, member: tarfile.TarInfo, on_bytes: Callable
 
 
 def _move_into_place(temporary: Path, staged: list[str], folder: Path, force: bool) -> list[Path]:
-    """Give all extracted files their names in ``folder``, and return their paths. Raises ``Refused``; with ``output-exists``
-    before the first move."""
+    """Move all extracted files to their names in ``folder``, and return their paths. Raises ``Refused`` with ``output-exists`` if
+    files are in the way; nothing is moved then. Raises ``Refused`` with ``output-not-written`` if a move fails, perhaps after
+    others have succeeded."""
     files = [name for name in staged if not (temporary / name).is_dir()]
     within = dict.fromkeys(part for name in staged for part in (*reversed(Path(name).parents), Path(name)))
     taken = [

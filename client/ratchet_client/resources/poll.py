@@ -59,8 +59,8 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds between two polls, growing from ``first`` (again at each new phase) to ``longest``. Without a deadline, polls end
-    after ``patience`` seconds without a response."""
+    """The times of polls, in seconds. The wait between two polls grows from ``first`` to ``longest``, and restarts at ``first``
+    when the phase changes. ``patience``: the time without a response after which polling without a deadline fails."""
 
     first: float
     longest: float
@@ -68,9 +68,9 @@ class Pace:
 
 
 def retry_poll(fetch: Callable[[], T], patience: float, at_first: float | None = None) -> Iterator[T | Outage]:
-    """Yield the result of ``fetch`` at each iteration, or the ``ServiceUnreachable`` or ``ServiceFault`` that ``fetch`` raised.
-    Raises this error after ``patience`` seconds without a result; before the first result, after ``at_first`` seconds (None:
-    ``patience``); and at once if the response is from another program."""
+    """Call ``fetch`` at each iteration, and yield its result, or the ``ServiceUnreachable`` or ``ServiceFault`` that it raised.
+    After ``patience`` seconds without a result, the error is raised instead. Before the first result, ``at_first`` is used in
+    place of ``patience``, unless it is None. If another program responds, the error is raised at once."""
     away, reached = None, False
     while True:
         started = time.monotonic()

@@ -31,9 +31,9 @@ class Calls:
     _transport: Transport
 
     def job_id(self, job: str | Job) -> str:
-        """Return the id of the job with this id or name; if several have the name, of the only one that has not ended. An id is
-        returned unchanged, without a check that the job exists. Raises ``NotFound`` if no job has the name, and ``AmbiguousName``
-        if several have it and none, or more than one, has not ended."""
+        """Return the id of the job with this id or name. An id is returned unchanged, without a check that the job exists. If
+        several jobs have the name, the only one that has not ended is meant. Raises ``NotFound`` if no job has the name. Raises
+        ``AmbiguousName`` if several jobs have it, and all have ended or more than one has not."""
         if not isinstance(job, str):
             return job.id
         if is_job_id(job):
@@ -49,14 +49,14 @@ class Calls:
         raise _ambiguous_name(job, found)
 
     def _no_such_job(self, job: str) -> NotFound:
-        """Return the error for a name that no job has. A request looks for a similar name."""
+        """Return the error for a name that no job has. Requests the names of other jobs, to suggest a similar one."""
         names = {other.name for other in islice(self._pages("/v1/jobs", JobView, {"limit": PAGE}), PAGE)}
         near = get_close_matches(job, names, 1)
         hint = f"did you mean {near[0]!r}?" if near else "`ratchet list` shows the jobs"
         return NotFound(f"no job has the id or the name {job!r}; {hint}", code="job-not-found")
 
     def _path(self, job: str | Job, *parts: str) -> str:
-        """Return the API path of the job, or of a resource below it. A request resolves a job's name."""
+        """Return the API path of the job, or of a resource below it. If ``job`` is a name, a request finds the job's id."""
         return "/".join(["/v1/jobs", self.job_id(job), *(quote(part, safe="") for part in parts)])
 
     def _get(self, path: str, model: type[M], params: Params | None = None) -> M:

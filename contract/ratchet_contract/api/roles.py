@@ -11,7 +11,7 @@ LOCAL_OWNER: Final = "local"
 
 
 class Role(StrEnum):
-    """Each role includes the rights of those before it."""
+    """The roles of callers, from the least to the most rights. Each role includes the rights of those before it."""
 
     VIEWER = "viewer"  # may read everything
     SUBMITTER = "submitter"  # may submit, and act on jobs of the same owner

@@ -56,7 +56,8 @@ def _has_value(value: Any) -> bool:
 
 
 def _short(value: Any) -> Any:
-    """Return a field's value as ``repr`` shows it, for example the number of a list's items."""
+    """Return a field's value in the short form that ``repr`` displays. For example, a list is displayed as the number of its
+    items."""
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, str):
@@ -78,5 +79,5 @@ def _text(value: Any) -> str:
 
 
 def _truncate(text: str, max_length: int) -> str:
-    """Return the text; if it is longer than ``max_length`` characters, only these many, followed by ``...``."""
+    """Return ``text``. If it is longer than ``max_length`` characters, cut it there and append ``...``."""
     return text if len(text) <= max_length else text[:max_length] + "..."

@@ -152,8 +152,8 @@ class Sealer:
         self._rendered = {"tensors": _Rendered(b"[]", b"[]")}
 
     def seal(self, manifest: Manifest) -> tuple[Manifest, bytes]:
-        """Return a copy of the manifest with its digest, and the bytes of its file. In digest and file, NaN and infinities are
-        null, or in hook summaries strings."""
+        """Return a copy of the manifest with its digest, and the bytes of the manifest's file. The digest and the file have null
+        in place of NaN and infinities; hook summaries have strings instead."""
         if not same_entries(manifest.tensors, self._tensors):
             self._rendered["tensors"] = _render(json.loads(_ENTRIES.dump_json(manifest.tensors)))
             self._tensors = tuple(manifest.tensors)
@@ -169,7 +169,7 @@ class Sealer:
 
 
 def _render(value: Any) -> _Rendered:
-    """Return a value in both forms of text."""
+    """Return ``value`` as text for the digest, and as text for the manifest's file."""
     return _Rendered(_canonical_text(value), _lines_text(value))
 
 
@@ -186,8 +186,8 @@ _LINES: Final = json.JSONEncoder(allow_nan=False)
 
 
 def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) -> str:
-    """Return the SHA-256 in hex of the canonical JSON of ``data`` without ``digest``. ``rendered``: values that are text already,
-    by key."""
+    """Return the SHA-256 in hex of the canonical JSON of ``data`` without ``digest``. ``rendered``: the texts of values that have
+    already been encoded, by key."""
     hasher, comma = hashlib.sha256(b"{"), b""
     for key in sorted(data):
         if key != "digest":
@@ -200,7 +200,8 @@ def _digest(data: dict[str, Any], rendered: Mapping[str, _Rendered] = _NOTHING) 
 
 @lru_cache(maxsize=128)
 def _encoded_key(key: str, encode: Callable[[Any], bytes]) -> bytes:
-    """Return the text of a key, by ``encode``. It is cached, since every manifest has the same keys."""
+    """Return a key of a manifest as the text that ``encode`` makes of it. Results are cached, since every manifest has the same
+    keys."""
     return encode(key)
 
 
@@ -209,8 +210,8 @@ def _canonical_text(value: Any) -> bytes:
 
 
 def _lines(data: dict[str, Any], rendered: Mapping[str, _Rendered]) -> bytes:
-    """Return the bytes of the file: a line per key, and per object in a list. ``rendered``: values that are text already, by
-    key."""
+    """Return the bytes of a manifest's file: a line per key, and in a list of objects a line per object. ``rendered``: the texts
+    of values that have already been encoded, by key."""
     parts, comma = [b"{\n"], b""
     for key, value in data.items():
         parts.append(comma + b" " + _encoded_key(key, _lines_text) + b": ")

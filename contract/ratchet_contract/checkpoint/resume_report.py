@@ -48,7 +48,7 @@ def lineage_contains(lineage: Sequence[Segment], step: int, attempt: int) -> boo
 
 
 class Base(_Model):
-    """The checkpoint that an attempt, or another checkpoint, continues from; without values: from scratch."""
+    """The checkpoint that an attempt, or another checkpoint, continues from. With the default values it means: from scratch."""
 
     step: int = Field(0, description="0, with the other keys null: from scratch.")
     attempt: int | None = Field(None, description="The attempt that wrote it.")
@@ -104,7 +104,8 @@ class ResumeReport(_Model):
 
     @property
     def changed_code(self) -> EnvironmentDifference | None:
-        """Digests of the base's code and of the code that continues; None if the report has no such difference."""
+        """The difference between the code of the base and the code of this attempt, as digests; None if the report has no such
+        difference."""
         return next((d for d in self.differences if d.key == "code_digest"), None)
 
     def sentence(self) -> str:

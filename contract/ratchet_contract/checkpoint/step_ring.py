@@ -50,8 +50,9 @@ class StepFingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class RingHeader:
-    """The conditions under which rings may be compared. ``line``: the same for attempts that continue each other exactly.
-    ``facts``: what can change a bit."""
+    """The header of a ring, which decides whether two rings may be compared. ``line``: the id of a series of attempts in which
+    each attempt after the first resumes exactly from an earlier one. ``facts``: the facts that the bits of the training depend
+    on."""
 
     line: str
     facts: dict[str, str | int | float | bool | None] = field(default_factory=dict)
@@ -76,7 +77,8 @@ class StepRing:
         self._write_header(text)
 
     def set_line(self, line: str) -> None:
-        """Change the header's line: the course of training from now on. Raises ``ValueError`` for a header that is too long."""
+        """Write another ``line`` into the header: from now on the attempt belongs to another series. Raises ``ValueError`` for a
+        header that is too long."""
         self._header = replace(self._header, line=line)
         self._write_header(_text(self._header))
 

@@ -56,7 +56,7 @@ def largest_archive(limits: Limits) -> int:
 
 
 def _header(entry: Entry) -> bytes:
-    """Return the tar header of one entry, with its long names."""
+    """Return the bytes of the tar header of one entry. They include further blocks if its path or link target is long."""
     info = tarfile.TarInfo(entry.path)
     info.mode, info.size = entry.mode, entry.size
     if entry.link is not None:
@@ -82,9 +82,10 @@ def _read_exactly(path: Path, size: int) -> Iterator[bytes]:
 
 
 def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = False, limits: Limits = Limits()) -> None:
-    """Unpack the tar ``archive`` as the read-only directory ``target``, completely or not at all. An existing ``target`` with
-    content is kept. ``one_file``: it has a single file, and ``limits`` do not apply. Raises ``BadArchive`` if its tree digest is
-    not ``digest`` or it must not be unpacked, and ``OSError``."""
+    """Unpack the tar ``archive`` as the read-only directory ``target``, completely or not at all. If ``target`` already has
+    files, it is not changed. ``one_file``: the archive has a single file, and ``limits`` do not apply. Raises ``BadArchive`` if
+    the tree digest of the archive is not ``digest``, or if the archive is invalid or not allowed. Raises ``OSError`` if it cannot
+    be written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=".tmp-", dir=target.parent))
     try:
@@ -128,7 +129,8 @@ def _unpack_verified(archive: IO[bytes], digest: str, directory: Path, one_file:
 
 
 class _Member(tarfile.TarInfo):
-    """A tar member whose header is checked before ``tarfile`` creates a file or reads a long name because of it."""
+    """A tar member with a check of its header. The check is done before ``tarfile`` creates the file or reads a long name that
+    follows the header."""
 
     def _proc_member(self, tar: tarfile.TarFile) -> Any:
         """Check the header, then process it as ``tarfile`` does. Raises ``BadArchive``."""

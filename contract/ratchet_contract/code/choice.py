@@ -1,6 +1,7 @@
-"""Which files of a user's directory a snapshot includes: those that count as code (``code.tree``) and that no ``.gitignore`` or
-``.ratchetignore`` names. Their patterns match as in git; those above the directory in a trusted repository count too.
-``code.include`` of a spec names files and directories that are included nevertheless."""
+"""Chooses the files of a user's directory that a snapshot includes. These are the files that count as code (``code.tree``) and
+that no ``.gitignore`` or ``.ratchetignore`` names. Patterns match as in git. In a trusted git repository, the ignore files in
+directories above the user's directory count too, unless they ignore that directory itself. ``code.include`` of a spec names
+ignored files and directories that are included nevertheless."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ class Choice:
     left_out: list[str]
 
     def is_left_out(self, path: str) -> bool:
-        """Return True if the file ``path`` is ignored and not in the snapshot by ``include``."""
+        """Return True if the file ``path`` is ignored, and ``include`` does not add it to the snapshot."""
         return all(entry.path != path for entry in self.entries) and any(
             _at_or_below(path, name.rstrip("/")) for name in self.left_out
         )

@@ -1,5 +1,5 @@
-"""The files and links of a directory of user code that count, and their digest: SHA-256 over the sorted relative paths with kind,
-executable bit and content. Some names, such as those of caches, never count."""
+"""Lists the files and links of a directory that count as the user's code, and computes their digest. The digest is the SHA-256
+over the sorted relative paths, each with kind, executable bit and content. Some names, such as those of caches, never count."""
 
 from __future__ import annotations
 
@@ -107,7 +107,8 @@ def tree_digest(entries: Iterable[Entry], content_digest: Callable[[Entry], byte
 
 
 def script_digest(modules: Mapping[str, Path]) -> str:
-    """Return the tree digest of the files ``modules``, with module names in place of paths."""
+    """Return the digest of a script's modules, computed as a tree digest with module names in place of paths. ``modules``: files
+    by module name."""
     return tree_digest(Entry(name, path) for name, path in sorted(modules.items()))
 
 

@@ -17,7 +17,8 @@ _POLL_SECONDS: Final = 0.5
 
 
 def process_name(pid: int) -> str:
-    """Return the value of ``ENDS_WITH`` for the running process ``pid``: an identifier, unique until the machine is restarted."""
+    """Return an identifier of the running process ``pid``, for the variable ``ENDS_WITH``. It is unique until the machine is
+    restarted."""
     return f"{pid}:{start_time(pid)}"
 
 

@@ -1,5 +1,5 @@
-"""Pointers to a user's running services, so that ``ratchet`` finds them from any directory: one file per run directory, with the
-service's process. Private services of ``ratchet run`` have none."""
+"""Pointers to a user's running services, by which ``ratchet`` finds the services from any directory. A pointer is a file that
+names the process of the service of one run directory. Private services of ``ratchet run`` have no pointers."""
 
 from __future__ import annotations
 

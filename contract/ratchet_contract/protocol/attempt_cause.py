@@ -18,7 +18,7 @@ from it."""
 
 
 class EndSeen(NamedTuple):
-    """The end of a node, or of the whole attempt if ``node`` is None. ``rank``: which caused it, if known."""
+    """The end of a node, or of the whole attempt if ``node`` is None. ``rank``: the rank that caused the end, if known."""
 
     cause: Cause
     node: int | None = None
@@ -30,8 +30,9 @@ class EndSeen(NamedTuple):
 def combine_ends(
     results: Sequence[AttemptResult], nodes: int, engine: Sequence[EndSeen] = (), *, killed: bool = False
 ) -> EndSeen | None:
-    """Return the single end of an attempt on ``nodes`` nodes; None if nothing is known. ``engine``: the engine's reports,
-    earliest first, none from after a kill. ``killed``: the caller waited in vain for the other processes and killed them."""
+    """Return the single end of an attempt on ``nodes`` nodes; None if nothing is known. ``results``: the results of its agents.
+    ``engine``: the engine's reports from before any kill, earliest first. ``killed``: True if the caller killed the remaining
+    processes, after it had waited for them in vain."""
     results = _without_fenced(results, engine, killed=killed)
     # A node without a result has lost its agent, which no event on another node can cause: the engine's report on it decides.
     silent = sorted(set(range(nodes)) - {r.node for r in results})
@@ -89,8 +90,8 @@ def _first_report(engine: Sequence[EndSeen], nodes: Sequence[int]) -> EndSeen | 
 
 
 def _root_failure(failures: Sequence[AttemptResult]) -> AttemptResult:
-    """Return the failure that caused the others: the earliest, if possible of those that a broken connection cannot produce.
-    Within half a second ``CAUSE_PRECEDENCE`` decides."""
+    """Return the failure that caused the others. If there are failures that a broken connection cannot produce, only these are
+    considered. The earliest failure is chosen; among failures within half a second of it, ``CAUSE_PRECEDENCE`` decides."""
     candidates = [r for r in failures if r.cause in _ROOT_CAUSES and not _is_nccl_abort(r)] or list(failures)
     first = min(_begin_time(r) for r in candidates)
     # Clocks of nodes differ.

@@ -1,7 +1,8 @@
-"""Layout of the step counters: a 64-byte file per rank, mapped by the rank, readable also after its death.
+"""Layout of the step counters: a 64-byte file for each rank. The rank maps the file into memory; it can still be read after the
+rank's death.
 
-Native 64-bit words: magic, ticks, steps started, steps finished, stage, saved within, two unused. Saved within: the step that a
-``checkpoint()`` call within the running loop body saves, else 0.
+Native 64-bit words: magic, ticks, steps started, steps finished, stage, saved within, two unused. "Saved within" is the step that
+a ``checkpoint()`` call saves in the loop body that is running; 0 if there is none.
 """
 
 from __future__ import annotations

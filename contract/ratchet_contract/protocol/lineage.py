@@ -1,6 +1,7 @@
-"""The checkpoints that a job may be resumed from, computed from the bases that its attempts recorded. The newest attempt with a
-base owns its checkpoints after this base; the attempt that wrote the base owns its own up to the base, and so on. Others on disk
-do not count, such as those of a zombie or of an abandoned branch."""
+"""Computes the lineage of a job: the checkpoints that it may be resumed from. Each attempt records its base, the checkpoint that
+it started from. The newest attempt with a base contributes its checkpoints after this base. The attempt that wrote the base
+contributes its checkpoints up to the base, and so on. Other checkpoints on disk do not count, such as those of a zombie or of an
+abandoned branch."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from ratchet_contract.protocol.messages import ForkSource
 def lineage(
     bases: Mapping[int, Base], *, resume_from: Base | None = None, fork: ForkSource | None = None
 ) -> list[Segment]:
-    """Return the segments of checkpoints that the next attempt may start from, newest first; empty: none of the job's own.
-    ``bases``: by attempt number. ``resume_from``: the checkpoint that an explicit request names; the chain goes back from it.
-    ``fork``: the job's source, before which the chain ends. Raises ``ValueError`` if the bases contradict each other."""
+    """Return the segments of checkpoints that the next attempt may start from, newest first. The list is empty if none of the
+    job's own checkpoints count. ``bases``: the recorded bases by attempt number. ``resume_from``: the checkpoint that a request
+    names, from which the segments go back; None: from the newest attempt with a base. ``fork``: the checkpoint that the job was
+    created from; the segments end before it. Raises ``ValueError`` if the bases contradict each other."""
     if resume_from is not None:
         attempt, until = resume_from.attempt, resume_from.step
         return _chain(bases, attempt, until, fork) if attempt is not None else []
@@ -25,8 +27,9 @@ def lineage(
 
 
 def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
-    """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that counts; None: all.
-    An attempt without a recorded base ends the chain, with only the checkpoint that the chain names."""
+    """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that counts; None: all
+    steps count. An attempt without a recorded base is the last one, and only the checkpoint that the previous segment started
+    from counts."""
     out: list[Segment] = []
     while attempt is not None:
         base = bases.get(attempt)

@@ -114,7 +114,7 @@ class LaunchFile(Message):
 
     @property
     def root_base(self) -> Base | None:
-        """What the lineage's first checkpoint continues from: the fork's source, else an empty ``Base``. None if unknown."""
+        """The base of the lineage's first checkpoint: the fork's source, else an empty ``Base``. None if this base is unknown."""
         fork = self.fork
         root = Base() if fork is None else Base(step=fork.step, attempt=fork.attempt, digest=fork.digest)
         return root if min((segment.after_step for segment in self.lineage), default=root.step) == root.step else None
@@ -220,9 +220,9 @@ class Progress(Message):
 
 
 class RedoneSteps(Message):
-    """Sent by a rank that does steps of an earlier attempt again: how many, and how many of them it has compared with the earlier
-    fingerprints (``Redone``). ``steps`` and ``reason`` are the same on all ranks. A newer message of a rank replaces its
-    previous one."""
+    """Sent by a rank that does steps of an earlier attempt again. ``steps``: the number of these steps. ``compared``: how many of
+    them the rank has compared with the earlier fingerprints (see ``Redone``). ``steps`` and ``reason`` are the same on all ranks.
+    A newer message of a rank replaces its previous one."""
 
     kind: Literal["redone"] = "redone"
     rank: int
@@ -299,8 +299,8 @@ class Quarantined(Message):
 
 
 class Note(Message):
-    """A text for the job's history that no other message reports, such as a warning: an event of the type ``note.TYPE``.
-    ``type``: a short word in kebab-case."""
+    """A text for the job's history, such as a warning, that has no message class of its own. It becomes an event of the type
+    ``note.TYPE``. ``type``: this ``TYPE``, a short word in kebab-case."""
 
     kind: Literal["note"] = "note"
     rank: int
@@ -390,7 +390,7 @@ class AgentReport(Message):
 
 
 class Group(Message):
-    """Which nodes of an attempt on several nodes are present. Ranks are started when all are."""
+    """The nodes of a multi-node attempt whose agents have reported. No ranks are started before all nodes are present."""
 
     present: list[int]
     rendezvous: str | None = Field(None, description="host:port that node 0's agent listens on.")

@@ -42,7 +42,8 @@ class Pace(BaseModel):
 
 class Deadlines(NamedTuple):
     """Time limits of one attempt, in seconds. ``startup``: until the first step. ``rendezvous``: until the ranks can start.
-    ``step``: a rank's longest silence, which may become shorter if ``learns``."""
+    ``step``: for a rank's silence. ``learns``: True if the agent may use a shorter limit than ``step`` after many
+    observations."""
 
     startup: float
     rendezvous: float
@@ -75,7 +76,8 @@ def learned_deadline(longest: float, ceiling: float) -> float:
 
 
 def merge_paces(earlier: Pace | None, later: Pace | None) -> Pace | None:
-    """Return the pace of two attempts: the longer of each figure, and ``hung`` of the later. None: no information."""
+    """Return the combined pace of earlier and later attempts: the longest of each duration, and ``hung`` of the later attempts.
+    None means that nothing is known; the other pace is then returned."""
     if earlier is None or later is None:
         return later or earlier
     starts = [s for s in (earlier.startup, later.startup) if s is not None]
@@ -92,6 +94,6 @@ MAX_CONTROL_DELAY_SECONDS: Final = 10.0
 
 
 def max_control_delay(stop_grace: float) -> float:
-    """Return the seconds within which an agent receives a desired state, while the service responds. ``stop_grace``: in
-    seconds."""
+    """Return the maximum time, in seconds, until an agent receives a changed desired state while the service responds.
+    ``stop_grace``: the job's time to stop, in seconds."""
     return min(MAX_CONTROL_DELAY_SECONDS, stop_grace / 4)

@@ -30,9 +30,10 @@ _COMPREHENSIONS: Final = (ast.ListComp, ast.SetComp, ast.DictComp, ast.Generator
 
 
 def carried_variables(loop: Loop, scope: ast.AST | None = None) -> dict[str, ast.Name]:
-    """Return the local variables that ``loop`` carries from one pass to the next, each with a place where it is read; values of a
-    clock are left out. With ``scope``, the function or module around the loop, also variables that only some passes assign and
-    that are read after it, and containers and tensors that it changes in place and that are read in or after it."""
+    """Return the local variables that ``loop`` carries from one pass to the next, each with a place where it is read. Variables
+    with values of a clock are left out. ``scope``: the function or module around the loop. If it is given, the result also
+    contains variables that only some passes assign and that are read after the loop. It then also contains containers and tensors
+    that the loop changes in place and that are read in or after it."""
     flow = _Flow()
     if isinstance(loop, ast.While):
         certain = flow.run(loop.body, flow._expression(loop.test, set()))
@@ -69,7 +70,8 @@ def _reads_except_fills(loop: Loop) -> dict[str, ast.Name]:
 
 
 def _read_after(loop: Loop, scope: Any) -> dict[str, ast.Name]:
-    """Return the names that ``scope`` reads after the loop and may not have stored since, with the place."""
+    """Return the names that ``scope`` reads after the loop and may not have stored between the loop and this read, each with a
+    place where it is read."""
     flow = _Flow(loop)
     flow.run(scope.body, set())
     return flow.read_before_write
@@ -176,8 +178,9 @@ def _is_display_call(node: ast.AST) -> bool:
 
 
 class _Flow:
-    """Follows statements. ``read_before_write``: names that are read where they may not have been stored; ``stored``: names
-    that are stored. ``since``: a loop within the statements; only reads after it count."""
+    """Follows statements, and records the names that they read and store. ``read_before_write``: names that are read where they
+    may not have been stored yet, each with a place. ``stored``: all names that are stored. ``since``: a loop within the
+    statements; if it is given, only reads after this loop count."""
 
     def __init__(self, since: Loop | None = None) -> None:
         self.read_before_write = dict[str, ast.Name]()
@@ -185,8 +188,8 @@ class _Flow:
         self._since, self._is_before, self._reads_functions = since, since is not None, since is not None
 
     def run(self, statements: Iterable[ast.stmt], assigned: set[str] | None) -> set[str] | None:
-        """Follow ``statements``, before which ``assigned`` are certainly stored; return the names certainly stored after them.
-        None: nothing can follow."""
+        """Follow ``statements``. ``assigned``: names that have certainly been stored before them; None: they cannot be reached.
+        Return the names that have certainly been stored after them; None if no statement can follow."""
         for one in statements:
             if assigned is None and not self._is_before:
                 break
@@ -277,7 +280,7 @@ def _read_at_definition(node: Any) -> list[ast.AST]:
 
 
 def _local_names(node: Any) -> set[str]:
-    """Return the names that a function, lambda or class has for itself."""
+    """Return the local names of a function, lambda or class."""
     stored = set() if isinstance(node, ast.Lambda) else {*_stored(node.body)}
     arguments = () if isinstance(node, ast.ClassDef) else ast.walk(node.args)
     declared = {name for one in ast.walk(node) if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 
 class Import(NamedTuple):
-    """One import. ``name``: dotted. ``is_required`` False: ``name`` may be missing, or no module. ``is_top_level``: not within
-    another statement."""
+    """One import in a file. ``name``: the dotted name. ``is_required``: False if the program may run without this import, or if
+    ``name`` may not be a module. ``is_top_level``: True if the import is not within another statement."""
 
     name: str
     line: int

@@ -42,14 +42,14 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
 
 
 def requirement(module: str) -> str:
-    """Return pip's requirement for the package with the top-level ``module``. Except for ``ratchet``, it is the same
-    name, a guess."""
+    """Return the requirement that pip needs to install the top-level module ``module``. For any module but ``ratchet``, this is
+    the module's own name, which is only a guess."""
     return f"ratchet-train[worker]=={RATCHET_VERSION}" if module == PACKAGE else module
 
 
 def shadow_advice(error: BaseException, file: str | None) -> str | None:
-    """Return advice if ``error`` shows that the module in ``file``, imported as ``ratchet``, lacks a public name, since it is
-    the user's own. None for other errors."""
+    """Return advice if ``error`` shows that ``import ratchet`` has found another module than Ratchet's own package, such as a
+    ``ratchet.py`` of the user. Return None for other errors. ``file``: the file of the module that was found, if known."""
     if isinstance(error, AttributeError):
         package, missing = getattr(error.obj, "__name__", None), error.name
     elif isinstance(error, ImportError):

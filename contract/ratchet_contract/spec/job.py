@@ -214,7 +214,7 @@ class ResourcesSpec(SpecModel):
 
 
 class DdpSpec(SpecModel):
-    """Options of torch's DistributedDataParallel, under its own names, and ``backend``, that of the process group."""
+    """Options of torch's DistributedDataParallel, under torch's names. ``backend`` is the backend of the process group."""
 
     bucket_cap_mb: float | None = Field(
         None, gt=0, le=100_000, allow_inf_nan=False, description="MiB of gradients per bucket; null: torch's default."
@@ -429,10 +429,10 @@ class JobSpec(SpecModel):
 
 
 class Resolved(SpecModel):
-    """Values that a spec leaves open, such as ``device`` for ``auto``. They are determined at submission and hold for all
-    attempts of the job, except that a resume with another number of ranks may change ``threads_per_rank``, and one with other
-    code ``code_digest``. ``python``: the interpreter that was examined at submission; if the spec names none, each attempt uses
-    that of its agents. Unknown keys are ignored."""
+    """Values that are determined when a job is submitted, such as the ``device`` for a spec with ``auto``. They hold for all
+    attempts of the job, with two exceptions: a resume with another number of ranks may change ``threads_per_rank``, and a resume
+    with other code may change ``code_digest``. ``python``: the interpreter that was examined at submission; if the spec names
+    none, each attempt uses the interpreter of its agents. Unknown keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 

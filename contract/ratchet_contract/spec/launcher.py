@@ -1,4 +1,5 @@
-"""The spec's ``launcher`` and ``volumes``: where a job runs. Keys with one meaning on all engines are the job's."""
+"""The spec's ``launcher`` and ``volumes``, which say where a job runs. Settings with the same meaning on all engines are keys of
+the job instead."""
 
 from __future__ import annotations
 

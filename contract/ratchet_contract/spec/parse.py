@@ -59,8 +59,8 @@ _SYNONYMS = {"gpu": "cuda"}
 
 @dataclass(frozen=True)
 class Examined:
-    """The result of examining a spec. ``spec``: has defaults or placeholders in place of faulty values; None if impossible.
-    ``uncertain_keys``: keys that a fault may affect."""
+    """The result of examining a spec. ``spec``: the spec, with defaults or placeholders in place of faulty values; None if none
+    could be built. ``uncertain_keys``: the top-level keys that a fault may affect."""
 
     spec: JobSpec | None
     uncertain_keys: frozenset[str]
@@ -76,7 +76,8 @@ def parse_spec(data: Any) -> JobSpec:
 
 
 def examine_spec(data: Any) -> Examined:
-    """Return the spec in ``data`` and the faults found without a machine. Raises ``SpecError`` only if ``data`` is no mapping."""
+    """Return the spec in ``data`` and the faults that are found in the data alone, without examining a machine. Raises
+    ``SpecError`` only if ``data`` is no mapping."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     problems = _hook_problems(data.get("hook"))
@@ -111,7 +112,8 @@ def spec_error(problems: Sequence[FieldProblem], data: Any) -> SpecError:
 
 
 def _position_in(data: Any, pointer: str) -> list[int]:
-    """Return the position in ``data`` of the value at a JSON pointer, as indexes by which problems are sorted."""
+    """Return the position in ``data`` of the value at a JSON pointer, as a list with one index per level. Problems are sorted by
+    these lists."""
     place = list[int]()
     for part in pointer.split("/")[1:]:
         key = part.replace("~1", "/").replace("~0", "~")
@@ -185,7 +187,8 @@ class _Mended:
         return True
 
     def _mark_uncertain(self, loc: Sequence[str | int], place: list[Any], *, is_unknown: bool) -> None:
-        """Mark the keys as uncertain that a fault at ``loc`` affects. ``place``: the keys that lead to it in ``data``."""
+        """Record the keys that a fault at ``loc`` makes uncertain. ``place``: the existing keys in ``data`` that lead to the
+        fault. ``is_unknown``: True if the fault is an unknown key."""
         names = {str(part) for part in place[-1:]}
         if is_unknown:
             holder = functools.reduce(operator.getitem, place[:-1], self.data)
@@ -197,7 +200,8 @@ class _Mended:
         self.uncertain_keys |= keys.union(*(group for group in _RELATED_KEYS if group & keys))
 
     def _place(self, loc: Sequence[str | int]) -> list[Any]:
-        """Return the existing keys in ``data`` that lead to ``loc``; only the first if all below it is uncertain."""
+        """Return the existing keys in ``data`` that lead to ``loc``. Return only the first of them if the fault makes everything
+        below this key uncertain."""
         place, value = list[Any](), self.data
         for i, part in enumerate(loc):
             keys = [key for key in value if str(key) == str(part)] if isinstance(value, dict) else []
@@ -270,7 +274,8 @@ def load_spec_text(text: str, key: str = "") -> Any:
 
 
 def _mark_numbers(node: yaml.Node, place: tuple[str, ...], visited: set[int]) -> None:
-    """Make numbers of unquoted texts like ``1e-3`` below ``_NUMERIC_KEYS``. ``place``: the keys that lead to ``node``."""
+    """Tag unquoted texts like ``1e-3`` as numbers, if they are at or below a key of ``_NUMERIC_KEYS``. ``place``: the keys that
+    lead to ``node``. ``visited``: the ids of the nodes that were handled before."""
     # An anchor may be referred to any number of times.
     if id(node) in visited:
         return
@@ -454,7 +459,8 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def cross_check(spec: JobSpec, uncertain_keys: Collection[str] = ()) -> list[FieldProblem]:
-    """Return the problems of a spec that its models do not find, without those that ``uncertain_keys`` could make wrong."""
+    """Return the problems of a spec that its models do not find, such as keys that contradict each other. A problem that may only
+    be the result of a wrong value of ``uncertain_keys`` is left out."""
     out: list[FieldProblem] = []
 
     def is_certain(*keys: str) -> bool:

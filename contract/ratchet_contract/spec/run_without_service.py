@@ -17,8 +17,8 @@ _SESSION_KEYS = ("ddp", "determinism", "seed", "hook")
 def spec_data(
     script: Sequence[str], nodes: int, ranks_per_node: int, device: Literal["cpu", "cuda"] | str
 ) -> dict[str, Any]:
-    """Return the part of a run's recorded spec that is independent of the Session's arguments. ``script``: file, of which only
-    the name counts, and arguments."""
+    """Return the part of a run's recorded spec that is independent of the Session's arguments. ``script``: the script's file and
+    its arguments; the file's directory is ignored."""
     # A run may be started from any directory.
     file = PurePath(script[0]).with_suffix(".py").name
     world = {"nodes": nodes, "ranks_per_node": ranks_per_node, "device": device}
@@ -34,7 +34,8 @@ def standalone_spec(spec: JobSpec, device: Literal["cpu", "cuda"]) -> JobSpec:
 
 
 def differing_leaves(path: str, left: Any, right: Any) -> list[tuple[str, Any, Any]]:
-    """Return where two values of a spec differ, as ``(path, left value, right value)``. ``path``: that of the two values."""
+    """Return the differences between two values of a spec, as tuples ``(path, left value, right value)``. Mappings are compared
+    key by key, unless their ``name`` differs. ``path``: the path of the two values in the spec."""
     same_kind = isinstance(left, dict) and isinstance(right, dict) and left.get("name") == right.get("name")
     if not same_kind:
         return [] if left == right else [(path, left, right)]

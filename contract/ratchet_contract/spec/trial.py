@@ -1,4 +1,4 @@
-"""The ``trial`` part of a spec: a short run that is compared with others, as ``ratchet prove`` makes them."""
+"""The ``trial`` part of a spec: for a short run whose result is compared with those of other runs, as ``ratchet prove`` does."""
 
 from __future__ import annotations
 

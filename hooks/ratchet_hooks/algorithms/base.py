@@ -22,9 +22,10 @@ Parameters = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a hook runs on. ``parameters``: all trained ones, in registration order. ``cast_dtype``: a wrapper's dtype.
-    ``node_ranks``: ranks of ``group`` per node. ``undefined``: True if the hook's result may become the gradient of a parameter
-    that has none; it must then have the parameter's dtype."""
+    """The surroundings of a hook. ``parameters``: all trained parameters by name, in registration order. ``node_ranks``: the
+    number of ranks of ``group`` on each node. ``cast_dtype``: the dtype to which a wrapper casts the buckets; None: no wrapper.
+    ``undefined``: True if the hook's result may become the gradient of a parameter that has no gradient. The result must then
+    have the parameter's dtype."""
 
     group: dist.ProcessGroup
     parameters: Parameters
@@ -40,9 +41,9 @@ class Setup:
 
 @dataclass
 class Report:
-    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``compression_rate`` None: what
-    is sent is unknown. Otherwise elements that are None mean those without compression. ``iteration`` None: that of
-    ``ManagedHook``."""
+    """The part of a summary that only the algorithm knows; ``HookSummary`` describes the fields. ``compression_rate`` None: it is
+    unknown how much is sent. ``elements_before`` None: the number of all elements. ``elements_after`` None: the same number, but
+    unknown if ``compression_rate`` is None. ``iteration`` None: the iteration of ``ManagedHook``."""
 
     phase: HookPhase = "steady"
     iteration: int | None = None
@@ -58,8 +59,8 @@ class Report:
 class Algorithm:
     """Base class of all hooks; a subclass that overrides only ``run`` is a hook without state.
 
-    Without NCCL, ``run`` itself must issue all collectives of a bucket, by the end of the call for the last bucket. Those that
-    callbacks start would cross in different orders on different ranks.
+    Without NCCL, ``run`` itself must issue all collectives of a bucket, at the latest in its call for the last bucket. Callbacks
+    must not start collectives then, since callbacks run in different orders on different ranks.
     """
 
     def __init__(self, setup: Setup) -> None:

@@ -35,8 +35,8 @@ class Wrapped(Algorithm):
         self._copies: dict[int, torch.Tensor] = {}
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int | None]:
-        """Begin to average a bucket through the inner hook, in 16 bits. Returns the average's future and the bytes sent. The
-        average stays in 16 bits, and DDP casts it, if ``Setup.undefined`` is False."""
+        """Begin to average a bucket through the inner hook, in 16 bits. Returns the future of the average, and the bytes sent
+        (None: unknown). If ``Setup.undefined`` is False, the average stays in 16 bits, and DDP casts it."""
         buffer = bucket.buffer()
         if buffer.dtype is self._dtype:
             return self._inner.run(bucket, names)

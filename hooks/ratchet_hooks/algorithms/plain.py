@@ -13,7 +13,8 @@ from ratchet_hooks.specs.hook_specs import AllreduceSpec, Bf16CompressSpec, Fp16
 
 
 class Allreduce(Algorithm):
-    """One all-reduce per bucket, with the bits of DDP without a hook; under a wrapper, of torch's wrapped ``allreduce_hook``."""
+    """One all-reduce per bucket. The result is bit for bit that of DDP without a hook; under a wrapper, it is that of torch's
+    wrapped ``allreduce_hook``."""
 
     def __init__(self, spec: AllreduceSpec, setup: Setup) -> None:
         super().__init__(setup)

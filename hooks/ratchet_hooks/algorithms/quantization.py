@@ -32,7 +32,8 @@ class Quantization(Algorithm):
                 )
 
     def run(self, bucket: Any, names: Sequence[str]) -> tuple[TensorFuture, int]:
-        """Quantize a bucket and start to gather those of all ranks. Returns the average's future and the bytes sent."""
+        """Quantize a bucket, and start to gather the quantized buckets of all ranks. Returns the average's future and the bytes
+        sent."""
         buffer = bucket.buffer()
         if not buffer.numel():
             return completed(buffer), 0
@@ -56,7 +57,8 @@ class PerChannel(Quantization):
 
 
 def _scales(flat: torch.Tensor, channel_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return scale and zero point of every channel, as torch's observers compute them; nan and 0 without a finite range."""
+    """Return scale and zero point of every channel, as torch's observers compute them. If a channel's range is not finite, its
+    scale is nan and its zero point 0."""
     ends = [torch.aminmax(part, dim=1) for part in _channels(flat, channel_size)]
     low = torch.cat([end.min for end in ends]).clamp_(max=0.0)
     high = torch.cat([end.max for end in ends]).clamp_(min=0.0)

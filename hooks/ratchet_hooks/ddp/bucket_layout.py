@@ -19,8 +19,8 @@ Layout = list[list[str]]
 
 
 class ManagedDDP(DistributedDataParallel):
-    """DDP whose reducer uses the bucket layout ``recorded`` from the first iteration on; None: DDP's own layout, or under static
-    graph reversed registration order. Construction is a collective."""
+    """DDP whose reducer uses the bucket layout ``recorded`` from the first iteration on. ``recorded`` None: DDP chooses the
+    layout; with static graph, it fills the buckets in reversed registration order. Construction is a collective."""
 
     _recorded: Layout | None
     _names: dict[int, str]
@@ -77,9 +77,10 @@ class ManagedDDP(DistributedDataParallel):
         return ddp
 
     def set_layout(self, recorded: Layout | None) -> None:
-        """Replace the reducer by one with the layout ``recorded`` (None: as for the class), and register ``hook`` on it. A
-        collective, before the first forward with gradients. Raises ``RuntimeError`` after that forward, ``UnsupportedModel``, or
-        ``LayoutMismatch`` for an impossible layout; the buckets may then be neither the recorded nor the former ones."""
+        """Replace the reducer by one with the layout ``recorded``; None means the same as for the class. Then register ``hook``,
+        if it is set, on the new reducer. A collective, before the first forward with gradients; after it, raises
+        ``RuntimeError``. Raises ``UnsupportedModel`` too, and ``LayoutMismatch`` for an impossible layout. The buckets may then
+        be neither the recorded nor the former ones."""
         if self._trains:
             raise RuntimeError(
                 "the buckets of a DDP that has trained cannot be rebuilt: restore into a new DDP, before its first forward"
@@ -181,8 +182,8 @@ class ManagedDDP(DistributedDataParallel):
         self.bucket_bytes_cap = max(self.bucket_bytes_cap, torch_compat.first_bucket_bytes())
 
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Begin a forward pass as DDP does. Raises ``UnsupportedModel`` or ``RuntimeError`` where torch's static graph would fail
-        or not average."""
+        """Begin a forward pass as DDP does. With static graph, raises ``UnsupportedModel`` for a forward with gradients under
+        ``no_sync`` before the first backward, and ``RuntimeError`` if that backward has failed."""
         learning = self.static_graph and not self._static_graph_delay_allreduce_enqueued
         if learning and not self.require_backward_grad_sync and torch.is_grad_enabled():
             raise UnsupportedModel(
@@ -246,8 +247,8 @@ def check_names(recorded: Sequence[str], present: Sequence[str]) -> None:
 
 
 def layout_mismatch(expected: Layout, actual: Layout, when: str) -> LayoutMismatch:
-    """Return the error for two layouts, which names the first bucket that differs; for equal ones, the last bucket, whose number
-    of elements differs. ``when``: a phrase such as ``after construction``."""
+    """Return the error for two layouts, which names the first bucket that differs. If the layouts are equal, the error is about
+    the last bucket's number of elements. ``when``: a phrase such as ``after construction``."""
     pairs: Any = itertools.zip_longest(expected, actual, fillvalue=[])
     differing = ((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     last = len(actual) - 1, (expected[-1], actual[-1])

@@ -15,8 +15,8 @@ def order_for(
     recorded: list[list[str]], parameters: Sequence[torch.nn.Parameter], names: Sequence[str], limits: Sequence[int]
 ) -> list[int]:
     """Return the indices of ``parameters`` in an order from which DDP's rebuild makes the layout ``recorded``. ``limits``: bytes
-    of the first bucket and of further ones. Raises ``LayoutMismatch`` if there is none; not with a single dtype, where the caller
-    must compare the layout that DDP makes."""
+    of the first bucket, and of each further bucket. Raises ``LayoutMismatch`` if no order is found for several dtypes. With a
+    single dtype the order is not checked: the caller must compare the layout that DDP makes with ``recorded``."""
     index = {name: i for i, name in enumerate(names)}
     wanted = [[index[name] for name in bucket] for bucket in recorded]
     dtypes = dict.fromkeys(parameters[bucket[0]].dtype for bucket in wanted)
@@ -34,7 +34,8 @@ def order_for(
 def _with_dtype_order(
     order: Sequence[torch.dtype], target_buckets: list[list[int]], parameters: Sequence[torch.nn.Parameter]
 ) -> list[int]:
-    """Return the parameters' indices bucket by bucket, with single ones moved forward so that dtypes first occur in ``order``."""
+    """Return the parameters' indices bucket by bucket. Some parameters are moved forward, so that the dtypes first occur in the
+    order ``order``."""
     first: dict[torch.dtype, int] = {}
     for bucket in target_buckets:
         first.setdefault(parameters[bucket[0]].dtype, bucket[0])

@@ -59,8 +59,8 @@ class HookWarning:
 
 @dataclass(frozen=True)
 class _Look:
-    """A check of a bucket, not evaluated yet. ``peaks``: per parameter a magnitude or norm, a possible problem from ``limit``
-    on."""
+    """A check of a bucket that is not evaluated yet. ``peaks``: for each parameter, a magnitude or norm. ``limit``: the smallest
+    peak that may be a problem."""
 
     code: Code
     iteration: int
@@ -70,7 +70,7 @@ class _Look:
 
 
 class Watch:
-    """Checks gradients for numeric problems, and logs the first one per code and parameter. The caller sets ``iteration``."""
+    """Checks gradients for numeric problems. Logs each kind of problem once per parameter. The caller sets ``iteration``."""
 
     def __init__(self) -> None:
         self.iteration = 0
@@ -101,9 +101,9 @@ class Watch:
     def check_low_rank(
         self, names: Sequence[str], flat: torch.Tensor, parts: Sequence[torch.Tensor], *, dims: tuple[int, ...]
     ) -> None:
-        """Report the parameters whose gradients PowerSGD corrupts, by norms of P or Q that are inf, nan or beyond the dtype.
-        ``parts``: the matrices in ``flat``, one per parameter, or one for all, which are then reported together. ``dims``:
-        dimensions along which norms are computed."""
+        """Report the parameters whose gradients PowerSGD corrupts: norms of P or Q are then inf, nan or too large for the dtype.
+        ``parts``: the matrices in ``flat``, one per parameter. A single matrix may be for all parameters, which are then reported
+        together. ``dims``: dimensions along which norms are computed."""
         # Every problem shows in P or Q. Inf or nan in a gradient or residual reaches its row of P. Values that stay finite but
         # are wrong have a norm beyond their dtype: a column of P is divided by its norm (``dims`` 0), and the norm of a row of Q
         # bounds the elements of P Q^T (``dims`` 1).
@@ -129,8 +129,9 @@ class Watch:
     def _check_peaks(
         self, code: Code, names: Sequence[str], flat: torch.Tensor, gradients: Gradients, limit: float
     ) -> None:
-        """Report, with ``code``, the finite ``gradients`` whose largest magnitude is at least ``limit``; those with inf or nan
-        according to ``_CODE_IF_INFINITE``. ``flat``: all of them, or their copy."""
+        """Report, with ``code``, finite gradients whose largest magnitude is at least ``limit``. For gradients with inf or nan,
+        the code is in ``_CODE_IF_INFINITE``; None there: not reported. ``flat``: all gradients in one tensor, or a copy of it in
+        16 bits."""
         if flat.is_cuda:
             peaks = _device_peaks(gradients())
             self._defer(_Look(code, self.iteration, list(names), peaks, limit))

@@ -40,9 +40,10 @@ def temporarily_averaged(parameters: Sequence[torch.Tensor], group: dist.Process
 
 
 class Averager:
-    """Decides after each step over which group parameters are averaged. ``groups``: by period in steps; the largest period that
-    divides the step's number decides. Steps are numbered from 0 after the warm-up of ``warm_up`` steps (None: not over yet), with
-    ``hierarchical`` from the first step. Nothing is averaged in the warm-up."""
+    """Decides after each step over which group parameters are averaged. ``groups``: the group for each period in steps. The
+    largest period that divides the step's number applies; its group may be None, for no averaging. Steps are numbered from 0
+    after the warm-up, or with ``hierarchical`` from the first step. ``warm_up``: number of steps of the warm-up; None while it is
+    not over. Nothing is averaged in the warm-up."""
 
     def __init__(self, groups: Mapping[int, dist.ProcessGroup | None], *, hierarchical: bool) -> None:
         self._groups = dict(sorted(groups.items(), reverse=True))
@@ -57,8 +58,8 @@ class Averager:
         return None if period is None else self._groups[period]
 
     def steps_until(self, warm_up: int) -> int:
-        """Return the number of steps until a period is due (1: after the next step). ``warm_up``: number of steps of
-        the warm-up."""
+        """Return the number of steps until a period of ``groups`` is due next. 1: it is due after the next step. ``warm_up``:
+        number of steps of the warm-up."""
         step = max(self.step, warm_up)
         while self._due_period(step, warm_up) is None:
             step += 1

@@ -31,8 +31,9 @@ def duplicate_group(group: dist.ProcessGroup, device: torch.device) -> dist.Proc
 
 
 def new_groups(parts: Sequence[Sequence[int]], all_ranks: bool, timeout: timedelta) -> dist.ProcessGroup:
-    """Make process groups of ``parts`` (global ranks), and return this rank's. ``all_ranks`` True: every rank of the job calls
-    this with the same parts; False: only their members. Raises ``ValueError`` if this rank is in no part."""
+    """Make process groups of ``parts`` (lists of global ranks), and return the group of this rank. ``all_ranks`` True: every rank
+    of the job calls this function with the same parts. False: only the ranks in ``parts`` call it. Raises ``ValueError`` if this
+    rank is in no part."""
     mine, own = dist.get_rank(), None
     for part in parts:
         if all_ranks or mine in part:

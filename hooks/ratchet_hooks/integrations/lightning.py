@@ -6,8 +6,9 @@
 Lightning's own ``DDPStrategy`` saves no hook state, and registers hooks on CUDA only. This one adds the entry ``ratchet_hooks``
 to the checkpoint, with a uint8 tensor per rank, which ``ratchet_hooks.files.unpack_state`` reads.
 
-A resume on the same number of ranks is exact from a checkpoint at the end of an epoch. Within an epoch that requires a checkpoint
-after an optimizer step, and a data loader with ``state_dict`` and ``load_state_dict``.
+On the same number of ranks, a resume from a checkpoint at the end of an epoch is exact. A resume from a checkpoint within an
+epoch is exact on two conditions: the checkpoint was taken after an optimizer step, and the data loader has ``state_dict`` and
+``load_state_dict``.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ KEY: Final = "ratchet_hooks"
 class RatchetDDPStrategy(DDPStrategy):
     """Lightning's DDP strategy with one of Ratchet's hooks, whose state is in Lightning's checkpoints.
 
-    ``hook``, ``wrapper``: as in ``ratchet_hooks.register``; without any hook: allreduce. Lightning's ``ddp_comm_hook``,
-    ``ddp_comm_state`` and ``ddp_comm_wrapper`` may be given in their place. ``model_averaging_period``: for post_localSGD.
-    ``reset_hook`` True: accept a checkpoint without hook state. ``redistribute`` True: accept a checkpoint of another number of
-    ranks, with a warning (``rank_state.redistribute_ranks``).
+    ``hook``, ``wrapper``: as in ``ratchet_hooks.register``, except that ``hook`` None means allreduce. Lightning's
+    ``ddp_comm_hook``, ``ddp_comm_state`` and ``ddp_comm_wrapper`` may be given in place of these two. ``model_averaging_period``:
+    the parameter of post_localSGD with this name. ``reset_hook`` True: accept a checkpoint without hook state. ``redistribute``
+    True: accept a checkpoint of another number of ranks, with a warning (``rank_state.redistribute_ranks``).
 
     Raises ``MisconfigurationException`` for arguments that do not fit together.
     ``Trainer.fit`` raises the errors of ``ratchet_hooks.register``, ``MisconfigurationException`` for manual optimization, and
@@ -130,8 +131,8 @@ class RatchetDDPStrategy(DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Add all ranks' states to ``checkpoint`` on rank 0, unless it has weights only or the model has no managed DDP. Then
-        save it. A collective."""
+        """Save ``checkpoint`` as ``DDPStrategy`` does. Before that, rank 0 adds all ranks' states to it, unless the checkpoint
+        has weights only or the model has no managed DDP. A collective."""
         if "optimizer_states" in checkpoint and isinstance(self.model, ManagedDDP):
             ranks = self._gather_rank_states(self.model)
             if ranks is not None:
@@ -139,7 +140,8 @@ class RatchetDDPStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _gather_rank_states(self, ddp: ManagedDDP) -> Any:
-        """Return all ranks' packed states on rank 0, None on other ranks. A collective. Warns between two accumulated batches."""
+        """Return all ranks' packed states on rank 0, None on other ranks. A collective. Warns if the checkpoint is taken between
+        two accumulated batches."""
         fit = self._fit_loop()
         accumulates = fit.epoch_loop.batch_progress.current.ready > 0 and fit._should_accumulate()
         if accumulates:

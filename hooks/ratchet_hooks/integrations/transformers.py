@@ -69,8 +69,8 @@ class RatchetCallback(TrainerCallback):
         load = trainer._load_optimizer_and_scheduler
 
         def load_and_restore(checkpoint: str | None) -> None:
-            """Load optimizer and scheduler as the Trainer does, then this rank's state from the same directory; None: no
-            checkpoint."""
+            """Load optimizer and scheduler as the Trainer does, then this rank's state from the same directory. ``checkpoint``
+            None: there is no checkpoint, so no state of this rank is loaded."""
             load(checkpoint)
             if checkpoint is not None:
                 self._rank_file().load(checkpoint)

@@ -81,8 +81,9 @@ def _convert_low_rank(
 def _cast(
     name: str, tensor: torch.Tensor, new: HookSpec, parameters: Mapping[str, torch.Tensor], owners: Mapping[str, str]
 ) -> torch.Tensor:
-    """Return a residual, its padding, P or Q in the dtype that ``new`` uses; any other tensor unchanged. ``owners``: by bucket
-    index, one of its parameters. Raises ``HookStateError``."""
+    """Return a residual, its padding, P or Q in the dtype that ``new`` uses; any other tensor unchanged. ``owners``: for each
+    bucket index, the name of a parameter in that bucket. Raises ``HookStateError`` if the model lacks the parameter or a value
+    overflows."""
     kind, _, owner = name.partition("/")
     if kind not in ("residual", "residual_padding", "p", "q"):
         return tensor

@@ -113,8 +113,8 @@ def _local_sgd_parameters(state: object, group: dist.ProcessGroup) -> dict[str, 
 
 
 def _consecutive_size(subgroup: dist.ProcessGroup, group: dist.ProcessGroup) -> int:
-    """Return the size of a subgroup of consecutive ranks of ``group``, of which the first is a multiple of the size. Raises
-    ``UnsupportedModel`` for other ranks."""
+    """Return the size of ``subgroup``. Raises ``UnsupportedModel`` unless it has consecutive ranks of ``group``, and its first
+    rank is a multiple of its size."""
     ranks = [dist.get_group_rank(group, rank) for rank in dist.get_process_group_ranks(subgroup)]
     if ranks != list(range(ranks[0], ranks[0] + len(ranks))) or ranks[0] % len(ranks):
         raise UnsupportedModel(

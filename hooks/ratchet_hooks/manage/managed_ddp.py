@@ -62,10 +62,11 @@ def managed_ddp(
 
     ``ddp``: keywords of DDP, such as bucket_cap_mb (MiB) and static_graph. DDP may broadcast rank 0's parameters and buffers
     here, so load per-rank state afterwards. ``device``: the device of the module's parameters; None: that of the first one.
-    ``node_ranks``: ranks per node; None: LOCAL_WORLD_SIZE, else all ranks.
+    ``node_ranks``: ranks per node; None: the variable LOCAL_WORLD_SIZE, or all ranks if it is not set.
 
-    ``captured``: the result of ``ManagedHook.capture()`` on this rank, from which the hook continues. ``recorded_layout``:
-    instead of it, the bucket layout of the run that is continued, for callers that call ``ManagedHook.restore`` themselves.
+    ``captured``: the result of ``ManagedHook.capture()`` on this rank, from which the hook continues; None: nothing is restored.
+    ``recorded_layout``: the bucket layout of the run that is continued. Pass it in place of ``captured`` if the caller itself
+    calls ``ManagedHook.restore``.
 
     Raises ``UnsupportedModel`` for a model or option that the hook cannot handle, ``HookStateError`` for a captured state or
     layout that does not fit, ``CustomHookError`` for a user's own hook that cannot be used.

@@ -127,7 +127,7 @@ class ManagedHook:
     def restore(self, tensors: Mapping[str, torch.Tensor], data: JsonValue, *, relayout: bool = False) -> None:
         """Continue from a captured state, bit for bit. Call it before the first forward, after model and optimizer are loaded.
         Raises ``HookStateError`` for a state that does not fit, ``LayoutMismatch`` for another bucket layout. ``relayout`` True:
-        accept another layout, with other bits later; then a collective."""
+        another layout is accepted, but the bits of later steps may differ; the call is then a collective."""
         checked = check_data(data, self.spec)
         if self._process_iterations:
             raise RuntimeError("call restore before the first forward of a newly built DDP")

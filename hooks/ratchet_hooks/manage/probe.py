@@ -1,8 +1,9 @@
 """Examines a user's hook, and the shapes of a task's parameters, in a separate process: ``python -P -m ratchet_hooks.probe``.
 
-The request is JSON on standard input: ``asker`` (PID of the waiting process), ``answer`` (an open descriptor), ``path`` (for
-``sys.path``), ``hook``, ``state``, ``state_args``, ``task``, ``task_args``. The answer, JSON in that descriptor's file, has
-``problems`` and ``shapes`` (null if unknown). The caller sets a time limit, which starts at the answer's first byte.
+The request is a JSON object on standard input. Its keys are ``asker`` (PID of the waiting process), ``answer`` (number of an open
+file descriptor), ``path`` (directories for the front of ``sys.path``), ``hook``, ``state``, ``state_args``, ``task`` and
+``task_args``. The answer is a JSON object in the file of that descriptor, with the keys ``problems`` and ``shapes`` (null if
+unknown). The caller sets a time limit, which starts when the process writes the first byte to that file.
 """
 
 from __future__ import annotations

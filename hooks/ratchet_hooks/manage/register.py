@@ -49,8 +49,9 @@ def register(
     on every rank, right after the construction of ``ddp_model``, before its first forward.
 
     ``hook``: a spec of ``ratchet_hooks.specs``, its name or its values; or a function as ``ddp_model.register_comm_hook`` takes
-    it, or a pair of state and function. torch's own functions select Ratchet's implementations of them. A user's own state must
-    have ``__getstate__`` and ``__setstate__``, or ``state_dict`` and ``load_state_dict``. None: take over the registered hook.
+    it, or a pair of state and function. None: the hook that torch's ``register_comm_hook`` has already put on ``ddp_model``.
+    torch's own functions select Ratchet's implementations of them. A user's own state must have ``__getstate__`` and
+    ``__setstate__``, or ``state_dict`` and ``load_state_dict``.
 
     ``wrapper``: fp16_compress_wrapper or bf16_compress_wrapper, by name or as torch's function. ``node_ranks``: as in
     ``managed_ddp``. ``parameters``: of the spec; they override those of ``hook``. Under post_localSGD, call the hook's

@@ -25,8 +25,9 @@ _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
 
 @dataclass(frozen=True)
 class HookChange:
-    """What happens to a recorded state when the hook has changed. ``state``: ``none``: the old hook keeps no state; ``carried``:
-    some of it continues; ``lost``: the new hook cannot use it. ``averages``: True if the ranks' parameters become their mean."""
+    """What happens to a recorded state when the hook has changed. ``state`` is ``none`` if the old hook keeps no state,
+    ``carried`` if some of its state continues, and ``lost`` if the new hook cannot use its state. ``averages``: True if the
+    ranks' parameters become their mean."""
 
     description: str
     state: Literal["none", "carried", "lost"]
@@ -55,7 +56,7 @@ class HookChange:
 
     @property
     def reason(self) -> str:
-        """The text for the state ``carried``: which parts continue, and which start again."""
+        """Text for a change with the state ``carried``: which parts of the hook's state continue, and which are reset."""
         return f"{self.continued} continue" + (f"; reset: {self.restarted}" if self.restarted else "")
 
 
@@ -68,7 +69,8 @@ def recorded_spec(parameters: Mapping[str, Any]) -> HookSpec | None:
 
 
 def hook_change(name: str, parameters: Mapping[str, Any], new: HookSpec) -> HookChange | None:
-    """Return the change from the recorded hook ``name`` to ``new``; None if the specs differ in nothing that may change a bit."""
+    """Return the change from the recorded hook ``name`` with ``parameters`` to ``new``. None: the hooks are equal, or differ only
+    in parameters that cannot change a running hook's bits."""
     old = recorded_spec({**parameters, "name": name})
     if old is None:
         return HookChange(f"hook {name} was recorded with parameters that no longer exist", "lost")

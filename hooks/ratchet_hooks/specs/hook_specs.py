@@ -46,7 +46,7 @@ class Bf16CompressSpec(HookSpecBase):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationPertensorSpec(HookSpecBase):
-    """Send every bucket in 8 bits with one scale and zero point; every rank gathers all ranks' and averages them."""
+    """Send every bucket in 8 bits with one scale and zero point. Every rank gathers all ranks' buckets and averages them."""
 
     name: Literal["quantization_pertensor"] = "quantization_pertensor"
     wrapper: None = option(None, description="Quantization takes float32 buckets; it accepts no wrapper.")

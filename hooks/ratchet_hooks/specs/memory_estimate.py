@@ -18,8 +18,8 @@ def needs_shapes(spec: HookSpec) -> bool:
 
 
 def hook_memory(spec: HookSpec, shapes: Shapes) -> int | None:
-    """Return an estimate of the bytes per rank that the hook's state takes once it compresses, plus a wrapper's copy of the
-    gradients, for float32 parameters; None for a custom hook with a state."""
+    """Return an estimate, in bytes per rank, of the memory for the hook's state and for a wrapper's copy of the gradients. It is
+    for float32 parameters, after a warm-up. None for a custom hook with a state."""
     if isinstance(spec, CustomSpec) and spec.state is not None:
         return None
     elements, state = sum(math.prod(shape) for shape in shapes), 0

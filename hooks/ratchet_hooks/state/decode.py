@@ -141,8 +141,8 @@ class _Decoder:
         return out.copy_(tensor)
 
     def _device_for(self, data: Mapping[str, Any]) -> torch.device:
-        """Return the device on which a tensor is restored: for one from an accelerator that of ``decode``, if any, else the
-        CPU."""
+        """Return the device on which a tensor is restored. A tensor that was on an accelerator goes to the ``device`` of
+        ``decode``, if that is set; any other goes to the CPU."""
         return self.device if self.device is not None and data.get("accelerator") is True else torch.device("cpu")
 
     def _view(self, data: Any, path: str) -> torch.Tensor:

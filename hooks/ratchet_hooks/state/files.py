@@ -29,8 +29,9 @@ _KEY: Final = "ratchet_state"
 
 
 def save_state(path: str | os.PathLike[str], state: object) -> None:
-    """Write ``state``, a value for ``encode``, to ``path``, atomically, and durably if its directory exists; creates missing
-    directories. One process at a time may write a path. Raises ``HookStateError`` and ``OSError``."""
+    """Write ``state``, which may be any value that ``encode`` accepts, to the file ``path``. The write is atomic. Missing
+    directories are created; if none is missing, the write is also durable. One process at a time may write a path. Raises
+    ``HookStateError`` and ``OSError``."""
     target, parts = Path(path), _parts(state)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"{target.name}.tmp")

@@ -1,4 +1,5 @@
-"""Applies messages about checkpoints to the database. One report can hold many, so few statements read their rows."""
+"""Applies messages about checkpoints to the database. One report can have many such messages, so the rows of all their
+checkpoints are read with few statements."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ _CHUNK: Final = 500
 
 
 def reported_iterations(batches: Sequence[RankBatch]) -> tuple[dict[Key, int], list[CheckpointCommitted]]:
-    """Return the hook iterations that the batches contain for committed checkpoints, by step and attempt; and the commits without
-    one."""
+    """Return the hook iterations of committed checkpoints, by step and attempt, as far as the batches contain them. Also return
+    the commits whose hook iteration is not in the batches."""
     out: dict[Key, int] = {}
     unknown: list[CheckpointCommitted] = []
     for batch in batches:

@@ -41,7 +41,7 @@ class AcknowledgedReports:
 
 
 def has_news(report: AgentReport, attempt: AttemptRow, node: NodeRow) -> bool:
-    """True if the report contains messages, a result, a later phase or an address that the rows do not."""
+    """True if the report contains messages, a result, a later phase or an address that the rows do not contain yet."""
     fresh = _has_unacked_messages(report, {int(rank): number for rank, number in node.acked.items()})
     result = report.result is not None and str(report.node) not in attempt.results
     return fresh or result or is_later_phase(report.phase, node.phase) or report.address not in (None, node.address)

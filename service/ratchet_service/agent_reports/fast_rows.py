@@ -68,8 +68,8 @@ class Shape(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What a report of figures needs of its rows, as plain objects. Only ``write_changes`` stores changes. ``node`` is None if
-    its row does not exist."""
+    """Columns of a job, an attempt and a node, and parts of the job's spec, that a report of figures needs: plain objects, not
+    ORM rows. Only ``write_changes`` stores changes. ``node`` is None if its row does not exist."""
 
     job: JobRow
     attempt: AttemptRow

@@ -37,8 +37,9 @@ def raise_if_stale(job: Job | JobRow, attempt: Attempt | AttemptRow) -> None:
 
 @contextmanager
 def count_stale_requests(database: Database, job_id: str, attempt: int, request_name: str) -> Iterator[None]:
-    """Context manager that counts a ``Stale`` error of its block, if possible, and raises it again. No transaction may be open
-    around the block. ``request_name``: such as "a report", for the event's message."""
+    """Context manager that counts a ``Stale`` error of its block, and raises it again. If the database fails during the count,
+    this is only logged. No transaction may be open around the block. ``request_name``: the kind of request for the event's
+    message, such as "a report"."""
     try:
         yield
     except Stale:

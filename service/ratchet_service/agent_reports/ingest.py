@@ -165,7 +165,8 @@ def ingest_batches(
 
 
 def unstored_messages(batch: RankBatch, last_stored: int) -> list[RankMessage]:
-    """Return the batch's messages after ``last_stored``; none if messages between are missing, which the agent sends again."""
+    """Return the batch's messages after ``last_stored``. If messages between ``last_stored`` and the batch are missing, return
+    none: the agent will send all of them again."""
     return [] if batch.from_seq > last_stored + 1 else batch.messages[last_stored + 1 - batch.from_seq :]
 
 
@@ -248,8 +249,8 @@ def _add_result_event(session: Session, attempt: Attempt, result: AttemptResult)
 def _ack(
     session: Session, job: Job | JobRow, attempt: Attempt | AttemptRow, node: AttemptNode | NodeRow, shape: Shape
 ) -> ReportAck:
-    """Return the answer to a report: acknowledged sequence numbers, desired state and, for several nodes, what is known of
-    them."""
+    """Return the answer to a report: acknowledged sequence numbers and requests such as the desired state. For an attempt on
+    several nodes, the answer also says which nodes have an address, and how another node has ended."""
     several = shape.nodes > 1
     peer = _peer_end(attempt, node.node) if several else None
     control = Control(
@@ -264,8 +265,8 @@ def _ack(
 
 
 def _peer_end(attempt: Attempt | AttemptRow, node: int) -> tuple[Cause, str] | None:
-    """Return cause and description of the end of another node that failed, or whose result has no ranks: this node's ranks would
-    wait for it in vain. None if there is no such node."""
+    """Return cause and description of the end of another node, for which this node's ranks would wait in vain. That is a node
+    that failed, or whose result has no ranks. None if there is no such node."""
     for other, result in sorted(attempt.results.items()):
         cause = Cause(result["cause"])
         if int(other) != node and (cause.is_failure or not result["ranks"]):

@@ -90,11 +90,12 @@ class Effects:
         return self._attempt.number == self._job.attempt
 
     def prefetch(self, messages: Sequence[RankMessage]) -> None:
-        """Read with few queries the checkpoint rows that ``messages``, which the caller applies next, need."""
+        """Read, with few queries, the checkpoint rows that ``messages`` need. The caller applies these messages next."""
         self._checkpoints.prefetch(messages)
 
     def apply(self, rank: int, message: RankMessage) -> None:
-        """Apply one message of ``rank``. If one of its ``_numbers`` is negative or too large, it is dropped."""
+        """Apply one message of ``rank``. The message is dropped if one of its ``_numbers`` is negative or too large to be
+        stored."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
             self._add_note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
             return

@@ -32,8 +32,8 @@ _metrics, _series = cast("sa.Table", Metric.__table__), cast("sa.Table", MetricS
 
 @dataclass(slots=True)
 class SeriesRow:
-    """A row of ``MetricSeries``. ``points``: stored points on the grid; ``top``: the highest step of these. ``newest``: the
-    highest step that ``attempt``, the newest attempt with values, reported."""
+    """A row of ``MetricSeries``. ``points``: number of stored points on the grid. ``top``: the highest step of these points, -1
+    if there are none. ``attempt``: the newest attempt with values. ``newest``: the highest step that this attempt reported."""
 
     job_id: str
     name: str
@@ -75,7 +75,8 @@ class Series:
         self._rows.setdefault(name, {})[step] = row
 
     def store(self) -> list[str]:
-        """Write the collected points. Return names of new series beyond the job's limit, one for every point left out."""
+        """Write the collected points. If the job has too many series, points of new series are left out. Return the name of the
+        series of each point left out, so a name may occur several times."""
         if not self._rows:
             return []
         connection, names = self._session.connection(), list(self._rows)
@@ -134,8 +135,8 @@ class Series:
     def _choose_points(
         self, series: SeriesRow, rows: dict[int, Row], removed: list[Row], superseded: list[Row]
     ) -> list[Row]:
-        """Return the collected ``rows`` to store, and update ``series``. Points to delete go to ``removed``, those of
-        earlier attempts that get another value to ``superseded``."""
+        """Return those of the collected ``rows`` that are to be stored, and update ``series``. Keys of points to delete are added
+        to ``removed``. Stored points of earlier attempts that get another value are added to ``superseded``."""
         before, stored_before = series.newest, self._stored_points(series, rows)
         if self._attempt > series.attempt:
             series.newest, series.attempt = max(rows), self._attempt
@@ -160,7 +161,7 @@ class Series:
         return list(stored.values())
 
     def _stored_points(self, series: SeriesRow, steps: Collection[int]) -> dict[int, Row]:
-        """Return the stored points at these steps, as far as ``top`` or ``newest``, by step."""
+        """Return the stored points at these steps, by step. Steps higher than both ``top`` and ``newest`` are not looked up."""
         again = [step for step in steps if step <= max(series.top, series.newest)]
         if not again:
             return {}
@@ -227,8 +228,8 @@ class Series:
         return (*self._series_filter(series), *beside, *self._unprotected_filter(series))
 
     def _unprotected_filter(self, series: SeriesRow) -> tuple[sa.ColumnElement[bool], ...]:
-        """Return the conditions that select points which may be deleted. The ``keep_best`` series keeps those at checkpoints
-        and after the last one."""
+        """Return the conditions that select points which may be deleted. In the ``keep_best`` series, points at committed
+        checkpoints are protected, and so are points after the job's last committed step."""
         if series.name != self._best_metric:
             return ()
         kept = sa.select(Checkpoint.step).where(Checkpoint.job_id == self._job.id, Checkpoint.state == "committed")
@@ -266,7 +267,8 @@ class Samples:
 
 
 def is_count_due(before: int, after: int) -> bool:
-    """True once in ``_COUNT_INTERVAL`` messages of a rank. ``before``, ``after``: their number before and after this report."""
+    """True if a rank's number of messages has reached or passed a multiple of ``_COUNT_INTERVAL``. ``before``, ``after``: that
+    number before and after this report."""
     return before // _COUNT_INTERVAL != after // _COUNT_INTERVAL
 
 
@@ -283,8 +285,8 @@ def thin_samples(session: Session, job_id: str, rank: int, limit: int) -> None:
 
 
 def upsert(session: Session, table: Any, keys: tuple[str, ...], values: Iterable[Row]) -> None:
-    """Insert ``values``, all with the same columns, as rows of ``table``; a row with the same ``keys`` is updated, unless of a
-    later attempt."""
+    """Insert ``values``, all with the same columns, as rows of ``table``. A stored row with the same ``keys`` is updated, unless
+    it is of a later attempt."""
     rows = list(values)
     if rows:
         statement = _upsert(session.get_bind().dialect.name, table, keys, tuple(rows[0]))

@@ -143,8 +143,8 @@ class Guard:
 
 
 class Needs(Guard):
-    """Admits callers with ``scope`` (None: any authenticated caller). ``own_job``: of another's job only an admin; a missing
-    job is left to the route."""
+    """Admits callers with ``scope``; None: any authenticated caller. ``own_job`` True: if the job in the path belongs to another
+    owner, only an admin is admitted. If that job does not exist, the route decides."""
 
     def __init__(self, scope: Scope | None, *, own_job: bool) -> None:
         self.scope, self.own_job = scope, own_job

@@ -137,8 +137,8 @@ class Poster:
         self._call: Call = make_call(key, request.state.caller.owner, request.method, request.url.path, query, data)
 
     def run(self, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Response:
-        """Run ``prepare``, then ``effect`` in a write transaction, and return the response; or a stored answer to the same
-        key."""
+        """Run ``prepare``, then ``effect`` in a write transaction, and return the response. If an answer is stored for the
+        request's Idempotency-Key, return that answer instead."""
         return respond(self._service.idempotency.run(self._call, prepare, effect))
 
 

@@ -33,8 +33,8 @@ _TIMEOUT_SECONDS: Final = 10.0
 def serve_health(
     listen: Listening | None, health: Health, database: Database, paths: HomePaths, instruments: Instruments
 ) -> Iterator[int | None]:
-    """Serve ``/metrics``, ``/healthz`` and ``/readyz`` during the block, and yield the port. ``listen`` None: nothing. Raises
-    ``StartError``."""
+    """Serve ``/metrics``, ``/healthz`` and ``/readyz`` during the block, and yield the port. ``listen`` None: serve nothing, and
+    yield None. Raises ``StartError``."""
     if listen is None:
         yield None
         return

@@ -1,9 +1,12 @@
 """Idempotency-Key: a repeated POST gets the first answer again, and its effect happens once.
 
-The answer of a success is stored in the transaction that has the effect, so neither exists without the other. Answers to errors
-of the server or of limits are not stored. A request first claims its key. Until it has an answer, a second request is refused,
-unless the claim is old or its process, on this host, is dead: then it takes the claim over. If the first request still runs, its
-transaction fails, because its token no longer matches.
+The answer of a success is stored in the transaction that has the effect, so neither exists without the other. Most errors after
+the claim of the key are stored as answers too. Errors of the server or of limits are not stored; after them a repeated request
+runs again.
+
+A request first claims its key. While it runs, a second request with the key is refused. If the claim is old, or if the process of
+the first request was on this host and is dead, the second request takes over the claim and runs. If the first request still runs
+then, its transaction fails, because its token no longer matches.
 """
 
 from __future__ import annotations
@@ -78,8 +81,10 @@ class Idempotency:
         self._owner = new_owner()
 
     def run(self, call: Call, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Reply:
-        """Run ``prepare``, then ``effect`` in a write transaction, and return its answer; or the key's stored answer. Raises what
-        these raise, ``Conflict`` and ``Refused``. A ``RatchetError`` that is not ``_is_retryable`` becomes the stored answer."""
+        """Run ``prepare``, then ``effect`` in a write transaction, and return the effect's answer. If the key has a stored
+        answer, run nothing and return that answer. Raises the errors of ``prepare`` and ``effect``, ``Conflict`` and ``Refused``.
+        A ``RatchetError`` of the two is also stored as the key's answer, unless it is ``_is_retryable``. Without a key, nothing
+        is stored."""
         if call.key is None:
             prepared = prepare()
             with self._database.write() as session:

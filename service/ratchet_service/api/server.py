@@ -1,5 +1,5 @@
-"""The HTTP server of one service, and the files by which clients find it. It also limits the size of a request's head, and its
-time."""
+"""The HTTP server of one service, and the files by which clients find it. It also limits the size of a request's head, and the
+time in which the head must arrive."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def max_connections() -> int:
 
 
 class HeadDeadline(H11Protocol):
-    """uvicorn's HTTP/1.1 protocol, which also aborts a connection whose request head, or whose body after the response, takes too
-    long."""
+    """uvicorn's HTTP/1.1 protocol with time limits. It aborts a connection whose request head takes too long. It also aborts one
+    whose request body is still incomplete some time after the response."""
 
     head_seconds = HEAD_SECONDS
     rest_seconds = REST_SECONDS
@@ -213,7 +213,8 @@ class Server(uvicorn.Server):
             log.info("listening on %s", self._url)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return True if the server must stop. Every two seconds, missing ``service.json`` and pointer are written again."""
+        """Return True if the server must stop. Every two seconds, write ``service.json`` and the pointer again if they are
+        missing."""
         if self._shutdown_state.is_over():
             self.should_exit = True
         if counter % 20 == 0 and not self.should_exit:
@@ -233,8 +234,8 @@ class Server(uvicorn.Server):
             log.error("%s cannot be written, trying again: %s", self._paths.service_file, error.strerror or error)
 
     def _write_pointer(self) -> None:
-        """Write the pointer by which clients find this run directory, unless the service ends with a command. A failure is
-        logged once, and ``on_tick`` tries again."""
+        """Write the pointer by which clients find this run directory. A service that ends with a command, such as
+        ``ratchet run``, writes none. A failure is logged once, and ``on_tick`` tries again."""
         # the service ends with a command: others would lose their jobs then
         if names.ENDS_WITH in os.environ:
             return

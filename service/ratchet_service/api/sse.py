@@ -1,4 +1,5 @@
-"""Server-sent events (WHATWG HTML, 9.2) and followed text, from a poll function that is called until nothing more can follow."""
+"""Streams for followers: server-sent events (WHATWG HTML, 9.2), or plain text that grows. A poll function supplies the text, and
+is called until it returns a finished result."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ async def follow(
     end_text: str,
     is_stopping: Callable[[], bool] = lambda: False,
 ) -> AsyncIterator[str]:
-    """Yield chunks as ``poll`` returns them, until a result is finished. ``keep_alive_text`` fills pauses, ``end_text`` ends a
-    stream of events; "" for none. A stream of events also ends, without ``end_text``, when ``is_stopping`` is true."""
+    """Yield the chunks that ``poll`` returns, until a result is finished. ``keep_alive_text``: sent after ``keep_alive_seconds``
+    without a chunk; "" for none. ``end_text``: sent last by a stream of events; "" for a stream of plain text. A stream of events
+    also ends when ``is_stopping()`` is True, but then without ``end_text``."""
     last_sent = time.monotonic()
     while True:
         # a stream of text continues until it is cut off, so that no client takes it for complete

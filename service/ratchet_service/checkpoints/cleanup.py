@@ -61,8 +61,9 @@ def metric_values_of(
 
 @dataclass(frozen=True)
 class OnDisk:
-    """Result of ``scan_disk``. ``present``: checkpoints with a manifest; None: unknown. ``complete``: those of the lineage
-    that look complete, newest first -> True if pinned by a marker file."""
+    """Result of ``scan_disk``. ``present``: all checkpoints with a manifest; None: the disk could not be read. ``complete``: the
+    checkpoints of the lineage that look complete, newest first; the value is True if a marker file pins the checkpoint.
+    ``errors``: texts of errors."""
 
     present: frozenset[Id] | None
     complete: Mapping[Id, bool]
@@ -70,8 +71,9 @@ class OnDisk:
 
 
 def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
-    """Delete remains of saves by attempts up to ``attempt``, all dead, and the space that ``attempt`` reserved. Return which
-    checkpoints the disk has. Errors are returned; those with the reserved space are ignored."""
+    """Delete what interrupted saves of attempts up to ``attempt``, all dead, have left, and the files by which ``attempt``
+    reserved disk space. Return which checkpoints the disk has, and the texts of errors. Errors with the reserved space are
+    ignored."""
     refused = []
     with as_owner(paths.root):
         try:
@@ -91,8 +93,9 @@ def scan_disk(paths: JobPaths, segments: list[Segment], attempt: int) -> OnDisk:
 def mark_surplus(
     session: Session, job: Job, paths: JobPaths, segments: list[Segment], on_disk: OnDisk, attempt: int
 ) -> None:
-    """Mark as deleted the lineage's surplus checkpoints, by the spec's rules, and those without any copy left. Quarantine those
-    that a verification found damaged. Called in the transaction that ends the attempt."""
+    """Mark as deleted the checkpoints of the lineage that the spec's rules do not keep. Some stay in any case, such as pinned
+    ones. Also mark all checkpoints of the job that have no copy left on the disk or in an object store. Quarantine those that a
+    verification found damaged. Called in the transaction that ends the attempt."""
     aside = {
         (row.step, row.attempt)
         for row in committed_of(session, job.id)

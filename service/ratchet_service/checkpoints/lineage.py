@@ -1,4 +1,4 @@
-"""Reads from a job's rows its lineage, and what ``ratchet_contract.protocol.lineage`` computes a lineage from."""
+"""Reads from a job's rows its lineage, and the bases and the fork source from which a lineage is computed."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from ratchet_service.db.models import Attempt, Checkpoint, Job
 
 
 def bases_of(session: Session, job_id: str) -> dict[int, Base]:
-    """Return attempt number -> base (the checkpoint that it started from), for every attempt that has reported its base."""
+    """Return attempt number -> base, the checkpoint that the attempt started from. A base with step 0 and no attempt means from
+    scratch. Attempts without a recorded base are left out."""
     query = sa.select(Attempt.number, Attempt.base_step, Attempt.base_attempt, Attempt.base_digest)
     rows = session.execute(query.where(Attempt.job_id == job_id, Attempt.base_step.is_not(None)))
     return {number: Base(step=step or 0, attempt=attempt, digest=digest) for number, step, attempt, digest in rows}
 
 
 def fork_of(job: Job) -> ForkSource | None:
-    """Return the checkpoint that the job was forked from, or that of a run that it adopted; None for other jobs."""
+    """Return the checkpoint that the job was forked from. For a job that adopted a run, return the copied checkpoint of this run.
+    None for other jobs."""
     return None if job.fork_source is None else ForkSource.model_validate(job.fork_source)
 
 
@@ -41,5 +43,6 @@ def committed_in_lineage(session: Session, job: Job) -> list[Checkpoint]:
 
 
 def lineage_of(session: Session, job: Job) -> list[Segment]:
-    """Return the segments of the job's own checkpoints that its current state descends from, newest first."""
+    """Return the job's lineage as segments, newest first: its own checkpoints that the next attempt may start from. A requested
+    resume (``resume_from``) is not considered."""
     return lineage(bases_of(session, job.id), fork=fork_of(job))

@@ -17,8 +17,8 @@ _PATIENCE: Final = Patience(connect=5.0, request=60.0, retry=10.0)
 
 
 def ensure_local(homes: HomePaths, job: Job, row: Checkpoint) -> None:
-    """Fetch a committed checkpoint from the object store if only its copy there exists; does nothing if that is gone, too.
-    Blocks; must not be called within a transaction. Raises ``CheckpointError``."""
+    """Fetch a committed checkpoint from the object store if it is no longer on this disk. Does nothing if the object store has no
+    copy either. Blocks; must not be called within a transaction. Raises ``CheckpointError``."""
     uri, paths = job.spec["checkpoint"].get("uri"), homes.job(job.id)
     directory = paths.checkpoint(row.step, row.attempt)
     if uri is None or row.state != "committed" or row.uploaded_at is None or (directory / MANIFEST_NAME).exists():

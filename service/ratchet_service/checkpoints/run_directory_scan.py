@@ -35,8 +35,8 @@ _MAX_AHEAD: Final = 10_000
 
 @dataclass(frozen=True)
 class Next:
-    """The number of a job's next attempt. ``on_disk`` True: its directory exists already. ``skipped``: numbers before it that are
-    not assigned."""
+    """The number of a job's next attempt. ``on_disk`` True: the attempt's directory exists already. ``skipped``: numbers that are
+    left out, since a checkpoint on the disk was written by an attempt with the last of them."""
 
     number: int
     on_disk: bool = False
@@ -44,8 +44,9 @@ class Next:
 
 
 def next_attempt(paths: JobPaths, attempt: int) -> Next:
-    """Return the number of the attempt after ``attempt``, with regard to what the disk has. Raises ``OSError`` if a directory
-    cannot be read."""
+    """Return the number of the attempt after ``attempt``, the newest one in the database. If the disk has directories of later
+    attempts, it is the first of them. Otherwise it is greater than the number of each attempt that wrote a checkpoint on the
+    disk. Numbers far above ``attempt`` do not count. Raises ``OSError`` if a directory cannot be read."""
     later = range(attempt + 1, attempt + _MAX_AHEAD + 1)
     attempts = sorted(number for number in _attempt_numbers(paths) if number in later)
     if attempts:
@@ -65,9 +66,10 @@ def launched_at(paths: AttemptPaths, now: datetime) -> datetime:
 
 @dataclass(frozen=True)
 class Difference:
-    """Differences between a run directory and a database, as job ids. ``without_row``: jobs with attempts, only on the disk.
-    ``with_unknown_attempts``: jobs with later attempts on the disk. ``without_directory``: begun jobs only in the database.
-    ``unreadable``: their directory cannot be read."""
+    """Differences between a run directory and a database, as job ids. ``without_row``: jobs that have attempts on the disk, but
+    no row. ``with_unknown_attempts``: jobs of which the disk has later attempts than the database. ``without_directory``: jobs
+    with attempts in the database, but without a directory; kept outputs alone do not count. ``unreadable``: jobs whose directory
+    cannot be read."""
 
     without_row: tuple[str, ...] = ()
     with_unknown_attempts: tuple[str, ...] = ()

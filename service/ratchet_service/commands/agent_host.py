@@ -81,8 +81,8 @@ class AgentHost:
         return Answer()
 
     def _start(self, ref: AttemptRef) -> Answer:
-        """Start the attempt's agents, unless they were started before. If that is impossible now, ``away`` says why. Raises
-        ``LaunchError``."""
+        """Start the attempt's agents, unless they were started before. If that is impossible now, the answer's ``away`` says why.
+        Raises ``LaunchError``."""
         if self._stopping:
             return Answer(away="the agent host is shutting down: agents are started again after its restart")
         if self._launcher.has_started(ref):

@@ -1,7 +1,7 @@
 """``python -m ratchet_service.doctor --home DIR``: could the service work with its database? Prints one JSON document.
 
 The database is not changed. An SQLite file without a write-ahead log (``-wal``) is read as immutable, so that no ``-shm`` and
-``-wal`` files appear next to it. A file with one, such as an open file, is read together with it.
+``-wal`` files appear next to it. If the log exists, for example while a service runs, the file is read together with it.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _damaged(path: Path, why: str) -> Finding:
 
 
 def _check_postgres(url: URL, home: HomePaths) -> list[Finding]:
-    """Return the findings on a PostgreSQL database. Without a connection there is only one."""
+    """Return the findings on a PostgreSQL database. If no connection can be made, the only finding says why."""
     displayed_url = redacted_url(url)
     try:
         database = Database(url.render_as_string(hide_password=False))
@@ -235,7 +235,8 @@ def _scalar(connection: Connection, query: str) -> str | None:
 
 
 def _check_jobs(home: HomePaths, run_query: Callable[[str], Sequence[Any]]) -> list[Finding]:
-    """Return the findings of comparing the run directory, and the running processes, with the rows of ``run_query``."""
+    """Compare the run directory and the running processes with the database, and return the findings. ``run_query``: returns the
+    rows of an SQL query."""
 
     def attempts() -> dict[str, int]:
         """Return id -> number of the newest attempt of all jobs."""

@@ -130,8 +130,8 @@ def reconcile(
     preemption: Preemption | None = None,
     metrics: Listening | None = None,
 ) -> None:
-    """Run only a reconciler until SIGTERM or SIGINT. ``metrics``: the address of its metrics; None: nowhere. Raises
-    ``StartError``."""
+    """Run only a reconciler until SIGTERM or SIGINT. ``metrics``: where its metrics and health are served; None: they are not
+    served. Raises ``StartError``."""
     make_home(settings.home)
     prepare_job_user(settings)
     database = open_database(settings)
@@ -296,7 +296,8 @@ def _hold_service_lock(settings: Settings) -> Iterator[None]:
 
 
 def with_access_defaults(settings: Settings, *, tokens_required: bool) -> Settings:
-    """Return ``settings`` with ``tokens_required``. Roots that are None (all allowed) may become empty (none allowed)."""
+    """Return ``settings`` with ``tokens_required``. ``code_roots`` and ``uri_roots`` that are None (all allowed) become empty
+    (none allowed) if tokens are required. ``code_roots`` that are None become empty also if jobs run as a separate user."""
     is_restricted = tokens_required or settings.user is not None
     roots = settings.code_roots if settings.code_roots is not None or not is_restricted else ()
     uris = settings.uri_roots if settings.uri_roots is not None or not tokens_required else ()

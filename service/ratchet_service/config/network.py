@@ -20,8 +20,9 @@ FIRST_TOKEN: Final = "python -m ratchet_service token create --owner NAME --role
 
 @dataclass(frozen=True)
 class Listening:
-    """Where and how the service listens. ``port`` 0: a free port. ``url``: the address for agents, if not the bound one. ``auth``
-    ``token``: always require tokens. ``insecure_http``: a proxy terminates TLS."""
+    """Where and how the service listens. ``port`` 0: a free port. ``url``: the service's URL for agents and clients; None: the
+    bound address. ``auth`` ``token``: always require tokens; ``auto``: only where ``requires_tokens`` says so. ``insecure_http``:
+    allow other machines to connect without TLS, such as a proxy that terminates TLS."""
 
     host: str = "127.0.0.1"
     port: int = 0
@@ -61,7 +62,8 @@ class Listening:
             read_ca_certificates(self.ca_file)
 
     def _check_url(self, url: str) -> None:
-        """Raise ``StartError`` unless ``url`` is http or https, with ``tls_cert`` https, and has a host and no user name."""
+        """Raise ``StartError`` unless ``url`` is an HTTP or HTTPS URL with a host and without a user name. With ``tls_cert`` it
+        must be HTTPS."""
         text = f"--url {url!r} must be like https://ratchet.example.com or http://host:8000"
         try:
             parts = urlsplit(url)
@@ -140,7 +142,8 @@ def read_ca_certificates(file: Path) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """True if only this machine can reach ``host``, an address to listen on, or the name does not resolve."""
+    """True if all addresses of ``host``, on which a service is to listen, can be reached only from this machine. Also True if the
+    name does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -149,7 +152,8 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_loopback_name(name: str) -> bool:
-    """True if the host of a URL is ``localhost``, ``::1`` or 127.*. It is not resolved, since perhaps only other machines can."""
+    """True if the host of a URL is ``localhost``, ``::1`` or 127.*. The name is not resolved, since perhaps only other machines
+    can resolve it."""
     return name in ("localhost", "::1") or (name.startswith("127.") and name.replace(".", "").isdigit())
 
 

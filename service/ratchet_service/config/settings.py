@@ -13,7 +13,8 @@ from ratchet_service.isolation.sandbox import NO_LIMITS, Limits, Sandbox, User
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a service. Sizes are bytes, times seconds. ``home``: the run directory; ``database_url`` None: SQLite there."""
+    """Settings of a service. Sizes are bytes, times seconds. ``home``: the run directory. ``database_url``: None for a SQLite
+    file in the run directory."""
 
     home: Path
     database_url: str | None = None

@@ -61,8 +61,9 @@ def create(
     created_by: str,
     made_with: str | None = None,
 ) -> tuple[ApiToken, str]:
-    """Add a token; return its row, and its text, which is not stored. ``scopes`` empty: all of its role; the caller
-    checks that the role has them. ``made_with``: the id of the token whose revocation revokes this one, too."""
+    """Add a token. Return its row, and its text, which is not stored. ``scopes``: empty for all scopes of the role; otherwise the
+    caller checks that the role has them. ``made_with``: the id of the token with which this one was created; the revocation of
+    that token revokes this one, too."""
     token_id = _new_id()
     while session.get(ApiToken, token_id) is not None:
         token_id = _new_id()
@@ -77,7 +78,8 @@ def create(
 
 
 def revoke(session: Session, row: ApiToken, now: datetime) -> int:
-    """Revoke the token and, recursively, all tokens made with it. Return how many others were not revoked before."""
+    """Revoke the token and, recursively, all tokens made with it. Return how many of these other tokens this call revoked; those
+    that were revoked before do not count."""
     others, makers = 0, [row.id]
     # locked before the tokens made with it are read; ``lock_token`` locks it before one is made: none is missed
     session.refresh(row, with_for_update=True)

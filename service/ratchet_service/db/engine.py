@@ -157,7 +157,8 @@ class Database:
 
     @contextmanager
     def _serialise_writer(self) -> Iterator[None]:
-        """Let one writer of this process run at a time on SQLite, as far as possible; on PostgreSQL do nothing."""
+        """On SQLite, let one writer of this process run at a time. A writer that has waited ``BUSY_TIMEOUT_MS`` proceeds all the
+        same. On PostgreSQL do nothing."""
         # SQLite's own waiters poll its lock with ever longer pauses, so that later writers may overtake them
         acquired = self.is_sqlite and self._write_lock.acquire(timeout=BUSY_TIMEOUT_MS / 1000)
         try:

@@ -1,6 +1,6 @@
-"""Leases: which reconciler manages which active job. The transaction that creates an attempt takes the job's lease; every later
-one of a reconciler that writes about the attempt first finds the lease's token in the job's row. Leases expire by the
-database's clock."""
+"""Leases: which reconciler manages which active job. The transaction that creates an attempt takes the job's lease. Each later
+transaction in which a reconciler writes about the attempt first checks that the job's row still has the lease's token. Leases
+expire by the database's clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ class Lease(NamedTuple):
 
 
 class Free(NamedTuple):
-    """A job that no reconciler manages, as its row was. ``acquire`` takes it only if its attempt and lease are unchanged."""
+    """A job that no reconciler managed when its row was read. ``acquire`` takes the job only if its attempt and lease are
+    unchanged."""
 
     job_id: str
     attempt: int
@@ -100,7 +101,8 @@ NO_LEASE: dict[str, Any] = {"lease_owner": None, "lease_token": None, "lease_exp
 
 
 def free_jobs(session: Session, skip: Collection[str], condition: sa.ColumnElement[bool]) -> list[Free]:
-    """Return the active jobs that no reconciler manages; nothing is locked. ``skip``: ids; ``condition``: in SQL."""
+    """Return the active jobs that no reconciler manages: without a lease, with an expired one, or with that of a process known to
+    be dead. Nothing is locked. ``skip``: ids of jobs to leave out. ``condition``: SQL condition that the jobs must also meet."""
     now = database_now(session)
     query = sa.select(Job.id, Job.attempt, Job.lease_token, Job.lease_owner, Job.lease_expires_at)
     out = []

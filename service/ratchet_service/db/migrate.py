@@ -41,7 +41,7 @@ _BLOCKING_QUERY: Final = sa.text(
 
 
 class MigrationBlocked(Refused):
-    """Other transactions kept a migration from a lock that it needs, in each of its tries."""
+    """In each of its tries, a migration could not get a lock because of other transactions."""
 
     code = "migration-blocked"
 
@@ -93,8 +93,8 @@ class Blocking:
 
 
 def run_with_retries(database: Database, migrate: Callable[[Blocking], None]) -> None:
-    """Run ``migrate``, again if PostgreSQL ends it after a wait for a lock or a deadlock, at most ``MAX_TRIES`` times. It must
-    use one transaction. Raises ``MigrationBlocked``."""
+    """Run ``migrate``, which must use one transaction, in at most ``MAX_TRIES`` tries. It is run again only if PostgreSQL ends it
+    because it has waited too long for a lock, or because of a deadlock. Raises ``MigrationBlocked`` if the last try ends so."""
     for n in range(1, MAX_TRIES + 1):
         blocking = Blocking(database)
         try:

@@ -49,8 +49,8 @@ def _job_id() -> Mapped[str]:
 
 
 class Job(Base):
-    """One job: its spec, phase, desired state, progress and lease. ``version``, for the ETag, grows with changes such as of the
-    phase, not of progress."""
+    """One job: its spec, phase, desired state, progress and lease. ``version``: for the ETag; increased by some changes, such as
+    those of the phase, but not by progress."""
 
     __tablename__ = "jobs"
     __table_args__ = (
@@ -88,7 +88,7 @@ class Job(Base):
     phase: Mapped[JobPhase] = mapped_column(default=JobPhase.QUEUED)
     desired: Mapped[Desired] = mapped_column(default=Desired.RUN)
     desired_cause: Mapped[Cause | None]  # the cause a stop will have; None while desired is run
-    desired_at: Mapped[datetime | None]  # when the desired state was set
+    desired_at: Mapped[datetime | None]  # when the first stop request was made, even if another has replaced it
     reason: Mapped[str | None] = mapped_column(sa.String(64))
     message: Mapped[str | None] = mapped_column(sa.Text)
     spec: Mapped[dict[str, Any]]
@@ -149,8 +149,8 @@ class JobLabel(Base):
 
 
 class Attempt(Base):
-    """One launch of a job's group of agents. ``base_step``: step at which the ranks continue; None: not known, such as for a
-    script without a Session."""
+    """One launch of a job's group of agents. ``base_step``: step of the checkpoint that the ranks started from; 0: from scratch.
+    None: not known, such as before training begins, or for a script without a Session."""
 
     __tablename__ = "attempts"
     __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
@@ -189,7 +189,7 @@ class Attempt(Base):
 
 
 class AttemptNode(Base):
-    """One node of an attempt. ``acked``: by rank, as text, the highest sequence number of its stored messages."""
+    """One node of an attempt. ``acked``: rank (as text) -> the highest sequence number of the rank's stored messages."""
 
     __tablename__ = "attempt_nodes"
     __table_args__ = (
@@ -300,8 +300,8 @@ class MetricSeries(Base):
 
 
 class Metric(Base):
-    """One stored value of a metric, by name and step. A later value replaces it, unless the later one is of an earlier
-    attempt."""
+    """One stored value of a metric, by name and step. A value that is stored later for the same name and step replaces it, unless
+    the new value is of an earlier attempt."""
 
     __tablename__ = "metrics"
 
@@ -327,7 +327,8 @@ class SupersededMetric(Base):
 
 
 class HookSample(Base):
-    """A rank's hook summary at one step. A later one of that step replaces it, unless the later one is of an earlier attempt."""
+    """A rank's hook summary at one step. A summary that is stored later for the same rank and step replaces it, unless the new
+    summary is of an earlier attempt."""
 
     __tablename__ = "hook_samples"
 

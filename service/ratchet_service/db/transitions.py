@@ -75,9 +75,10 @@ def apply(
     """Apply ``event`` to the job: write its new phase, desired state and ``values`` (other columns), and add an event row. Return
     the job, whose row stays locked until the transaction ends.
 
-    ``cause``: the cause of a stop that the event requests; None: a request through the API. ``reason`` and ``message`` replace
-    the job's, also if they are None, except for ``CHECKPOINT``. ``data``: more entries for the event row. Raises ``NotFound``;
-    raises ``Conflict`` if the event is refused or ``expected_attempt`` is not the job's attempt.
+    ``cause``: the cause of the stop, for an event that requests one; None: a request through the API. ``reason`` and ``message``
+    replace those of the job, even if they are None; the event ``CHECKPOINT`` keeps the job's. ``data``: more entries for the
+    event row's data. Raises ``NotFound``. Raises ``Conflict`` if the event is refused, or if ``expected_attempt`` is not the
+    job's attempt.
     """
     job = lock_job(session, job_id)
     before = job.phase

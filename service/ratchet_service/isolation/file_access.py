@@ -59,8 +59,8 @@ def as_user(user: User | None) -> Iterator[None]:
 
 @contextmanager
 def as_service() -> Iterator[None]:
-    """During the block, make file accesses with the service's own rights again, such as within ``as_owner``. Raises as
-    that does."""
+    """During the block, make this thread's file accesses with the service's own rights again, for example within ``as_owner``.
+    Raises the errors of ``as_owner``."""
     if os.geteuid() != 0:
         yield
         return
@@ -156,8 +156,8 @@ def open_read(path: Path) -> BinaryIO:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write the file at ``path`` by rename, readable by its owner alone: a link there is replaced and not followed. The name is
-    durable only after ``fsync_dir``. Called within ``as_owner``."""
+    """Write the file at ``path`` by rename; only its owner can read it. A symbolic link at ``path`` is replaced, and not
+    followed. The name is durable only after ``fsync_dir``. Called within ``as_owner``."""
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
     with os.fdopen(fd, "w") as handle:
         handle.write(text)
@@ -167,8 +167,9 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:
-    """Return at most ``limit`` names in the directory, in no order; empty if it cannot be read. Raises ``OSError`` for the errors
-    ``OF_THE_SYSTEM``. Called within ``as_owner``."""
+    """Return at most ``limit`` names in the directory, in no order. Raises ``OSError`` for errors in ``OF_THE_SYSTEM``, such as
+    of the disk. After other errors, for example if the directory does not exist, the list is empty. Called within
+    ``as_owner``."""
     try:
         with os.scandir(folder) as found:
             return [entry.name for entry in islice(found, max(0, limit))]
@@ -185,8 +186,8 @@ def _libc() -> ctypes.CDLL:
 
 
 def give_to_user(root: Path, uid: int, gid: int) -> None:
-    """Create the job's directory ``root`` for this user, or, if it is not that user's, hand it over with its content. Raises
-    ``OSError``, such as for files of third users."""
+    """Make this user the owner of the job's directory ``root``, which is created if it is missing, and of all that it contains.
+    Does nothing more if the user owns ``root`` already. Raises ``OSError``, such as for files of third users."""
     root.mkdir(mode=0o700, parents=True, exist_ok=True)
     former = root.lstat().st_uid
     if former == uid:

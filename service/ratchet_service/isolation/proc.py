@@ -86,8 +86,8 @@ def kill(pid: int, signal_number: int = signal.SIGKILL) -> None:
 
 
 def kill_all(find_pids: Callable[[], list[int]]) -> list[int]:
-    """Send SIGKILL to the processes that ``find_pids`` finds, calling it again until it finds no new ones or time is up; from the
-    second call on, also to their process groups. Return all pids found, without waiting for their end."""
+    """Send SIGKILL to the processes that ``find_pids`` finds. Call it again until it finds no new ones or time is up; the process
+    groups of processes found by later calls are killed, too. Return all pids found, without waiting for their end."""
     found = find_pids()
     for pid in found:
         kill(pid)

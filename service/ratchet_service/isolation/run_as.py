@@ -44,8 +44,9 @@ sys.stdin.read()
 
 
 def parse_user(text: str | None) -> User | None:
-    """Return the user that ``USER[:GROUP]`` names, by names or numbers; None if ``text`` is None or names what the service itself
-    runs as. Raises ``StartError`` if it names none, or none that jobs can run as."""
+    """Return the user that ``text``, ``USER[:GROUP]``, stands for, by names or numbers. None if ``text`` is None, or names the
+    user (and the group, if it names one) that the service runs as. Raises ``StartError`` for an unknown name, and for a user or
+    group that jobs cannot run as."""
     if text is None:
         return None
     user, _, group = text.partition(":")
@@ -99,22 +100,23 @@ def _is_number(text: str) -> bool:
 
 def restrict_process() -> None:
     """Set the umask, so that other users cannot read new files, and drop supplementary groups. Raises ``PermissionError`` if this
-    process may not, as without root."""
+    process is not allowed to drop them, for example without root."""
     os.umask(_UMASK)
     os.setgroups([])
 
 
 def _is_process_restricted() -> bool:
-    """True if this process has what ``restrict_process`` sets: such a umask, and no supplementary groups."""
+    """True if other users cannot read new files of this process, and it has no supplementary groups: ``restrict_process`` sets
+    both."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (mask,) = (line.split()[1] for line in lines if line.startswith("Umask:"))
     return int(mask, 8) & _UMASK == _UMASK and not os.getgroups()
 
 
 def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | None) -> None:
-    """Let ``user`` reach the directories of jobs and code in the run directory, and close the service's other files there; record
-    ``user`` in a file, and check that ``user`` can run the agent. None: the record is emptied. ``database``: the database's file,
-    if it is one.
+    """Prepare the run directory for jobs that run as ``user``. The user can reach the directories of jobs and code in it, but not
+    the service's other files. ``user`` is recorded in a file, and it is checked that ``user`` can run the agent. If ``user`` is
+    None, only an existing record is emptied. ``database``: the database's file; None: the database is not a file.
 
     Raises ``StartError``, also if this process lacks what ``restrict_process`` sets. Raises ``OSError``.
     """
@@ -145,8 +147,8 @@ def recorded_user(paths: HomePaths) -> str | None:
 
 def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
     """Create the run directory and its directories of jobs and code where missing, and let other users only pass through them.
-    Close the service's other files there, and the database's, to other users; directories only if the run directory was new or
-    closed."""
+    Close the service's other files in the run directory, and those of the database, to other users. Other directories in the run
+    directory are closed only if it was new or was itself closed to others before."""
     opened = (paths.home, paths.jobs, paths.code)
     closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
     for folder in opened:
@@ -188,8 +190,8 @@ def first_closed_directory(user: User, path: Path) -> Path | None:
 
 
 def _check_user(paths: HomePaths, user: User) -> None:
-    """Raise ``StartError`` unless the user can run the agent and reach the jobs, and its processes are counted and visible.
-    Starts a process."""
+    """Raise ``StartError`` unless the user can run the agent and reach the jobs' directories. Also raise it if the kernel does
+    not count the user's processes, or if this process cannot read their environment. Starts a process."""
     with (
         # without the user's limits: an earlier job that has used them up must not keep the service from starting
         Sandbox(user).command(
@@ -276,8 +278,8 @@ def parse_limits(text: str) -> Limits:
 
 
 def with_defaults(limits: Limits, user: User | None) -> Limits:
-    """Return ``limits``, with a default number of processes for a user. Raises ``StartError`` for limits that cannot apply, and
-    if there is no default."""
+    """Return ``limits``. If ``user`` is set and ``limits.processes`` is None, the result has a default for it. Raises
+    ``StartError`` for limits without a user, for limits above the service's own, and if the default cannot be found."""
     if user is None:
         if limits != Limits():
             raise StartError(

@@ -32,7 +32,7 @@ _DEFAULT_OPEN_FILES: Final = 4096
 
 @dataclass(frozen=True)
 class User:
-    """A user of this machine: ids, groups (also the first one), home directory and name."""
+    """A user of this machine: ids, all groups (the first one included), home directory and name."""
 
     uid: int
     gid: int
@@ -95,7 +95,7 @@ class Sandbox:
         self, argv: Sequence[str], environ: Mapping[str, str], limits: Limits | None = None, cwd: str | None = None
     ) -> Iterator[Command]:
         """Yield the command that starts ``argv`` in this sandbox; the caller starts it within the block. ``argv[0]`` is a path.
-        May raise ``OSError`` if that cannot be executed.
+        May raise ``OSError`` if the file at this path cannot be executed.
 
         Without a user and ``limits`` the command is ``argv`` itself: ``cwd`` and ``max_limits`` have no effect.
         """

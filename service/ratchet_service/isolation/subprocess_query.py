@@ -49,9 +49,10 @@ def query_process(
     process has started is killed, as far as it keeps its process group or environment.
 
     The process reads the question as JSON from standard input, with two added keys: ``asker``, this process's pid, and
-    ``answer``, a descriptor for its answer, a JSON object of at most 1 MiB. ``start_timeout_seconds`` limits the time to the
-    first byte of the answer; ``timeout_seconds`` then counts from there, otherwise from the start. ``is_abandoned``: if it
-    returns True, the query ends.
+    ``answer``, a descriptor for its answer, a JSON object of at most 1 MiB. ``start_timeout_seconds``: time limit for the first
+    byte of the answer; None: no such limit. ``timeout_seconds``: time limit for the end of the process, counted from the first
+    byte of the answer if ``start_timeout_seconds`` is set, otherwise from the start. ``is_abandoned``: if it returns True, the
+    query ends.
 
     Raises ``TimeoutError`` (``StartTimeout`` for the first byte), ``Abandoned``, ``OSError`` if the process cannot be started,
     and ``ValueError`` without a valid answer.
@@ -117,7 +118,7 @@ def _wait(
 
 
 def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
-    """Kill the process and what it has started, and reap the process. Others that still appear after
+    """Kill the process and the processes that it has started, and reap the process. Started processes that are still found after
     ``_KILL_SECONDS`` are left."""
     with suppress(ProcessLookupError):
         # the leader is not reaped yet, so its pid is still the group's

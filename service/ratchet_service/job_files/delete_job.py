@@ -60,12 +60,14 @@ def delete(
     homes: HomePaths,
     caller: Principal | None = None,
 ) -> DeleteResult:
-    """Delete the job's row, history, logs and checkpoints, and return what stays. ``outputs``: also delete files that the job
-    made in its working directory; None: as the job's ``ttl_outputs`` says.
+    """Delete the job's row, history and logs, and its checkpoints unless ``keep_checkpoints``. Return what stays of the job.
+    ``outputs``: True also deletes the files that the job made in its working directory; None decides by the job's
+    ``ttl_outputs``.
 
-    If the job was deleted before without its outputs, True deletes these now, on behalf of ``caller``, its owner or an admin.
-    ``if_match``: the header If-Match. Raises ``NotFound``, ``Refused``, ``Conflict`` (such as while the job has not ended),
-    ``CheckpointError`` and ``OSError``; if the row is gone by then, a reconciler deletes the rest later.
+    If an earlier deletion has kept the working directory, ``outputs`` True deletes it now. For this, ``caller`` must be the job's
+    owner or an admin. ``if_match``: the header If-Match. Raises ``NotFound``, ``Refused``, ``Conflict`` (such as while the job
+    has not ended), ``CheckpointError`` and ``OSError``. If the row is already deleted when an error occurs, a reconciler deletes
+    the rest later.
     """
     try:
         _with_reserve(
@@ -134,8 +136,9 @@ def _delete_row(
 
 @contextmanager
 def deleted_unless_stored(paths: JobPaths) -> Iterator[None]:
-    """Create the directory of a job whose row the block commits. It is deleted if the block raises ``RatchetError`` or
-    ``OSError``; after another error or a SIGKILL, ``sweep_deleted`` deletes it unless the row exists."""
+    """Context manager: create the directory of a job; the block then commits the job's row. The directory is deleted if the block
+    raises ``RatchetError`` or ``OSError``. After another error or a SIGKILL, ``sweep_deleted`` deletes it unless the row
+    exists."""
     paths.root.mkdir(mode=0o700, parents=True)
     marker = paths.root / MARKER_NAME
     unlocked = marker.with_suffix(".new")
@@ -177,7 +180,8 @@ def sweep_deleted(database: Database, homes: HomePaths) -> list[str]:
 
 
 def _write_marker(paths: JobPaths, mark: _Mark) -> None:
-    """Write the marker file durably; without a directory of the job, only if copies in an object store are to be deleted."""
+    """Write the marker file durably. If the job has no directory, the directory is created only if copies in an object store are
+    to be deleted; otherwise nothing is written."""
     if mark.uri is not None and not mark.keep_checkpoints:
         paths.root.mkdir(parents=True, exist_ok=True)
     if not paths.root.is_dir():

@@ -36,8 +36,8 @@ def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
 
 
 def _remove_code(paths: JobPaths, code: Path | None) -> None:
-    """Delete files of the working directory that are the same in the snapshot ``code``, and directories of it that are then
-    empty. Errors of single files are ignored."""
+    """Delete the files of the working directory that are unchanged copies of files in the snapshot ``code``, and the snapshot's
+    directories that are empty there afterwards. Errors of single files are ignored."""
     copy = CodeCopy(code, 2**63)
     for path in copy.entries:
         *folders, name = path.split("/")

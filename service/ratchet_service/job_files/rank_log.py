@@ -52,8 +52,8 @@ def _line(piece: Piece, attempt: int, rank: int, times: LogTimes) -> LogLine:
 
 
 def tail_offset(path: Path, lines: int | None) -> int:
-    """Return the byte offset at which the last ``lines`` lines of the log begin, or a gap among them; 0 for None or an unreadable
-    log."""
+    """Return the byte offset at which the last ``lines`` lines of the log begin. If there is a gap among them, return the offset
+    of the last gap. Return 0 if ``lines`` is None, or if the log cannot be read."""
     if lines is None:
         return 0
     try:
@@ -157,7 +157,8 @@ class _Log:
                 at += len(raw)
 
     def tail_offset(self, lines: int) -> int:
-        """Return the byte offset at which the last ``lines`` lines begin, or that of a gap among them, or 0."""
+        """Return the byte offset at which the last ``lines`` lines begin. If there is a gap among them, return the offset of the
+        last gap. Return 0 if the log has fewer lines."""
         end = self._handle.seek(0, 2)
         if lines == 0 or end == 0:
             return end

@@ -165,8 +165,9 @@ def walk(
     folder_fd: int, prefix: tuple[str, ...] = (), after: tuple[str, ...] = (), *, recursive: bool = True
 ) -> Iterator[DirEntry]:
     """Yield the entries below the directory ``folder_fd`` in byte order of their names, each directory before its content. Use an
-    entry's ``folder_fd`` before the next one: it may be closed then. ``prefix``: that directory's path. ``after``: only entries
-    after this path, relative to ``folder_fd``. Raises ``Refused`` and ``OSError``."""
+    entry's ``folder_fd`` before you request the next entry, since that may close it. ``prefix``: the path of the directory
+    ``folder_fd``. ``after``: only entries after this path, relative to the directory ``folder_fd``. Raises ``Refused`` and
+    ``OSError``."""
     for name in _names(folder_fd, prefix):
         passed = after[:1] == (name,)
         if after and not passed and os.fsencode(name) < os.fsencode(after[0]):

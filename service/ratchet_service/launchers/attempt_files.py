@@ -199,8 +199,9 @@ def read_message(path: Path, model: type[M]) -> M | None:
 
 
 def lock_is_held(path: Path) -> bool:
-    """True if a live process is seen to hold the exclusive lock on the file; False also if user code has replaced it or keeps it
-    from being opened. A starting agent could not take its lock during the call. Raises ``OSError``."""
+    """True if a live process is seen to hold the exclusive lock on the file. False if none does, and also if user code has
+    replaced the file or keeps it from being opened. A starting agent could not take its lock during the call. Raises
+    ``OSError``."""
     try:
         with as_owner(path):
             try:

@@ -68,8 +68,9 @@ class AttemptRef:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What a launcher will submit. ``argv``: the agent's command. ``env``: added variables. ``secrets``: the variable that
-    each value is read from, by name. ``ranks``: commands, for display. ``request``: for the engine, without secret values."""
+    """What a launcher will submit. ``argv``: the agent's command. ``env``: variables that are added to the agent's environment.
+    ``secrets``: secret's name -> the variable from which its value is read. ``ranks``: the ranks' commands, for display.
+    ``request``: what is sent to the engine, without secret values."""
 
     ref: AttemptRef
     launch: LaunchFile
@@ -117,7 +118,7 @@ class NodeState:
 
 @dataclass(frozen=True)
 class EngineEnd:
-    """A termination that the engine reports, such as of a node that it removed. ``node``: None: all nodes."""
+    """A termination that the engine reports, such as of a node that it removed. ``node``: the node concerned; None: all nodes."""
 
     cause: Cause
     message: str
@@ -152,7 +153,8 @@ class AttemptState:
 
 class Launcher(Protocol):
     """One engine. Calls do not block forever; any but ``plan`` and ``check`` may raise ``EngineUnreachable``. ``slots``: jobs get
-    CPU slots and GPU indices of the service's machine. ``same_files``: nodes see its files at the same paths."""
+    CPU slots and GPU indices of the service's machine. ``same_files``: a job's nodes see the files of the service's machine at
+    the same paths."""
 
     kind: str
     max_nodes: int | None
@@ -160,8 +162,8 @@ class Launcher(Protocol):
     same_files: bool
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return warnings about parts of the spec with no or another effect here, and problems: parts that this engine cannot
-        honour."""
+        """Return warnings and problems. A warning is mostly about a part of the spec that this engine ignores or applies in
+        another way. A problem is a part of the spec that this engine cannot honour."""
         ...
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
@@ -191,6 +193,6 @@ class Launcher(Protocol):
         ...
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> Sequence[str]:
-        """Kill what this service runs on the engine for no active attempt, and return the names of the attempts concerned.
-        ``known``: returns which of these names are active."""
+        """Kill the attempts that this service runs on the engine although they are not active, and return their names. ``known``:
+        returns which of the given names of attempts are active."""
         ...

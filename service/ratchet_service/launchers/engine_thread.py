@@ -56,8 +56,9 @@ Key = tuple[str, str]
 
 @dataclass(eq=False)
 class _Call:
-    """One call on the engine. ``must_run``: it is made even if not repeated. ``keep_seconds``: how long a late answer is kept;
-    ``reuse_until``: until when (monotonic) it is used again, once used."""
+    """One call on the engine. ``must_run``: the call is made even if its caller does not repeat it. ``keep_seconds``: how long a
+    late answer is kept until its first use. ``reuse_until``: until when (monotonic) a late answer may be used again after its
+    first use."""
 
     key: Key
     run: Callable[[], Any]
@@ -99,12 +100,13 @@ class CallQueue:
         keep_seconds: float | None = None,
         is_final: Callable[[T], bool] = lambda _: False,
     ) -> T:
-        """Run ``run`` on the engine's thread and return its result or raise its error. If an earlier call with the same key was
-        not answered yet, or only late, its answer is used instead. Raises ``EngineBusy`` or ``EngineUnreachable`` if there is no
-        answer yet: the caller repeats the call.
+        """Run ``run`` on the engine's thread and return its result or raise its error. If an earlier call with the same key still
+        has no answer, this call waits for that answer. If the answer of an earlier call came late and is still kept, it is used.
+        Raises ``EngineBusy`` or ``EngineUnreachable`` if there is no answer yet: the caller repeats the call.
 
         ``must_run``: the call is made even if not repeated, unless a later action discards it. ``keep_seconds``: how long a late
-        answer is kept. ``is_final``: True for an answer that stays valid, and if late is used again for ``REUSE_PROOF_SECONDS``.
+        answer is kept. ``is_final``: returns True for an answer that stays valid; such an answer, if late, is used again for
+        ``REUSE_PROOF_SECONDS``.
         """
         now = time.monotonic()
         with self._changed:

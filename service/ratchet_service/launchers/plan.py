@@ -66,6 +66,6 @@ def secret_values(environ: Mapping[str, str], sources: Mapping[str, str]) -> dic
 
 
 def agent_environment(environ: Mapping[str, str], plan: LaunchPlan) -> dict[str, str]:
-    """Return the environment of an agent: ``environ`` without what is reserved for the service, and secrets and the plan's
-    variables. Raises ``LaunchError`` as ``secret_values``."""
+    """Return the environment of an agent: the variables of ``environ`` that are not reserved for the service, the secrets'
+    values, and the variables in ``plan.env``. Raises ``LaunchError`` as ``secret_values``."""
     return inherited_environ(environ) | secret_values(environ, plan.secrets) | plan.env

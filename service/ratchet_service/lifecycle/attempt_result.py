@@ -24,9 +24,10 @@ from ratchet_service.lifecycle.repeated_error import repeated_error_step
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause`` and ``message``: set by the
-    reconciler itself. ``killed``: the reconciler kills the rest. ``logs``: output if no agent began. ``ran_seconds``: monotonic.
-    """
+    """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause``: the cause that the reconciler
+    recorded, as for its own stop or kill; None: it recorded none. ``message``: the text for it. ``killed``: the reconciler kills
+    what is left of the attempt. ``logs``: output of the launch, if no agent began. ``ran_seconds``: how long the attempt ran, by
+    a monotonic clock; None: no agent began."""
 
     state: AttemptState
     forced_cause: Cause | None = None
@@ -38,8 +39,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Facts:
-    """``base``: where the attempt began to train; None: it did not get that far. ``last_step``: the last one that it reached; 0
-    without ``base``. ``newest_checkpoint``: from which the next attempt can start."""
+    """What is known of an attempt's steps. ``base``: the checkpoint, or step 0, from which the attempt began to train; None: it
+    did not begin to train. ``newest_checkpoint``: the checkpoint from which the next attempt can start; None: there is none.
+    ``last_step``: the last step that the attempt reached; 0 without ``base``."""
 
     base: Base | None
     newest_checkpoint: Checkpoint | None
@@ -57,7 +59,7 @@ class Facts:
 
     @property
     def lost_steps(self) -> int:
-        """Number of steps that the attempt did after ``safe_step``, which no checkpoint has; 0 without ``base``."""
+        """Number of steps that the attempt did after ``safe_step``. These steps are in no checkpoint. 0 without ``base``."""
         return max(0, self.last_step - self.safe_step) if self.base is not None else 0
 
     def own_committed_step(self, attempt: int) -> int | None:
@@ -99,7 +101,8 @@ def cause_of(job: Job, evidence: Evidence) -> EndSeen:
 
 
 def _requested_cause(cause: Cause, job: Job, evidence: Evidence) -> Cause:
-    """Return ``cause`` as it counts for the job: it may become the cause of a stop by the service."""
+    """Return the cause of the attempt's end that counts for the job. ``cause`` itself counts, unless ``forced_cause`` of
+    ``evidence`` is set. In that case the reason of the stop, such as a timeout or the user's request, may replace it."""
     if (
         evidence.forced_cause is Cause.UPGRADE and cause is Cause.UNKNOWN
     ):  # another version's result, with a cause unknown here
@@ -154,8 +157,8 @@ def verdict(
 
 
 def _ended_at(attempt: Attempt, results: Sequence[AttemptResult], now: datetime) -> datetime:
-    """Return when the attempt ended, by the agents' results, or ``now`` without one; never before it began, and otherwise not
-    after ``now``."""
+    """Return when the attempt ended: the latest end in the agents' results, or ``now`` without a result. A time after ``now``
+    counts as ``now``. A time before the attempt's beginning counts as the beginning."""
     reported_end = max((parse_time(result.ended_at, now) for result in results), default=now)
     return max(attempt.begun_at or attempt.created_at, min(reported_end, now))
 
@@ -194,8 +197,8 @@ def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, sec
 
 
 def _served_resume_request(job: Job, attempt: Attempt, base: Base) -> bool:
-    """False if the attempt was recovered from the disk and began elsewhere than the job's request to resume asks; otherwise
-    True."""
+    """True unless the attempt was recovered from the disk and began at another checkpoint than the job's request to resume names.
+    True also without such a request."""
     if job.resume_from is None or not attempt.launch.get(RECOVERED_FROM_DISK):
         return True
     # an attempt found on the disk may have begun before the request was made

@@ -1,8 +1,8 @@
 """Decides what happens next to a job, by one pure function of what is known about it, ``decide``.
 
-When an attempt has ended, the first of these counts: training that has finished and ended cleanly, a requested cancel, a fault
-that cannot heal, a requested suspend. Otherwise budgets, repeated errors and missing progress decide between another attempt,
-perhaps after a back-off, and the end of the job.
+When an attempt has ended, the first of these facts that applies decides: training has finished and ended cleanly, a cancel was
+requested, there is a fault that cannot heal, a suspend was requested. Otherwise budgets, repeated errors and missing progress
+decide between another attempt, perhaps after a back-off, and the end of the job.
 """
 
 from __future__ import annotations
@@ -218,8 +218,8 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
 
 
 def _fails_at_start(end: AttemptEnd) -> bool:
-    """True if the attempt ended with the error of the previous one, before a new step of the failed rank. For a script without a
-    Session: within ``MAX_BACKOFF`` seconds."""
+    """True if the attempt repeated the error of the previous one before the failed rank finished a new step. A script without a
+    Session reports no steps. For such a script: True if it repeated the error within ``MAX_BACKOFF`` seconds."""
     if end.repeated_error is None:
         return False
     return end.seconds < MAX_BACKOFF if end.unmanaged else end.repeated_error <= (end.base_step or 0)
@@ -315,7 +315,7 @@ def _end_decision(
 
 
 def _default_treatment(cause: Cause) -> Treatment:
-    """Return the treatment that the cause has without rules of the spec."""
+    """Return what an attempt's end with ``cause`` counts as if no rule of ``policy.exit_codes`` applies."""
     return Treatment(cause, cause.outcome, cause.budget)
 
 

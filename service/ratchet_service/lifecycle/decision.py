@@ -68,7 +68,8 @@ class AttemptEnd:
 
     @property
     def unsaved_steps(self) -> int:
-        """Number of steps that the attempt did after its newest commit or its base, and which are lost."""
+        """Number of steps that are lost: those that the attempt did after its newest committed checkpoint, or after its base if
+        it committed none."""
         return max(0, self.last_step - max(self.base_step or 0, self.committed_step or 0))
 
     @property
@@ -96,8 +97,8 @@ class Alive:
 
 @dataclass(frozen=True)
 class JobView:
-    """Input of ``decide``: what it needs of a job. ``running_seconds``: of all earlier attempts. ``attempt`` None: no attempt is
-    active."""
+    """What ``decide`` needs to know about a job. ``running_seconds``: how long all earlier attempts ran, together. ``attempt``:
+    the newest attempt, alive or just ended; None: no attempt is active."""
 
     job_id: str
     phase: JobPhase
@@ -113,8 +114,8 @@ class JobView:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with a job. ``cause``, ``outcome`` and ``rule`` are the attempt's; ``event``, ``counters``, ``reason`` and
-    ``message`` are for the job. ``not_before``: when a back-off ends, if there is one."""
+    """What to do with a job. ``cause``, ``outcome`` and ``rule`` are for its attempt. ``event``, ``counters``, ``reason`` and
+    ``message`` are for the job itself. ``not_before``: when the job's back-off ends; None: there is no back-off."""
 
     action: Action
     event: Event | None = None

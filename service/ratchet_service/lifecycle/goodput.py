@@ -77,8 +77,8 @@ def parts_of(span: Span) -> Parts:
 
 
 def total_parts(spans: Iterable[Span], submitted: datetime, until: datetime, paused_seconds: float) -> Parts:
-    """Return the parts of a whole job. ``until``: its end, the beginning of its present pause, or now. ``paused_seconds``: of
-    earlier pauses, which belong to no part."""
+    """Return the parts of a whole job. ``until``: its end, the beginning of its present pause, or now. ``paused_seconds``: the
+    length of earlier pauses; they belong to no part."""
     parts = [parts_of(span) for span in spans]
     sums = Parts(*(sum(values) for values in zip(*parts, strict=True))) if parts else Parts()
     rest = _seconds(submitted, max(submitted, until)) - paused_seconds - sums.wall
@@ -103,8 +103,9 @@ def notice_given(cause: Cause | None, stop_grace: float, preemption_notice: floa
 def notice_used(
     outcome: Outcome | None, stop: datetime | None, saved: datetime | None, ended: datetime | None, *, unsaved: bool
 ) -> float | None:
-    """Return the seconds from the stop request to the save that it led to, or, with nothing left to save, to the attempt's end;
-    otherwise None."""
+    """Return the seconds from the stop request ``stop`` to the save that it led to, ``saved``. Without such a save, return the
+    seconds to the attempt's end if it left nothing to save. Return None in all other cases, such as without a stop request or
+    after a failure. ``unsaved``: the attempt lost steps."""
     if stop is None:
         return None
     if saved is not None:

@@ -1,5 +1,5 @@
-"""Elapsed time for the reconciler's deadlines, by monotonic clocks, since wall clocks can be set. The count is stored, and the
-next process continues from it. By such a count a deadline may be late, never early."""
+"""Counts elapsed time for the reconciler's deadlines by monotonic clocks, since wall clocks can be set. The count is stored, and
+the next process continues it. A deadline that is counted in this way may expire late, but never early."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MAX_READING_GAP: Final = 0.5
 
 
 class Count(NamedTuple):
-    """A stored count of elapsed time: ``seconds``, counted when the monotonic clock of the boot ``boot`` showed ``monotonic``."""
+    """A stored count of elapsed time. ``seconds``: the time that had elapsed when the count was stored. ``boot``: the boot of the
+    machine that stored it. ``monotonic``: what that machine's monotonic clock showed then."""
 
     seconds: float
     boot: str
@@ -37,8 +38,8 @@ class Count(NamedTuple):
 
 
 def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> float | None:
-    """Return the seconds that an attempt has run by now; None if no agent of it has begun. ``stored``: its ``Count``; without
-    one the wall clock counts."""
+    """Return the seconds that an attempt has run by now; None if no agent of it has begun. ``stored``: the attempt's stored
+    ``Count``. If it cannot be read, the wall clock's time since ``begun_at`` is returned."""
     if begun_at is None:
         return None
     found = carried_seconds(stored, clock, math.inf)
@@ -46,8 +47,8 @@ def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> flo
 
 
 def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
-    """Return the elapsed seconds of a deadline: those of the ``Count`` ``stored``, and at most ``max_gap`` since then; None
-    without a readable count."""
+    """Return the elapsed seconds of a deadline; None if ``stored`` is no readable ``Count``. The time since the count was stored
+    is included, but at most ``max_gap`` seconds. If the count is of another boot, this time is not known and is left out."""
     count = Count.parse(stored)
     if count is None:
         return None
@@ -67,6 +68,6 @@ def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
 
 
 def jump_seconds(level: float, before: float) -> float:
-    """Return by how many seconds a wall clock has jumped, forwards if positive: ``level``, its ``wall_offset`` now, less
-    ``before``; 0.0 within ``TOLERANCE``."""
+    """Return by how many seconds a wall clock has jumped. The result is positive for a jump forwards, and 0.0 for a change within
+    ``TOLERANCE``. ``level``: the clock's ``wall_offset`` now. ``before``: its earlier ``wall_offset``."""
     return level - before if abs(level - before) > TOLERANCE else 0.0

@@ -1,4 +1,4 @@
-"""Steps that an attempt replayed, as its ranks report them: stored per rank on the attempt, shown as one result."""
+"""Stores what the ranks of an attempt report about replayed steps, and combines the reports of all ranks into one result."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ the network."""
 
 
 class Raised(NamedTuple):
-    """One rank's exception, in the parts that are compared: class with errno, last finished step, file and line of each
-    frame."""
+    """One rank's exception, reduced to the parts that are compared. ``kind``: the class name, with the errno if the message has
+    one. ``step``: the last step that the rank finished. ``frames``: file and line of each frame of the traceback."""
 
     kind: str
     step: int
@@ -34,8 +34,9 @@ class Raised(NamedTuple):
 
 
 def repeated_error_step(end: EndSeen, results: Iterable[AttemptResult], previous: Attempt | None) -> int | None:
-    """Return the last step that the failed rank had finished, if the attempt ended with the same lasting error as ``previous``;
-    otherwise None. After a long run without a Session no error counts as the same."""
+    """Return the last step that the failed rank had finished, if the attempt ended with the same error as ``previous``; otherwise
+    None. Errors that may be transient, such as those of a network, never count as the same. If ``previous`` was a script without
+    a Session that ran for long, no error counts as the same."""
     if (
         end.cause is not Cause.EXCEPTION
         or previous is None

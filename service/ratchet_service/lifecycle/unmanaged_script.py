@@ -23,7 +23,8 @@ _MAX_BYTES: Final = 16 << 20
 
 
 def check(spec: JobSpec, main_file: bytes) -> tuple[list[Warning_], list[FieldProblem]]:
-    """Return the warnings and problems of ``spec`` if its script has no Session, by its main file's content; otherwise none."""
+    """Return the warnings and problems of ``spec`` if its script has no Session; otherwise two empty lists. ``main_file``: the
+    source of the script's main file, which shows whether there is a Session."""
     if not spec.script or not is_unmanaged(main_file):
         return [], []
     name = spec.script[0]

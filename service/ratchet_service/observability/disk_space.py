@@ -76,8 +76,8 @@ def is_disk_full_error(error: BaseException, home: Path) -> bool:
 
 
 def disk_full_error(directory: Path, consequence: str, needed: int | None = None) -> Refused:
-    """Return (not raise) the error for a full disk. ``consequence``: the clause of its text that says what is not
-    done now. ``needed``: bytes, None if unknown."""
+    """Return (not raise) the error for a full disk. ``consequence``: the clause of the error's text that says what is not done
+    now. ``needed``: the number of bytes that are needed; None: unknown."""
     free = free_bytes(directory)
     figures = [
         f"{format_mebibytes(size)} {word}" for size, word in ((free, "free"), (needed, "needed")) if size is not None

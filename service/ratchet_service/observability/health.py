@@ -78,8 +78,8 @@ class ReconcilerHeartbeat:
         self.started_at = self.clock()
 
     def record_round(self, finishing_seconds: Collection[float] = ()) -> None:
-        """Record a successful round, and sometimes touch the marker file. ``finishing_seconds``: so far, for each attempt being
-        finished."""
+        """Record a successful round, and sometimes touch the marker file. ``finishing_seconds``: for each attempt that is being
+        finished, the seconds that this has taken so far."""
         self.succeeded_at, self.failures, self.finishing_seconds = self.clock(), 0, finishing_seconds
         if self._marked_at is None or self.succeeded_at - self._marked_at >= BEAT_SECONDS:
             self._marked_at = self.succeeded_at
@@ -138,7 +138,8 @@ class Health:
     database: CachedProbe[None] = field(default_factory=CachedProbe)
 
     def is_new_code(self, code: str | None) -> bool:
-        """True if ``code``, why the process is not ready (None: it is), differs from that of the previous call."""
+        """True if ``code`` differs from the code of the previous call. ``code``: the error code that says why the process is not
+        ready; None: it is ready."""
         before, self.last_code = self.last_code, code
         return before != code
 
@@ -192,8 +193,8 @@ def _check_writable(home: Path) -> str:
 
 
 def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -> Component:
-    """Return the state of this process's reconciler, or of another's if this process runs none. Raises ``Unready`` if this
-    process's gets nothing done."""
+    """Return the state of this process's reconciler. If this process runs none, return what is known of reconcilers in other
+    processes. Raises ``Unready`` if this process's reconciler fails repeatedly or is stuck."""
     if heartbeat is not None:
         silence, failures = heartbeat.silence_seconds(), heartbeat.failures
         if failures >= FAILED_ROUNDS or (failures and silence > ROUND_SECONDS):

@@ -233,7 +233,8 @@ class Instruments:
         self._ended_jobs, self._ended_counted_at = _count_by_phase(session, _ENDED_PHASES), now
 
     def _measure_queue(self, session: Session, database: Database) -> None:
-        """Set, for each reason to wait, the number of queued jobs, and the longest seconds since such a row changed."""
+        """For each reason to wait, set the number of queued jobs with this reason. Set also the longest time in seconds since the
+        row of one of these jobs changed."""
         query = sa.select(Job.reason, sa.func.count(), sa.func.min(Job.updated_at)).where(Job.phase == JobPhase.QUEUED)
         found: dict[str, tuple[int, float]] = {}
         now = database.clock.now()

@@ -50,8 +50,8 @@ def _find_fault(uri: str) -> _Fault | None:
 
 
 def _probe(store: ObjectStore, name: str) -> _Fault | None:
-    """Write the object ``name`` twice if absent, and delete it. Return a fault unless only the first write succeeds. Raises
-    ``CheckpointError``."""
+    """Check that the store refuses to overwrite an object: write the object ``name`` twice, each time only if it is absent, and
+    delete it. Return a fault unless the first write succeeds and the second is refused. Raises ``CheckpointError``."""
     first = store.put_if_absent(name, b"Ratchet looks whether a second writer is refused; delete this.\n")
     second = store.put_if_absent(name, b"a second writer")
     store.delete([name])

@@ -136,7 +136,8 @@ _RULE_WARNINGS: Final = frozenset({("/hook", "hook-caution"), *((rule.pointer, r
 
 
 def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Add to ``report`` what applies to ``spec`` and ``resolved``, of the rules and of the hook's cautions."""
+    """Check the spec's hook. Add to ``report`` the warnings and problems of all ``RULES`` that apply, and a warning for each of
+    the hook's own cautions that applies."""
     words = {
         "hook": spec.hook.name,
         "wrapper": spec.hook.wrapper,
@@ -154,7 +155,8 @@ def check(spec: JobSpec, resolved: Resolved, report: Report) -> None:
 
 
 def recheck_for_world(spec: JobSpec, resolved: Resolved, report: Report) -> None:
-    """Repeat ``check`` for another number of ranks: new warnings and problems replace the warnings of an earlier one."""
+    """Repeat ``check`` for another number of ranks. First, the warnings that an earlier ``check`` may have added are removed from
+    ``report``."""
     report.warnings = [w for w in report.warnings if (w.pointer, w.code) not in _RULE_WARNINGS]
     check(spec, resolved, report)
 

@@ -26,8 +26,9 @@ _OWN_PATHS: Final = (b"sys.path", b"sys.modules", b"meta_path", b"path_hooks", b
 
 @dataclass
 class Imported:
-    """The top-level modules that a job's code imports, without its own and those that may be missing (in a ``try``, for
-    instance), with places. ``certain``: the import runs in any case; ``conditional``: it may run."""
+    """The top-level modules that a job's code imports: name -> place of an import. Modules of the code itself are left out. So
+    are imports that are allowed to fail, such as one in a ``try``. ``certain``: the import runs in any case. ``conditional``: the
+    import may run."""
 
     certain: dict[str, str] = field(default_factory=dict)
     conditional: dict[str, str] = field(default_factory=dict)
@@ -56,8 +57,9 @@ def find_job_imports(spec: JobSpec, path: Sequence[str], sandbox: Sandbox) -> Im
 
 
 def _scan(entry: Sequence[Path], roots: Sequence[Path], code: Path) -> Imported:
-    """Return the imports of the files ``entry`` and of the modules in ``code`` that they import absolutely, also indirectly; of
-    at most ``_MAX_FILES`` files. ``roots``: where modules are searched."""
+    """Return the imports of the files ``entry`` and of the modules in ``code`` that these files import, directly or indirectly.
+    Relative imports are not followed. At most ``_MAX_FILES`` files are read. ``roots``: the directories in which modules are
+    searched."""
     out, seen, own_paths = Imported(), dict[Path, bool](), False
     pending = [(file, True) for file in entry]
     while pending and len(seen) < _MAX_FILES:
@@ -93,8 +95,9 @@ def _is_local(name: str, roots: Sequence[Path]) -> bool:
 
 
 def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str], report: Report) -> None:
-    """Add to ``report`` the packages that the code imports for certain, or else those that it may import, and ``python`` lacks.
-    ``missing``: what the interpreter did not find. Warn of a module of the code that hides Ratchet's package."""
+    """Check that the interpreter ``python`` has the packages that the code imports. Add a problem to ``report`` for missing
+    packages whose import certainly runs. If there are none, add a warning for missing packages whose import may run. ``missing``:
+    the names that the interpreter did not find. A module of the code that hides Ratchet's package gets a warning."""
     pointer = "/script/0" if spec.script is not None else "/task/entrypoint"
     if packages.shadow is not None:
         file, place = packages.shadow

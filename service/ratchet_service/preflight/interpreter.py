@@ -29,9 +29,10 @@ def check(
     report: Report,
     sandbox: Sandbox = NO_SANDBOX,
 ) -> tuple[str, Findings]:
-    """Return the path of the interpreter for the ranks, and what it reports about itself and the task's module: ``error`` if it
-    cannot be queried, assumptions if only nodes run it. Warnings and problems are added to ``report``. ``code_ok``: the code
-    can be inspected. ``sandbox``: user and limits for inspections."""
+    """Return the path of the interpreter for the ranks, and its findings: what it reports about itself and the task's module. If
+    the interpreter cannot be queried, ``error`` of the findings is set. If it runs only on nodes, the findings are assumptions.
+    Warnings and problems are added to ``report``. ``code_ok``: the code can be inspected here. ``sandbox``: user and limits for
+    inspections."""
     given = spec.python or machine.python
     path = find_interpreter(given) if Path(given).is_absolute() else None
     if path is None:

@@ -57,7 +57,8 @@ def check(
 
 
 def machine_of(spec: JobSpec, machine: Machine, launcher: Launcher | None) -> Machine:
-    """Return the machine that the job trains on: ``machine``, or for an engine a copy with what the spec requests."""
+    """Return the machine that the spec is checked against. For a launcher whose slots Ratchet manages, or none, this is
+    ``machine``. For an engine, it is a copy of ``machine`` with the GPUs and cores that the spec requests."""
     if launcher is None or launcher.slots:
         return machine
     ranks = spec.world.ranks_per_node

@@ -15,16 +15,17 @@ from ratchet_store.filesystem.mount_policy import check_directory
 
 @dataclass(frozen=True)
 class Roots:
-    """The directories (``code``) and prefixes of ``checkpoint.uri`` (``uris``) that specs may name; None allows any. With
-    ``code``, the run directory ``home`` is closed, except below a root within it."""
+    """The directories (``code``) and prefixes of ``checkpoint.uri`` (``uris``) that specs may name; None: any. If ``code`` is
+    set, specs may not name the run directory ``home``, a path in it, or a directory that contains it. Exception: a directory of
+    ``code`` that lies in ``home``, and paths in this directory."""
 
     home: Path = Path("/")
     code: tuple[Path, ...] | None = None
     uris: tuple[str, ...] | None = None
 
     def check(self, spec: JobSpec, report: Report, *, copied: bool = False) -> None:
-        """Add a problem to ``report`` for each forbidden path (code, start file, volumes) or object store in ``spec``. Code
-        that is ``copied``, uploaded, or on the nodes of an engine is not checked."""
+        """Add a problem to ``report`` for each forbidden path (code, start file, volumes) or object store in ``spec``. The code's
+        path is not checked if ``copied`` is True, if the code was uploaded, or if an engine's nodes have it."""
         code = None if copied else spec.code
         if code is not None and code.digest is None and (code.source == "snapshot" or spec.launcher.kind == "local"):
             self._check_path("/code/path", code.path, report, " or upload it (`ratchet submit FILE --upload`)")

@@ -45,13 +45,14 @@ def resolve(
     faulty_keys: frozenset[str] = frozenset(),
     allowed: Allowed = allow_all,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-    """Return every ``auto`` of ``spec`` decided for ``machine`` (``code_digest`` is not set), the warnings, and the problems that
-    forbid the job; with problems, ignore the others. May block on processes and on the object store. The caller checks allowed
-    paths before (``paths.Roots.check``).
+    """Check ``spec`` and return three parts: the decision for every ``auto``, the warnings, and the problems that forbid the job.
+    If there are problems, ignore the other two parts. ``code_digest`` is not set in the decisions. May block on processes and on
+    the object store. Before this call, the caller checks that the spec names only allowed paths (``paths.Roots.check``).
 
-    ``launchers``: None: no launcher is checked, and the job trains on ``machine``. ``environ``: the launcher's environment; None:
-    this process's. ``hook_seconds``: time limit for importing a user's own hook. ``faulty_keys``: keys of the spec with a
-    fault; some checks that rely on them are left out. ``allowed``: whether the snapshot may read a path.
+    ``launchers``: the service's launchers; None: no launcher is checked, and the job trains on ``machine``. ``environ``: the
+    launcher's environment; None: this process's. ``hook_seconds``: time limit for importing a user's own hook. ``faulty_keys``:
+    keys of the spec with a fault; some checks that rely on them are left out. ``allowed``: returns whether the snapshot may read
+    a path.
     """
     report, environ = Report(), os.environ if environ is None else environ
     if launchers is not None:
@@ -111,7 +112,8 @@ def resize(
     launchers: Mapping[str, Launcher] | None = None,
 ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
     """Check ``spec``, a job's spec with another number of ranks, and return the new decisions, all warnings, and the problems.
-    Only the number of threads is decided again. ``resolved``, ``warnings``: the job's so far."""
+    Only the number of threads is decided again. ``resolved``: the job's present decisions. ``warnings``: the job's present
+    warnings."""
     report = Report()
     if launchers is not None:
         launcher.check(spec, launchers, report)
@@ -184,8 +186,9 @@ def _check_code_of_nodes(path: str, report: Report) -> bool:
 
 
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
-    """Add to ``report`` a problem for a script that is missing, unreadable or no Python, and what applies if it has no Session.
-    ``version``: that of the ranks' interpreter; a newer one than this may accept other syntax."""
+    """Add to ``report`` a problem for a script that is missing, unreadable or not Python. For a script without a Session, add
+    also the warnings and problems of ``unmanaged_script.check``. ``version``: the Python version of the ranks' interpreter. If it
+    is newer than this process's, a syntax error found here is no problem."""
     if spec.code is None or spec.script is None:
         return
     script = Path(spec.code.path) / spec.script[0]

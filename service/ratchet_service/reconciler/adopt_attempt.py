@@ -72,7 +72,8 @@ def create_adopted_attempt(
 
 
 def _hook_options(old: JobSpec, new: JobSpec) -> str:
-    """Return the arguments after ``--hook`` of ``ratchet resume`` that give a job with the spec ``new`` the hook of ``old``."""
+    """Return the arguments after ``--hook`` with which ``ratchet resume`` changes a job's hook from that of ``new`` to that of
+    ``old``."""
     has = new.hook.values() if old.hook.name == new.hook.name else {f.name: f.default for f in fields(old.hook)}
     wanted = {key: value for key, value in old.hook.values().items() if has[key] != value and key != "name"}
     options = (f"--set {shlex.quote(f'hook.{key}={json.dumps(value)}')}" for key, value in wanted.items())

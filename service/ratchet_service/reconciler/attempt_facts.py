@@ -1,4 +1,4 @@
-"""Facts about an attempt besides its cause, such as when it received a stop request, and its job's pace."""
+"""Facts about an attempt other than the cause of its end, such as when it received a stop request. Also the job's pace."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def end_began_at(results: Sequence[AttemptResult]) -> datetime | None:
 
 
 def pace_until(session: Session, job_id: str, number: int, results: Sequence[AttemptResult] = ()) -> Pace | None:
-    """Return the job's pace, from the stored one and from ``results`` of the attempt's agents; None: none is known."""
+    """Return the job's pace up to attempt ``number``; None: none is known. A pace has the longest durations that turned out to be
+    no hang. The pace that was stored at the end of the attempt before is merged with those in ``results``, the results of this
+    attempt's agents."""
     own: Pace | None = None
     for result in results:
         own = merge_paces(own, result.pace)

@@ -31,9 +31,9 @@ LEFT: Final = "agent-left"
 
 @dataclass(frozen=True)
 class Timing:
-    """Time limits in seconds. ``launch_deadline``: until an agent has begun; ``kill_after``: at least, from SIGTERM to
-    SIGKILL; ``linger``: from ``is_over`` until all agents are gone; ``lost``: from one agent's death without a result until
-    the others are killed."""
+    """Time limits in seconds. ``launch_deadline``: for the first agent to begin. ``kill_after``: the least time from SIGTERM to
+    SIGKILL. ``linger``: for all agents to end, once ``is_over`` is true. ``lost``: from the death of one agent without a result
+    until the others are killed."""
 
     launch_deadline: float = 60.0
     kill_after: float = 10.0
@@ -43,8 +43,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class DesiredState:
-    """The phase and the desired state in the job's row. The other two say why an end is requested, and since when one has been,
-    even if another request has replaced the first."""
+    """The phase and the desired state in the job's row. ``desired_cause``: why an end is requested. ``desired_at``: since when an
+    end has been requested. A request that replaces an earlier one does not change this time."""
 
     phase: JobPhase
     desired: Desired
@@ -53,8 +53,8 @@ class DesiredState:
 
     @property
     def request_id(self) -> float | None:
-        """``desired_at`` in seconds since 1970: a request that was withdrawn and made again has another one. None: no time is
-        stored."""
+        """An id of the request to end the attempt: ``desired_at`` in seconds since 1970; None: no end is requested. If a request
+        is withdrawn and another is made, the id changes."""
         return None if self.desired_at is None else self.desired_at.timestamp()
 
 
@@ -109,7 +109,8 @@ class Watch:
         return self.protocol != PROTOCOL_VERSION
 
     def killable_after(self, timing: Timing) -> float:
-        """Return the least seconds from SIGTERM to SIGKILL of an agent, which may include ``policy.stop_grace``."""
+        """Return the least seconds from SIGTERM to SIGKILL of an agent. They include ``policy.stop_grace`` if the agents begin
+        their last save only at the SIGTERM."""
         # these agents receive no stop request, and start their last save at the SIGTERM
         first = self.other_protocol or self.forced_cause is Cause.TIMEOUT
         return timing.kill_after + (self.limits.stop_grace if first else 0.0)
@@ -124,8 +125,8 @@ def is_over(state: AttemptState) -> bool:
 
 
 def restore_actions(session: Session, watch: Watch, now: float) -> None:
-    """Set in ``watch`` what the job's history records of this attempt: SIGTERM, kill, or left to run to its end. A SIGTERM
-    counts as not sent yet. ``now``: the monotonic time that is assumed for it."""
+    """Set in ``watch`` what the job's history records of this attempt: a SIGTERM, a kill, or that it is left to run to its end. A
+    SIGTERM counts as not sent yet. ``now``: the monotonic time that is set as the time of the SIGTERM or kill."""
     query = sa.select(models.Event).where(
         models.Event.job_id == watch.lease.job_id, models.Event.attempt == watch.lease.attempt
     )

@@ -1,5 +1,6 @@
-"""Jumps of wall clocks, found by comparison with the monotonic clock. One row per clock and boot (``models.ClockLevel``) keeps
-their difference, so that one process of a machine handles a jump for all, even one from a time when none ran."""
+"""Detects jumps of wall clocks by comparison with the monotonic clock. One row per clock and boot (``models.ClockLevel``) stores
+the difference of the two clocks. So one process handles a jump for all processes of the machine. A jump that happened while no
+process ran is found by the next process of the same boot."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ class Jumps:
 
     @property
     def is_paused(self) -> bool:
-        """True during a pause that ``handle`` has stored: nothing may be done by the clock."""
+        """True during a pause that ``handle`` has stored. In a pause, the caller may do nothing that depends on this clock's
+        time."""
         return self._clock.monotonic() < self._paused_until
 
     def observed_jump(self) -> float | None:
@@ -52,7 +54,8 @@ class Jumps:
         return None if self._level is None else monotonic_deadlines.jump_seconds(self._wall_offset(), self._level)
 
     def load(self, session: Session) -> bool:
-        """Use the clock's row and return True, if it exists and the clock has not jumped since. If False, call ``handle``."""
+        """Take over the level and the pause from the clock's row, and return True. Return False, without an effect, if there is
+        no row or the clock has jumped since. In that case call ``handle``."""
         row = session.get(ClockLevel, (self._clock.boot_id(), self._name))
         if row is None or monotonic_deadlines.jump_seconds(self._wall_offset(), row.level) != 0.0:
             return False
@@ -60,10 +63,10 @@ class Jumps:
         return True
 
     def handle(self, session: Session, pause_seconds: Callable[[bool], float] = lambda _: 0.0) -> Seen:
-        """Detect a jump, and store the clock's new level and pause in the caller's write transaction. What follows from the jump
-        belongs into the same transaction, as no other process of this machine handles it; call ``mark_handled`` after the commit.
-        ``pause_seconds`` returns for how long nothing may be done by the clock; its argument is True if nothing earlier is
-        known."""
+        """Detect a jump. Store the clock's new level, and a pause if necessary, in the caller's write transaction. The caller
+        must do what follows from the jump in the same transaction, since no other process of this machine does it. After the
+        commit, the caller must call ``mark_handled``. ``pause_seconds``: returns for how long nothing may be done that depends on
+        the clock; its argument is True if no earlier level is known."""
         boot, level, now = self._clock.boot_id(), self._wall_offset(), now_in(session)
         key, old = (boot, self._name), ClockLevel.seen_at < now - _FORGOTTEN
         session.execute(sa.delete(ClockLevel).where(ClockLevel.boot != boot, old))

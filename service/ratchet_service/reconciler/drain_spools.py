@@ -74,8 +74,8 @@ def ingest_leftover(
 
 
 def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> Iterator[RankBatch]:
-    """Like ``batches``, but an ``OSError`` that is not in ``OF_THE_SYSTEM`` only ends the iteration, and adds a text to
-    ``unread``."""
+    """Yield what ``batches`` yields. An ``OSError`` that user code may have caused ends the iteration, and a text about it is
+    added to ``unread``. Errors in ``OF_THE_SYSTEM`` are raised."""
     try:
         yield from batches(spool, rank, acked)
     except OSError as error:
@@ -86,8 +86,8 @@ def _readable_batches(spool: Path, rank: int, acked: int, unread: list[str]) -> 
 
 
 def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
-    """Yield a spool file's complete lines as batches, without the first ``acked`` lines; none if there is no file. A line that is
-    too long is the last one, and becomes a note. Raise ``OSError``."""
+    """Yield a spool file's complete lines in batches, without the first ``acked`` lines. If there is no file, yield nothing. A
+    line that is too long becomes a note, and the lines after it are not read. Raise ``OSError``."""
     try:
         handle = open_read(spool)
     except FileNotFoundError:
@@ -102,7 +102,7 @@ def batches(spool: Path, rank: int, acked: int) -> Iterator[RankBatch]:
 
 
 def _lines(handle: BinaryIO) -> Iterator[bytes]:
-    """Yield lines that have an end. A too long line is cut, and is the last one."""
+    """Yield the complete lines of a spool file. A line that is too long is cut, and is the last one that is yielded."""
     while line := handle.readline(_MAX_LINE_BYTES):
         whole = line.endswith(b"\n")
         if whole or len(line) == _MAX_LINE_BYTES:

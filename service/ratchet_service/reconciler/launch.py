@@ -211,8 +211,8 @@ class AttemptLauncher:
         return any(launcher.slots for launcher in self._launchers.values())
 
     def _usable_slots(self, other_host: str | None) -> dict[str, bool]:
-        """Return the launchers that may start jobs now; True: Ratchet manages their slots. ``other_host``: the other host that
-        lends the slots, if any."""
+        """Return the launchers that may start jobs now: name -> True if Ratchet manages its slots. ``other_host``: the other host
+        that lends the slots of this database; None: there is none."""
         slots = {kind: launcher.slots for kind, launcher in self._launchers.items()}
         if other_host is None or not self._lends_slots:
             return slots

@@ -1,5 +1,5 @@
-"""The loop that makes what runs match the database, in rounds. Any number of reconcilers may run concurrently; a SIGKILL may
-come after any line."""
+"""The reconciler's loop. In rounds it launches, supervises and ends attempts, so that what runs matches the database. Any number
+of reconcilers may run concurrently. Each may be killed by SIGKILL after any line."""
 
 from __future__ import annotations
 
@@ -310,8 +310,8 @@ class Reconciler:
                 self._watcher.record_error(launched.lease, error)
 
     def _poll_attempts(self) -> None:
-        """Poll every watched attempt that is not paused; of one being finalised, take the result if there is one. Drop the
-        watches of jobs that this process no longer holds."""
+        """Poll every watched attempt that is not paused. An attempt that is being finalised is not polled; its result is taken if
+        it is there. Drop the watches of jobs that this process no longer holds."""
         now = self._database.clock.monotonic()
         watches = {job_id: watch for job_id, watch in self._watches.items() if watch.paused_until <= now}
         for job_id, watch in list(watches.items()):
@@ -378,7 +378,7 @@ class Reconciler:
         del self._watches[job_id]
 
     def _sweep(self) -> None:
-        """Make every launcher end what this service runs on its engine for no active attempt in the database."""
+        """Make every launcher end the attempts of this service that run on its engine but are not active in the database."""
         for kind, launcher in self._launchers.items():
             try:
                 ended = launcher.sweep(self._known_attempts)
@@ -389,7 +389,8 @@ class Reconciler:
                 log.warning("%s: %s ran without a known attempt: ended", kind, name)
 
     def _known_attempts(self, names: Collection[str]) -> set[str]:
-        """Return the names (``AttemptRef.name``) of all attempts that have not ended, of the jobs that ``names`` belong to."""
+        """Return the names of all attempts that have not ended and whose jobs have an attempt in ``names``. A name is
+        ``AttemptRef.name``."""
         query = sa.select(Attempt.job_id, Attempt.number).where(Attempt.phase != AttemptPhase.ENDED)
         with self._database.read() as session:
             rows = session.execute(query.where(Attempt.job_id.in_({name.rpartition("-a")[0] for name in names})))

@@ -1,5 +1,5 @@
-"""Stores in an attempt's row how much time of each of its deadlines has passed, so that a reconciler that takes the attempt
-over continues them. They are written at important events and with the lease."""
+"""Stores in an attempt's row how much time of each of its deadlines has passed. A reconciler that takes the attempt over
+continues these deadlines. The row is written at important events, and when the lease is renewed."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def write_many(session: Session, watches: list[Watch], now: float, boot: str) ->
 
 
 def is_write_due(watch: Watch, now: float) -> bool:
-    """True if a deadline has run for some time and is not stored; not the launch deadline or that of a SIGTERM."""
+    """True if a deadline has run for some time and its start is not stored yet. The launch deadline and the deadline after a
+    SIGTERM are not considered."""
     since = running_since(watch)
     return any(
         name in since and now - since[name] >= _WRITE_AFTER_SECONDS and watch.stored_deadlines.get(name) != since[name]

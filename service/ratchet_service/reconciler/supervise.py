@@ -149,8 +149,8 @@ class Watcher:
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan) -> None:
-        """Submit the new attempt to its launcher; a later poll does so if the engine is unreachable or full, and ends the attempt
-        after a ``LaunchError``."""
+        """Submit the new attempt to its launcher. If the engine is unreachable or full, a later poll submits the attempt. After a
+        ``LaunchError``, a later poll ends the attempt."""
         with suppress(EngineUnreachable):  # a later poll retries, and reports it
             self._submit(watch, plan)
 
@@ -176,8 +176,8 @@ class Watcher:
             watch.forced_cause, watch.message = Cause.LAUNCHER_ERROR, error.detail
 
     def poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
-        """Poll the attempt once and carry out what follows, such as a kill. Return the decision that ended the attempt, else
-        None, also if the engine is unreachable. Other errors are raised."""
+        """Poll the attempt once and carry out what follows, such as a kill. Return the decision that ended the attempt. None: the
+        attempt has not ended, or the engine is busy or unreachable. Other errors are raised."""
         if watch.stored_reason_desired is not desired_state.desired:
             watch.stored_reason, watch.stored_reason_desired = None, desired_state.desired
         try:
@@ -395,8 +395,8 @@ class Watcher:
         watch.recorded_nodes |= new_nodes
 
     def _store_wait_reason(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
-        """Store in the job's row why the attempt waits (None: clear that); other kinds of reasons are kept. Raise
-        ``LeaseLost``."""
+        """Store in the job's row why the attempt waits. ``reason`` None: the attempt does not wait, so the stored reason is
+        cleared. If the row has a reason of another kind, that reason is kept. Raise ``LeaseLost``."""
         why = None if reason is None else (reason, message)
         if why == watch.stored_reason:
             return
@@ -427,7 +427,7 @@ class Watcher:
 
     def store_deadlines(self, session: Session, watches: Iterable[Watch], *, with_run_time: bool) -> None:
         """Store how long the deadlines of these attempts have run. The caller has renewed their leases in this transaction.
-        ``with_run_time``: also for attempts with only a time limit."""
+        ``with_run_time``: store also the running time of attempts that have ``policy.timeout`` but no running deadline."""
         now = self._database.clock.monotonic()
         kept = [
             watch

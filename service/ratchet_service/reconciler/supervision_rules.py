@@ -132,7 +132,8 @@ def _next_while_alive(
 
 
 def _kill_lost(state: AttemptState) -> NextAction:
-    """Return the kill of the remaining agents, with the cause that the engine reports, else ``UNKNOWN``."""
+    """Return the action that kills the remaining agents after one has died without a result. The action's cause is the one that
+    the engine reports, or ``UNKNOWN`` if it reports none."""
     end = next((end for end in state.ends if end.node is None or end.node in state.lost), None)
     text = f"the agent of node {', '.join(map(str, state.lost))} died without a result"
     if end is None:
@@ -141,7 +142,7 @@ def _kill_lost(state: AttemptState) -> NextAction:
 
 
 def record_stop(watch: Watch, action: NextAction, now: float) -> None:
-    """Record in ``watch`` that the history has the SIGTERM, with its cause, and that it must still be sent."""
+    """Record in ``watch`` a stop that was written to the job's history, with its cause. The SIGTERM counts as not sent yet."""
     watch.stopped_at, watch.forced_cause, watch.signal_unsent = now, action.cause, True
 
 
@@ -151,7 +152,8 @@ def record_signal(watch: Watch, now: float) -> None:
 
 
 def record_kill(watch: Watch, action: NextAction, text: str) -> None:
-    """Record in ``watch`` that the history has the kill; unless agents only lingered, also its cause and ``text`` as message."""
+    """Record in ``watch`` a kill that was written to the job's history. Its cause and ``text`` are recorded, too, unless the kill
+    only ends lingering agents."""
     watch.killing = True
     if action.kind is not ActionKind.KILL_LINGERING:
         watch.forced_cause, watch.message = action.cause, text

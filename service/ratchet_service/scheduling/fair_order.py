@@ -1,5 +1,6 @@
-"""The order of the queue and what quotas hold back. Higher priority goes first, then jobs for which another was stopped, then
-the owner who holds least, then age. What a job that waits for its quota needs is reserved for it."""
+"""The order of the queue, and which jobs an owner's quota holds back. Jobs of higher priority come first. Among jobs of equal
+priority, the order is: jobs for which another job was stopped, the owner who holds least, the oldest job. If a job waits for its
+owner's quota, the part of the quota that it needs is reserved for it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """An owner's quota; None: no limit. ``queued``: jobs that have not ended; the others: what attempts hold together."""
+    """An owner's quota; None: no limit. ``queued``: the largest number of jobs that have not ended. ``jobs``, ``ranks``,
+    ``gpus``: the most that the owner's attempts may hold together."""
 
     queued: int | None = None
     jobs: int | None = None
@@ -124,8 +126,8 @@ def _heap_entry(head: Queued, held: Share) -> tuple[int, float, int, int, dateti
 
 
 def _quota_reason(share: Share, used: Share, held: Share, quota: Limit) -> str | None:
-    """Return which limit a job that takes ``share`` would exceed, as a message; None: none. ``used``: ``held`` and what jobs
-    ahead take."""
+    """Return a message that names the limit which a job that takes ``share`` would exceed; None: it exceeds no limit. ``held``:
+    what the owner's attempts hold. ``used``: ``held``, and what the owner's jobs ahead of this one take."""
     never = quota.never_fits_reason(share)
     if never is not None:
         return never

@@ -1,5 +1,5 @@
-"""GPUs and cores of the machine that trains, detected without torch. ``machine.json`` in the run directory gives them to an
-API elsewhere."""
+"""GPUs and cores of the machine that trains, detected without torch. A reconciler that is a separate process writes them to
+``machine.json`` in the run directory, where the API reads them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ MACHINE_FILE: Final = "machine.json"
 
 @dataclass(frozen=True)
 class Machine:
-    """GPUs by CUDA index, and cores that jobs may use. ``cpu_slots`` None: as many as ``cpus``. ``is_this_machine`` False: its
-    files are not inspected from here. ``runs_jobs`` False: jobs run elsewhere."""
+    """What the machine that trains has. ``gpus``: CUDA indices. ``cpus``: the number of cores that jobs may use. ``cpu_slots``
+    None: as many as ``cpus``. ``is_this_machine`` False: its files are not inspected from here. ``runs_jobs`` False: jobs run
+    elsewhere."""
 
     gpus: tuple[int, ...] = ()
     cpus: int = 1

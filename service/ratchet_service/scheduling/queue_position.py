@@ -23,8 +23,8 @@ _MIN_FIRST_ROWS: Final = 16
 
 @dataclass(frozen=True)
 class Standing:
-    """A job's place in the queue. ``position``: from 1; None: not known. ``ahead``: how many jobs are ahead; without a
-    position, at least; None: the job is in a back-off or not queued."""
+    """A job's place in the queue. ``position``: counted from 1; None: not known. ``ahead``: how many jobs are ahead; only a lower
+    bound if ``position`` is None. Both are None for a job that is in a back-off, and for a job that is not queued."""
 
     position: int | None = None
     ahead: int | None = None
@@ -36,8 +36,8 @@ class Standing:
 
 
 def find_position(session: Session, now: datetime, job: Job, max_depth: int) -> Standing:
-    """Return the position of a job; far back in the queue perhaps only a lower bound. A job that is in a back-off or not
-    queued has neither."""
+    """Return the position of a job. Far back in the queue, there may be only a lower bound of the number of jobs ahead. For a job
+    that is not queued or that is in a back-off, both values are None."""
     if session.scalar(sa.select(Job.id).where(Job.id == job.id, queue_queries.is_due(now))) is None:
         return Standing()
     if job.reason == CREATION_FAILED:
@@ -67,8 +67,9 @@ def _walk_queue(session: Session, now: datetime, job_id: str, max_depth: int, ah
 
 
 def iter_queue(session: Session, now: datetime, expected_rows: int, rows_per_owner: int | None = None) -> Iterator[Row]:
-    """Yield the queued jobs without a back-off, of all launchers, in the launch order. The two numbers only estimate how much
-    the caller will read."""
+    """Yield the queued jobs without a back-off, of all launchers, in the launch order. ``expected_rows``: about how many jobs the
+    caller will take. ``rows_per_owner``: about how many jobs of one owner it will take at most; None: not known. Both numbers
+    only affect speed."""
     claims: dict[str, list[Row]] = {}
     for row in queue_queries.claiming_jobs(session, now):
         claims.setdefault(row.queued.owner, []).append(row)
@@ -123,7 +124,8 @@ def _count_ahead_in_line(session: Session, now: datetime, job: Job) -> int:
 
 
 def _count_not_in_line(session: Session, now: datetime, condition: sa.ColumnElement[bool]) -> int:
-    """Return how many queued jobs that match ``condition`` are in a back-off or come last after a failed creation."""
+    """Return how many queued jobs that match ``condition`` have no place in their owner's line. These are jobs in a back-off, and
+    jobs that come last because their attempt could not be created."""
     # both groups are usually small and indexed: ``condition`` only selects what is counted of them
     held = sa.and_(Job.phase == JobPhase.QUEUED, Job.not_before > now, ~queue_queries.is_due(now))
     last = sa.and_(QUEUED, Job.reason == CREATION_FAILED, queue_queries.is_due(now))

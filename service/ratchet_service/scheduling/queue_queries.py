@@ -118,7 +118,7 @@ def creation_failed_jobs(session: Session, now: datetime) -> list[Row]:
 def ids_without_reason(
     session: Session, now: datetime, kinds: Collection[str], known_reasons: Collection[str]
 ) -> list[str]:
-    """Return the ids of due jobs of launchers ``kinds`` whose reason is none of ``known_reasons``; at most
+    """Return the ids of queued jobs, in no back-off, of launchers ``kinds``, whose reason is none of ``known_reasons``; at most
     ``MAX_REASONS_PER_PASS``."""
     reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
     out: list[str] = []
@@ -264,8 +264,8 @@ def active_grants(session: Session) -> list[Grant]:
 
 
 def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:
-    """Return the attempts that hold slots and have not ended. ``min_run_seconds``: training after a preemption without another
-    one."""
+    """Return the attempts that hold slots and have not ended. ``min_run_seconds``: an attempt that follows a stop for a job of
+    higher priority is protected until it has trained for this long."""
     before = aliased(Attempt)
     query = (
         sa.select(

@@ -1,5 +1,6 @@
-"""Quotas of owners, and the admission to the queue, which checks what the job takes alone and the number of jobs that have not
-ended. What attempts hold together is checked when they are launched (``scheduler``)."""
+"""Quotas of owners, and the check of a quota when a job enters the queue. This check compares two numbers: what the job takes
+alone, and how many of the owner's jobs have not ended. What attempts hold together is checked when they are launched
+(``scheduler``)."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ def count_queued(session: Session, owner: str) -> int:
 def admit(
     session: Session, owner: str, spec: JobSpec, resolved: Resolved, *, pointer: str = "", is_new: bool = True
 ) -> None:
-    """Check the owner's quota for one more job; ``is_new`` False: for another spec of a counted job. ``pointer``: JSON pointer
-    of the spec in the request body. May lock the owner until the transaction ends.
+    """Check the owner's quota for a job that enters the queue. ``is_new`` False: the job is already counted and only its spec
+    changes, so the number of jobs is not checked. ``pointer``: JSON pointer of the spec in the request body. May lock the owner
+    until the transaction ends.
 
     Raise ``SpecError`` if the job alone exceeds the quota, ``Conflict`` if the owner has too many jobs.
     """

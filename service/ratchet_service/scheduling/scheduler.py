@@ -35,8 +35,8 @@ QUOTA: Final = "quota"
 
 @dataclass(frozen=True)
 class Preemption:
-    """Settings of preemption. ``scope``: whose jobs may be stopped for one of higher priority. ``min_run_seconds``: least
-    training of a job between two such stops."""
+    """Settings of preemption. ``scope``: whose jobs may be stopped for one of higher priority. ``min_run_seconds``: how long a
+    job that was stopped in this way trains before it may be stopped in this way again."""
 
     scope: Scope = "owner"
     min_run_seconds: float = 60.0
@@ -212,8 +212,8 @@ class SchedulingPass:
         return None
 
     def _free_slots(self, job: Job, need: Need, waiting: Waiting) -> bool:
-        """Stop attempts of lower priority if that frees enough slots for the job. Return True if attempts are stopped for it, or
-        were before and what stopping attempts free is still enough."""
+        """Stop attempts of lower priority if that frees enough slots for the job. Return True if attempts are stopped for the job
+        now. Return True also if attempts were stopped for it earlier, and the slots that they will free are still enough."""
         if waiting.shortfall is None:
             return False
         before = job.preempting_since is not None and self._planner.covers_shortfall(waiting.shortfall)

@@ -26,8 +26,8 @@ def own_host() -> str:
 
 
 def acquire(session: Session, seconds: float) -> str | None:
-    """Take or renew the lease of the slots for this host, for ``seconds``. Return None, or the name of the host that has it
-    instead. On SQLite always None."""
+    """Take or renew the lease of the slots for this host, for ``seconds``. Return None if this host now has the lease; otherwise
+    the name of the host that has it. On SQLite there is no such lease, and the result is None."""
     if session.get_bind().dialect.name == "sqlite":
         return None
     now, host = database_now(session), own_host()

@@ -89,7 +89,7 @@ class Board:
         return not self._cpus
 
     def allocate(self, job_id: str, need: Need) -> Grant | Waiting:
-        """Return the slots that the next job of the queue gets, or why it waits. In that case, free ones may be reserved for
+        """Return the slots that the next job of the queue gets, or why it waits. If it waits, free slots may be reserved for
         it."""
         never = too_few_gpus(need.gpus, self._capacity)
         if never is not None:  # so nothing is reserved for it

@@ -53,8 +53,9 @@ class LocalSubmission:
         roots: Roots | None = None,
         sandbox: Sandbox = NO_SANDBOX,
     ) -> None:
-        """``wake``: wakes the reconciler of this process, if any. ``reconciler_here`` False: another process reconciles, or jobs
-        run on another machine. ``roots``: what specs may name; None: anything. ``sandbox``: for inspections of users' code."""
+        """Create the object; nothing is started. ``wake``: wakes the reconciler of this process; None: this process runs none.
+        ``reconciler_here`` False: another process reconciles, or jobs run on another machine. ``roots``: directories and object
+        stores that specs may name; None: any. ``sandbox``: user and limits for inspections of users' code."""
         self._home = home
         self._own_machine = machine
         self._reconciler_here = reconciler_here
@@ -114,8 +115,9 @@ class LocalSubmission:
         return spec.model_copy(update={"code": code})
 
     def _with_readable_code(self, spec: JobSpec, report: Report) -> JobSpec:
-        """Return ``spec``, with a new snapshot of its code if the sandbox's user inspects that; notes on the code then go to
-        ``report``. Raise ``Refused`` if the disk is full, or ``OSError``."""
+        """Return ``spec``, if necessary with a new snapshot in place of the code's directory, which the sandbox's user may have
+        no right to read. If a snapshot is taken, notes on the code are added to ``report``. Raise ``Refused`` if the disk is
+        full, or ``OSError``."""
         code, user = spec.code, self._sandbox.user
         if user is None or code is None or code.source == "nodes" or Path(code.path).is_relative_to(self._home.code):
             return spec
@@ -127,8 +129,8 @@ class LocalSubmission:
         return spec
 
     def trains_here(self, kind: str) -> bool:
-        """Return True if jobs of the launcher ``kind`` are known to run on this machine: those of ``local``, with
-        ``reconciler_here``."""
+        """Return True if jobs of the launcher ``kind`` are known to run on this machine. This is so only for ``local``, and only
+        if ``reconciler_here`` is set."""
         return self._reconciler_here and kind == "local"
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
@@ -184,11 +186,13 @@ class LocalSubmission:
         return self._inspections.acquire() if runs_code else nullcontext()
 
     def _machine_of(self, spec: JobSpec) -> Machine:
-        """Return the machine that the job trains on: the reconciler's, or for an engine one with what the spec requests."""
+        """Return the machine that the spec is checked against: the reconciler's, or for an engine a description with the GPUs and
+        cores that the spec requests."""
         return launcher.machine_of(spec, self._machine(), self._launchers.get(spec.launcher.kind))
 
     def _machine(self) -> Machine:
-        """Return the reconciler's machine, or this one with ``is_this_machine`` False if that is not known yet."""
+        """Return the reconciler's machine. If it is not known yet, return this process's machine, with ``is_this_machine``
+        False."""
         if self._reconciler_here:
             return self._own_machine
         return read_machine(self._home.home) or replace(self._own_machine, is_this_machine=False)

@@ -26,8 +26,8 @@ class SubmissionPorts(Protocol):
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Return decisions, warnings and problems for a stored job with another number of ranks. ``resolved``, ``warnings``:
-        the job's so far."""
+        """Return decisions, warnings and problems for a stored job with another number of ranks. ``resolved``: the job's present
+        decisions. ``warnings``: the job's present warnings."""
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
         """Return the warnings and the problems of a stored job's ``spec`` with another hook. May import a user's own hook, in

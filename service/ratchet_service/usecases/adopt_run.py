@@ -60,10 +60,11 @@ def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
 def prepare(
     data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths, until_stored: ExitStack
 ) -> PreparedAdoption:
-    """Check the spec ``data`` and take its snapshots as at submission, and copy the run's newest checkpoint into the directory of
-    a new job, for ``store``. Raise as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``.
+    """Check the spec ``data`` and take its snapshots as at submission. Then copy the run's newest checkpoint into the directory
+    of a new job. The result is for ``store``. Raise as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``.
 
-    ``until_stored``: closed by the caller after the commit; closed by a ``RatchetError`` or ``OSError``, it deletes the copy."""
+    ``until_stored``: the caller closes it after the commit of ``store``. If a ``RatchetError`` or ``OSError`` closes it instead,
+    it deletes the copy."""
     run, job_id = _open_run(directory, ports), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
@@ -177,9 +178,9 @@ def _damaged_error(error: CheckpointError, directory: str) -> SpecError | Checkp
 
 
 def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, directory: str) -> list[Warning_]:
-    """Return the warnings about the resume, such as differences that make it inexact. Raise ``SpecError`` if it is refused, as
-    one with another seed or, with strict determinism, an inexact one; ``Conflict`` if it would certainly train no further
-    steps."""
+    """Return the warnings about the resume, such as differences that make it inexact. Raise ``SpecError`` if the resume is
+    refused. Reasons are, for example, another seed, or an inexact resume with strict determinism. Raise ``Conflict`` if the job
+    would certainly train no further steps."""
     spec, resolved = prepared.spec, prepared.resolved
     if spec.script is None:
         raise _spec_error(
@@ -232,7 +233,8 @@ def _compare(run: RunDirectory, manifest: Manifest, prepared: submit.Prepared, d
 
 
 def _is_same_work(spec: JobSpec, manifest: Manifest) -> bool:
-    """True if the job would certainly do as many steps as the run, whose script arguments are the same."""
+    """True if the job would certainly do as many steps as the run. The caller has checked that the script's arguments are the
+    same."""
     if (
         spec.snapshot_code is None
         or spec.snapshot_code.digest is not None

@@ -149,8 +149,8 @@ def record_verification(
 
 
 def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> None:
-    """If ``quarantined`` was the job's newest checkpoint, record in the job's row the newest remaining one of its lineage, or
-    without one the step that the job began at."""
+    """Correct the job's row if ``quarantined`` was the job's newest checkpoint; otherwise do nothing. The row then names the
+    newest remaining checkpoint of the job's lineage. If there is none, it has the step at which the job began."""
     if (job.committed_step, job.committed_attempt) != (quarantined.step, quarantined.attempt):
         return
     newest = next(iter(committed_in_lineage(session, job)), None)
@@ -163,8 +163,9 @@ def _fall_back_to_older(session: Session, job: Job, quarantined: Checkpoint) -> 
 
 
 def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: HomePaths) -> CheckpointView:
-    """Pin or unpin a checkpoint, and return it. Raise ``NotFound``, or ``Conflict`` if it is not committed, cannot be marked, or
-    a fork needs the pin."""
+    """Pin or unpin a checkpoint, and return it. Raise ``NotFound`` if there is no such checkpoint. Raise ``Conflict`` if the
+    checkpoint is not committed or cannot be pinned on the disk. Raise ``Conflict`` also if a fork that has not started yet needs
+    the pin that is to be removed."""
     job = find_job_for_update(session, job_id)
     row = find_checkpoint(session, job_id, checkpoint_id)
     if row.state != "committed":

@@ -71,9 +71,10 @@ class Comparer:
     def compare(
         self, job_id: str, other_id: str, checkpoint_id: str | None = None, other_checkpoint_id: str | None = None
     ) -> ComparisonView:
-        """Compare the two named checkpoints; one named is compared with the other job's of its step. Without names, compare the
-        common steps up to the first pair that differs. Return the last comparison; if it differs, with the first step whose
-        recorded fingerprints differ. Raise ``NotFound``, ``Conflict``, ``CheckpointError`` or ``Refused``."""
+        """Compare checkpoints of two jobs. If only one is named, it is compared with the other job's checkpoint of the same step.
+        If none is named, all steps of which both jobs have a checkpoint are compared in ascending order, up to the first
+        difference. Return the last comparison. If it shows a difference, it includes the first step whose recorded fingerprints
+        differ, if there is one. Raise ``NotFound``, ``Conflict``, ``CheckpointError`` or ``Refused``."""
         pairs = self._pairs(job_id, other_id, checkpoint_id, other_checkpoint_id)
         equal: int | None = None
         with self.permits.acquire():
@@ -115,8 +116,8 @@ class Comparer:
         return [(self._stored_checkpoint(jobs[0], a), self._stored_checkpoint(jobs[1], b)) for a, b in pairs]
 
     def _first_difference(self, *job_ids: str) -> tuple[int, Part] | None:
-        """Return the first step at which recorded fingerprints of the two jobs' first 64 ranks differ, and the part; None: there
-        is none."""
+        """Return the first step whose recorded fingerprints differ between the two jobs, and the part of the fingerprint that
+        differs. None: no difference is recorded. Only the first 64 ranks are compared."""
         with self.database.read() as session:
             jobs = [find_job(session, job_id) for job_id in job_ids]
             attempts = [
@@ -134,8 +135,8 @@ class Comparer:
         return min(found, key=lambda one: (one[0], PARTS.index(one[1])), default=None)
 
     def _fingerprints(self, job_id: str, attempts: list[int], rank: int) -> dict[int, StepFingerprint]:
-        """Return step -> fingerprint of one rank, from readable files of the last 100 of ``attempts`` (ascending); the newest
-        attempt counts."""
+        """Return step -> fingerprint of one rank, from the readable files of the last 100 of ``attempts`` (ascending). If several
+        attempts did a step, the fingerprint of the newest one is returned."""
         out: dict[int, StepFingerprint] = {}
         for number in attempts[-_MAX_ATTEMPTS:]:
             ring = self.homes.job(job_id).attempt(number).ring(rank)

@@ -36,8 +36,8 @@ MEDIA_TYPES: Final[dict[Format, str]] = {
 
 @dataclass(frozen=True)
 class Exported:
-    """A complete export of a checkpoint. ``file``: open at its start, without a name. ``digest``: SHA-256; ``notes``:
-    sentences for the reader."""
+    """A complete export of a checkpoint. ``file``: the open file, which has no name in any directory; its position is at the
+    start. ``digest``: the SHA-256 of the file. ``notes``: sentences about the export for the user."""
 
     file: BufferedRandom
     size: int

@@ -109,8 +109,8 @@ def _no_steps_left_error(origin: Job, source: Checkpoint, earlier: list[str]) ->
 
 
 def _pop_start_from(data: dict[str, Any], request: ForkRequest) -> StartSpec | None:
-    """Remove ``start_from`` from the spec ``data``, and return the parent's value, which the new job records; None: none, or the
-    request sets null. Raise ``SpecError`` if the request sets one."""
+    """Remove ``start_from`` from the merged spec ``data`` and return it. It is the parent's value, which the new job's spec
+    records. None: the parent has none, or the request sets null. Raise ``SpecError`` if the request sets a value."""
     start = data.pop("start_from", None)
     if request.spec.get("start_from") is None:
         return None if start is None else StartSpec.model_validate(start)
@@ -147,7 +147,8 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
 
 
 def _with_request_pointers(error: SpecError, *, named: bool) -> SpecError:
-    """Return the error with pointers into the request's body, where the spec is below ``/spec``. ``named``: ``/name`` stays."""
+    """Return a copy of ``error`` whose pointers refer to the request's body, where the spec is below ``/spec``. ``named``: the
+    request itself names the new job, so the pointer ``/name`` stays as it is."""
     errors = [
         e if named and e.pointer == "/name" else e.model_copy(update={"pointer": f"/spec{e.pointer}"})
         for e in error.errors

@@ -18,16 +18,16 @@ from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 
 
 class Saves(NamedTuple):
-    """Saves of one attempt. ``stall``: seconds for which training stood still for saves, except that of a stop. ``stop``: when
-    the save of a stop was committed; None: there is none."""
+    """The saves of one attempt. ``stall``: seconds for which training stood still for saves, without the save for a stop.
+    ``stop``: when the save for a stop was committed; None: there is no such save."""
 
     stall: float = 0.0
     stop: datetime | None = None
 
 
 class Spent(NamedTuple):
-    """The time of one attempt. ``notice_seconds``: what it had for its last save before a stop; ``notice_used``: what it used
-    of that; None: no stop, or not known."""
+    """The goodput of one attempt, and its use of the stop notice. ``notice_seconds``: the time that it had for its last save
+    before a stop; None: no stop was requested. ``notice_used``: how much of this time it used; None: no stop, or not known."""
 
     goodput: GoodputView
     notice_seconds: float | None

@@ -26,9 +26,9 @@ from ratchet_service.usecases import resize
 
 
 def apply_action(session: Session, job_id: str, event: Event) -> Job:
-    """Suspend, cancel or preempt a job, according to ``event``, and return its row: at once without an active attempt, else by
-    a stored request. A request already in effect changes nothing, nor does a preemption of a job that stops already. Raise
-    ``NotFound``, or ``Conflict`` if the phase does not allow that."""
+    """Suspend, cancel or preempt a job, according to ``event``, and return its row. Without an active attempt this takes effect
+    at once; otherwise the request is stored. A request already in effect changes nothing. Neither does a preemption of a job that
+    is already being stopped. Raise ``NotFound``, or ``Conflict`` if the phase does not allow the action."""
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
@@ -57,8 +57,9 @@ def _makes_no_session(job: Job, attempt: Attempt) -> bool:
 
 @dataclass(frozen=True)
 class PreparedResume:
-    """A resume request. ``spec``: the changed spec; ``code``: the requested code; None: no change or no code is requested, or it
-    was not checked, since an attempt may be alive. ``warnings``: about the hook."""
+    """A resume request after its check. ``spec``: the changed spec; None: no change is requested. ``code``: the requested code;
+    None: no code is requested. Both are also None if an attempt may be alive, since nothing is checked then. ``warnings``: about
+    the hook."""
 
     request: ResumeRequest
     spec: JobSpec | None
@@ -82,12 +83,12 @@ def prepare_resume(database: Database, job_id: str, request: ResumeRequest, port
 
 
 def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
-    """Queue a job again and return its row; without changes, one that is queued or runs already stays as it is. The job may
-    continue from an older checkpoint, or with permanent changes such as another hook. A failed or cancelled job gets fresh
-    budgets.
+    """Queue a job again and return its row. If no change is requested, a job that is queued or runs already stays as it is. The
+    job may continue from an older checkpoint, or with permanent changes such as another hook. A failed or cancelled job gets
+    fresh budgets.
 
-    Raise ``Conflict`` if the phase, the checkpoint or the quota does not allow that, or the changed spec is not the one that
-    ``prepare_resume`` checked. Raise ``NotFound`` or ``SpecError`` for the request.
+    Raise ``Conflict`` if the phase, the checkpoint or the quota does not allow that. Raise ``Conflict`` also if the changed spec
+    is not the one that ``prepare_resume`` checked. Raise ``NotFound`` or ``SpecError`` for the request.
     """
     job, request = find_job_for_update(session, job_id), prepared.request
     spec = resize.requested_spec(job, request, prepared.code)
@@ -127,7 +128,8 @@ def _job_spec(job: Job) -> JobSpec:
 
 
 def _check_quota(session: Session, job: Job, change: resize.Change | None) -> None:
-    """Check the owner's quota for a job that had ended or a change. Raise ``Conflict`` or ``SpecError``."""
+    """Check the owner's quota if the job had ended or gets a change; otherwise do nothing. Raise ``Conflict`` or
+    ``SpecError``."""
     if change is None and not job.phase.terminal:
         return
     spec = _job_spec(job) if change is None else change.spec

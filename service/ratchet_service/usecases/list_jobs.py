@@ -28,7 +28,8 @@ _COLUMNS: Final = {"created": "created_at", "name": "name", "priority": "priorit
 
 @dataclass(frozen=True)
 class JobFilter:
-    """Filters and order of a list of jobs. A job must meet all filters that are set; one of ``phases`` suffices."""
+    """Filters and order of a list of jobs. A job must meet every filter that is set. For ``phases``, the job must be in one of
+    them."""
 
     phases: tuple[JobPhase, ...] = ()
     labels: tuple[tuple[str, str], ...] = ()

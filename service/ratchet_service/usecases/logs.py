@@ -76,9 +76,9 @@ def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: 
 
 
 class Follower:
-    """Reads lines as they are written, from all logs that the filter selects, new attempts included. Every line comes with a
-    *mark*, from which another follower can continue; a line's id is a mark, too, for its log alone. Raise ``Refused`` for a
-    malformed one."""
+    """Reads lines as they are written, from all logs that the filter selects, also those of later attempts. Every line comes with
+    a *mark*: another follower that gets the mark continues after the line. A line's id can also be used as a mark, but covers
+    only the log of this line. Raise ``Refused`` for a malformed mark."""
 
     def __init__(self, job: JobPaths, log_filter: LogFilter, mark: str | None = None) -> None:
         """``mark``: continue after this mark; None: begin as the filter's ``tail`` and ``since`` request."""
@@ -108,7 +108,8 @@ class Follower:
         return out
 
     def _start_offset(self, attempt: int, path: Path) -> int:
-        """Return the byte offset at which reading the log of an attempt begins; its end for attempts before the mark."""
+        """Return the byte offset at which reading the log of an attempt begins. For an attempt before that of the mark, this is
+        the end of its log."""
         if self._resumed_at is not None and attempt < self._resumed_at:
             with as_owner(path):
                 return path.stat().st_size  # lines are ordered by attempt: earlier attempts were read completely

@@ -1,5 +1,6 @@
-"""Metrics and hook summaries over steps. Points of abandoned branches are left out: a later attempt started from an earlier step.
-Replaced metric values are shown separately (``superseded``)."""
+"""Metrics and hook summaries over steps. Points of abandoned branches are left out: a later attempt started from a checkpoint
+before their step. If a later attempt replaced a metric's value at a step, the earlier value is shown separately
+(``superseded``)."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ _FIGURES: Final = (
 
 
 def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
-    """Return the condition that no later attempt started from a step before that of the row of ``table``."""
+    """Return the condition that a row of ``table`` belongs to no abandoned branch: no later attempt started from a step before
+    the row's step."""
     later = sa.exists().where(
         Attempt.job_id == table.job_id, Attempt.number > table.attempt, Attempt.base_step < table.step
     )

@@ -40,8 +40,8 @@ _NOT_TEXT: Final = "name-not-utf8"
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one response. ``entries``, ``total_bytes``: of an archive; ``compared_bytes``: read to find unchanged files of
-    the code."""
+    """Limits of one response. ``entries``: the number of members of an archive. ``total_bytes``: the size of all files in an
+    archive. ``compared_bytes``: how much is read to find unchanged files of the code."""
 
     entries: int = 100_000
     total_bytes: int = 256 << 30
@@ -90,9 +90,9 @@ class Files:
     def page(
         self, job_id: str, path: str, *, recursive: bool, include_unchanged: bool, limit: int, cursor: str | None
     ) -> Page[FileView]:
-        """Return a page of the directory or file ``path``, relative to the working directory, which is ``""`` (empty before the
-        first attempt). ``recursive``: with the content of directories. ``include_unchanged``: in a directory, also
-        unchanged entries of the job's code. Raise ``NotFound`` or ``Refused``."""
+        """Return a page of the directory or file ``path``. ``path`` is relative to the working directory; ``""`` is the working
+        directory itself, which is empty before the first attempt. ``recursive``: with the content of directories.
+        ``include_unchanged``: in a directory, also unchanged entries of the job's code. Raise ``NotFound`` or ``Refused``."""
         job, code = self._job(job_id)
         query = pagination.query_digest(of="files", job=job_id, path=path, recursive=recursive, all=include_unchanged)
         mark = pagination.decode(cursor, query, (str,))
@@ -139,9 +139,9 @@ class Files:
             return Content(file, parts[-1], seen.st_size, etag, held.pop_all())
 
     def archive(self, job_id: str, path: str, *, include_unchanged: bool) -> Archive:
-        """Return a tar of the directory or file ``path``, without links, special files and what cannot be read below it. The
-        caller must close its ``resources``. ``include_unchanged``: in a directory, also unchanged entries of the job's code.
-        Raise ``NotFound`` or ``Refused``."""
+        """Return a tar of the directory or file ``path``. In a directory, links, special files and entries that cannot be read
+        are left out. The caller must close the ``resources`` of the result. ``include_unchanged``: in a directory, also unchanged
+        entries of the job's code. Raise ``NotFound`` or ``Refused``."""
         job, code = self._job(job_id)
         parts = split_path(path)
         with ExitStack() as held:

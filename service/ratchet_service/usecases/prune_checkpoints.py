@@ -26,8 +26,9 @@ from ratchet_store.retention.rules import Id
 
 
 class _Found(NamedTuple):
-    """The directory of a checkpoint, or what remains of it. ``id``: step and attempt; ``size``: bytes. ``committed``: it has a
-    manifest. Neither this nor ``pinned`` is determined for quarantined ones."""
+    """The directory of a checkpoint, or what remains of it. ``id``: step and attempt; None: a quarantined directory whose name
+    does not have them. ``size``: in bytes. ``committed``: it has a manifest. For quarantined checkpoints, ``pinned`` and
+    ``committed`` are not determined."""
 
     directory: Path
     id: Id | None
@@ -37,10 +38,10 @@ class _Found(NamedTuple):
 
 
 def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths) -> PruneResult:
-    """Delete what attempts that are over left outside the job's lineage, and remains of saves, except pinned ones; with
-    ``quarantined``, also all quarantined checkpoints. Return what was deleted, or would be in a ``dry_run``; a failed deletion
-    becomes an event. Do not call it within a transaction. Raise ``NotFound``, or ``CheckpointError`` if the checkpoints cannot be
-    listed."""
+    """Delete checkpoints outside the job's lineage and remains of saves, if their attempts are over and they are not pinned. With
+    ``quarantined`` in the request, delete also all quarantined checkpoints, even pinned ones. Return what was deleted, or what
+    would be deleted in a ``dry_run``. A failed deletion becomes an event. Do not call this function within a transaction. Raise
+    ``NotFound``, or ``CheckpointError`` if the checkpoints cannot be listed."""
     paths = homes.job(job_id)
     with database.read() as session:
         dead = _newest_dead_attempt(
@@ -106,8 +107,8 @@ def _select_deletable(session: Session, job: Job, candidates: list[_Found]) -> l
 
 
 def _delete(one: _Found, refused: list[str], *, pinned: bool) -> bool:
-    """Delete the directory of a checkpoint and return True. False: not, or not completely, because of a pin, which ``pinned``
-    overrides, or an error, which is added to ``refused``."""
+    """Delete the directory of a checkpoint and return True. Return False if it is not completely deleted: it is pinned, or there
+    was an error, which is added to ``refused``. ``pinned``: delete it even if it is pinned."""
     with as_owner(one.directory):
         try:
             if not pinned:

@@ -55,7 +55,8 @@ def job_entry(session: Session, job_id: str) -> QueueView:
 
 
 def job_position(session: Session, job: Job) -> Standing:
-    """Return the job's position in the queue, or only a lower bound; without values if the job is not queued or in a back-off."""
+    """Return the job's position in the queue, or only a lower bound. Both values are None for a job that is not queued, and for a
+    job that is in a back-off."""
     return (
         queue_position.find_position(session, now_in(session), job, MAX_SINGLE_JOB_POSITION)
         if job.phase is JobPhase.QUEUED

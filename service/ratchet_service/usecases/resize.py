@@ -33,8 +33,8 @@ from ratchet_store.format.manifest_file import read_manifest
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a job. ``spec``: from now on; ``columns``: new values for its row; ``events``: type, message and data for
-    its history."""
+    """A change of a job. ``spec``: the job's spec after the change. ``columns``: new values for columns of the job's row.
+    ``events``: type, message and data of each event for the job's history."""
 
     spec: JobSpec
     columns: dict[str, Any] = field(default_factory=dict)
@@ -43,8 +43,8 @@ class Change:
 
 @dataclass(frozen=True)
 class NewCode:
-    """The code that a resume requests. ``digest``: of its snapshot; ``git``: None if no repository is known; ``warnings``: all
-    of the job's spec with this code."""
+    """The code that a resume requests. ``digest``: the digest of its snapshot. ``git``: its Git facts; None: no repository is
+    known. ``warnings``: all warnings about the job's spec with this code."""
 
     digest: str
     git: GitFacts | None
@@ -52,7 +52,7 @@ class NewCode:
 
     @property
     def hook_warnings(self) -> list[Warning_]:
-        """Those of ``warnings`` that are about the hook."""
+        """Return those warnings in ``warnings`` that are about the hook."""
         return [w for w in self.warnings if _is_hook_warning(w.pointer, w.code)]
 
     def is_new(self, job: Job) -> bool:
@@ -61,8 +61,8 @@ class NewCode:
 
 
 def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None) -> JobSpec | None:
-    """Return the job's spec with the changes of ``request``; None: no change. ``code``: the requested code, once its snapshot
-    exists. Raise ``SpecError``."""
+    """Return the job's spec with the changes that ``request`` requests, or None if nothing changes. ``code``: the requested
+    code, whose snapshot exists; None if there is no snapshot yet or no code is requested. Raise ``SpecError``."""
     spec = JobSpec.model_validate(job.spec)
     patch: dict[str, Any] = {}
     if request.code is not None and (code is None or code.is_new(job)):
@@ -81,8 +81,9 @@ def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None
 
 
 def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
-    """Check ``spec`` (None: the job's) with its code, and take a snapshot of that. May run user code: never call it within a
-    transaction. Raises as ``submit.prepare`` does, and ``SpecError`` if the job has no snapshot."""
+    """Check a spec, and take a snapshot of the code that it names. ``spec``: the changed spec; None: the job's present spec.
+    This may run user code, so never call it within a transaction. Raises as ``submit.prepare`` does, and ``SpecError`` if the
+    job runs without a snapshot of code."""
     before = JobSpec.model_validate(job.spec)
     if before.snapshot_code is None:
         text = (
@@ -99,8 +100,9 @@ def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewC
 
 
 def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
-    """Return the warnings about a changed hook. May run user code: never call it within a transaction. Raise ``SpecError`` for
-    a hook that the job cannot run, or ``Refused``."""
+    """Check the hook of ``spec`` if it differs from the job's hook, and return the warnings about it. ``spec``: the changed
+    spec; None: no change, so nothing is checked. This may run user code, so never call it within a transaction. Raise
+    ``SpecError`` for a hook that the job cannot run, or ``Refused``."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
     warnings, problems = ports.check_hook_change(spec, Resolved.model_validate(job.resolved))
@@ -117,8 +119,8 @@ def _is_hook_warning(pointer: str, code: str) -> bool:
 def make_change(
     job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = (), code: NewCode | None = None
 ) -> Change:
-    """Return the new columns of the job's row and the events, if the job gets ``spec``. ``hook_warnings``: about a changed
-    hook; ``code``: the new code, if any. Raise ``SpecError``."""
+    """Return the ``Change`` that gives the job ``spec``; nothing is stored. ``hook_warnings``: the warnings about a changed
+    hook, used only if ``code`` is None. ``code``: the new code; None: the code stays. Raise ``SpecError``."""
     old, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
     out = Change(spec, {"spec": spec.model_dump(mode="json"), "spec_digest": spec.digest()})
     warnings = [Warning_.model_validate(w) for w in job.warnings]
@@ -173,8 +175,8 @@ def _pair(old: Any, new: Any) -> dict[str, Any]:
 
 
 def next_start(session: Session, job: Job, source: dict[str, int] | None, homes: HomePaths) -> Path | None:
-    """Return the directory of the checkpoint from which the job's next attempt is expected to start, ``source`` if given; None:
-    from no checkpoint."""
+    """Return the directory of the checkpoint that the job's next attempt is expected to start from; None if no checkpoint is
+    expected. ``source``: step and attempt of a requested checkpoint, which is then the result."""
     if source is not None:
         return homes.job(job.id).checkpoint(source["step"], source["attempt"])
     committed = committed_in_lineage(session, job)
@@ -185,8 +187,9 @@ def next_start(session: Session, job: Job, source: dict[str, int] | None, homes:
 
 
 def mismatches(spec: JobSpec, checkpoint: Path, code_digest: str | None) -> list[FieldProblem]:
-    """Return why ranks with ``spec`` may not start from the checkpoint in ``checkpoint``, such as another hook; empty: no reason
-    is known, also if its manifest cannot be read. ``code_digest`` None: code is not compared."""
+    """Return the reasons why ranks with ``spec`` may not start from a checkpoint, such as another hook. The list is empty if
+    no reason is known, or if the manifest cannot be read. ``checkpoint``: the checkpoint's directory. ``code_digest``: the
+    digest of the job's code; None: the code is not compared."""
     try:
         with as_owner(checkpoint):
             manifest = read_manifest(checkpoint)

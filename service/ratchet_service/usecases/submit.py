@@ -1,5 +1,5 @@
-"""Submission: parse, check against the machine, snapshot the code, store; and the dry run. Job ids sort by time of creation, to
-the millisecond."""
+"""Submits a job: parses its spec, checks the spec against the machine, takes a snapshot of the code, and stores the job. A dry
+run stores nothing. Job ids sort by time of creation, to the millisecond."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class Prepared:
 
 
 def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
-    """Validate a spec and decide every ``auto``. ``code_digest``: a snapshot that is checked instead of the directory. Raise
-    ``SpecError`` with every problem found, ``Refused`` or ``OSError``."""
+    """Check the spec ``data``, and decide every setting that is ``auto``. ``code_digest``: the digest of a snapshot of the
+    code, which is checked instead of the code's directory. Raise ``SpecError`` with every problem found, ``Refused`` or
+    ``OSError``."""
     found = examine_spec(data)
     spec = found.spec
     if spec is None:
@@ -56,8 +57,9 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
 
 
 def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
-    """Run ``check``, and take snapshots of the code and of the file to start from. ``code_digest``: an existing snapshot, used
-    instead. Raise ``SpecError``, ``Refused`` or ``OSError``."""
+    """Check a spec as ``check`` does, and take snapshots of its code and of its ``start_from`` file, if it has them.
+    ``code_digest``: the digest of an existing snapshot of the code, used instead of a new one. Raise ``SpecError``,
+    ``Refused`` or ``OSError``."""
     checked = check(data, ports, code_digest)
     spec, copies = checked.spec, {}
     if spec.start_from is not None:
@@ -98,8 +100,9 @@ def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
 def store(
     session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
 ) -> Job:
-    """Store the job's row, labels and first event, and return the row. ``columns``: further columns; ``pointer``: where the spec
-    is in the request's body; ``job_id`` None or taken: a new id. Raise ``Conflict`` or ``SpecError`` for the owner's quota."""
+    """Store a new job, that is its row, its labels and its first event, and return the row. ``pointer``: JSON pointer to the
+    spec in the request's body. ``job_id``: the job's id; if it is None or taken, a new id is made. ``columns``: further
+    columns of the row. Raise ``Conflict`` or ``SpecError`` if the owner's quota does not permit the job."""
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
     while job_id is None or session.get(Job, job_id) is not None:

@@ -89,8 +89,9 @@ def _problem(pointer: str, text: str) -> FieldProblem:
 def list_tokens(
     session: Session, caller: Principal, owner: str | None, include_invalid: bool, limit: int, cursor: str | None
 ) -> Page[TokenView]:
-    """Return a page of the caller's tokens, for an admin of all, newest first. ``owner``: only this owner's;
-    ``include_invalid``: with revoked and expired ones. Raise ``Refused`` for a bad cursor."""
+    """Return a page of tokens, newest first: the caller's own tokens or, for an admin, the tokens of all owners. ``owner``:
+    list only tokens of this owner. ``include_invalid``: list revoked and expired tokens too. Raise ``Refused`` for a bad
+    cursor."""
     query = sa.select(ApiToken)
     if caller.role is not Role.ADMIN:
         query = query.where(ApiToken.owner == caller.owner)
@@ -123,8 +124,8 @@ def find(session: Session, caller: Principal, token_id: str) -> ApiToken:
 
 
 def revoke(session: Session, caller: Principal, token_id: str) -> TokenRevoked:
-    """Revoke a token and all tokens created with it, directly or indirectly, and return it. Raise ``NotFound``, or ``Refused``
-    for a token with more rights than ``caller``."""
+    """Revoke a token and all tokens created with it, directly or indirectly. Return the token, and how many others were
+    revoked with it. Raise ``NotFound``, or ``Refused`` for a token with more rights than ``caller``."""
     row = find(session, caller, token_id)
     its = principal_of(row)
     if not caller.role.includes(its.role):

@@ -33,8 +33,9 @@ class Probe:
     sandbox: Sandbox = NO_SANDBOX
 
     def check_hook(self, hook: CustomSpec) -> list[FieldProblem]:
-        """Have the interpreter import ``hook``, and return its faults, with pointers into the spec; no answer is a fault, too.
-        Blocks. Raise ``StartTimeout`` if torch is not imported in time."""
+        """Have the interpreter import ``hook``, and return the problems found, with pointers into the spec; empty if there are
+        none. An import that fails or takes too long is a problem, too. Blocks. Raise ``StartTimeout`` if torch is not imported
+        in time."""
         request = {"hook": hook.hook, "state": hook.state, "state_args": hook.state_args}
         try:
             answer = self._query(request)
@@ -61,7 +62,8 @@ class Probe:
             return [FieldProblem(pointer="/hook/hook", code="hook-import-failed", detail=text)]
 
     def shapes(self) -> list[list[int]] | None:
-        """Return the parameters' shapes, as the job's task reports them in a separate process; None: they are not known."""
+        """Return the shapes of the task's parameters, which a separate process reports. Return None if the job has no task, or
+        no valid answer comes."""
         task = self.spec.task
         if task is None:
             return None

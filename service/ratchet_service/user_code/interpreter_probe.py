@@ -88,9 +88,9 @@ os.pwrite(asked["answer"], json.dumps(out).encode(), 0)
 
 @dataclass(frozen=True)
 class Findings:
-    """The report of an interpreter about itself and one module; without meaning if ``error`` is set. ``missing``: the part of
-    the module's name that was not found. ``origin``: the module's source file; ``syntax``: its syntax error. ``torch_cuda``:
-    torch is built with CUDA."""
+    """The report of an interpreter about itself and one module. If ``error`` is set, the other fields have no meaning.
+    ``missing``: the part of the module's name that was not found. ``origin``: the module's source file. ``syntax``: text on a
+    syntax error in this file. ``torch_cuda``: whether torch is built with CUDA."""
 
     error: str | None = None
     version: tuple[int, ...] = ()
@@ -109,8 +109,8 @@ _FINDINGS: Final = TypeAdapter(Findings)
 
 
 class Interpreters:
-    """Queries interpreters, each in a separate process, and caches results for ``CACHE_SECONDS``, except those with a user's
-    directory. Thread-safe."""
+    """Queries interpreters, each in a separate process. Results are cached for ``CACHE_SECONDS``, except those of queries that
+    search a user's directory. Thread-safe."""
 
     def __init__(self, sandbox: Sandbox = NO_SANDBOX) -> None:
         self._sandbox = sandbox

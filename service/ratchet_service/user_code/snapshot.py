@@ -58,8 +58,8 @@ def snapshot(
     include: Sequence[str] = (),
     allowed: Allowed = allow_all,
 ) -> str:
-    """Copy what ``inspect`` chooses of ``path`` to ``code_root/<digest>``, durably, and return the digest. Raise
-    ``SpecError``, ``Refused`` if the disk is full, or ``OSError``."""
+    """Copy the part of ``path`` that ``inspect`` chooses to ``code_root/<digest>``, durably, and return the digest. An
+    existing copy is not replaced. Raise ``SpecError``, ``Refused`` if the disk is full, or ``OSError``."""
     found = inspect(path, include, limits, allowed).entries
     try:
         return _store_snapshot(found, code_root, allowed)
@@ -89,7 +89,8 @@ def snapshot_file(path: str | Path, code_root: Path, *, allowed: Allowed = allow
 
 
 def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> str:
-    """Copy ``entries`` to ``code_root/<digest>`` under the lock, unless that exists, and return the digest."""
+    """Copy ``entries`` to ``code_root/<digest>`` while holding the lock, and return the digest. An existing copy is not
+    replaced."""
     code_root.mkdir(parents=True, exist_ok=True)
     with _exclusive_lock(code_root):
         temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=code_root))
@@ -109,8 +110,8 @@ def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> 
 
 
 def store_upload(archive: IO[bytes], code_digest: str, code_root: Path, limits: Limits | None = None) -> bool:
-    """Store an uploaded directory under its digest, completely or not at all; False if it exists already. Raise ``BadArchive``
-    or ``OSError``."""
+    """Unpack an uploaded archive to ``code_root/<code_digest>``, completely or not at all, and return True. Return False if
+    this directory existed already. Raise ``BadArchive`` or ``OSError``."""
     with _exclusive_lock(code_root):
         new = not (code_root / code_digest).is_dir()
         if new:
@@ -177,7 +178,8 @@ def _code_error(code: str, detail: str) -> SpecError:
 
 
 def exists(path: Path, *, directory: bool) -> bool:
-    """True if ``path`` is a directory (``directory`` False: a regular file), perhaps by a link. False if unknown."""
+    """Return True if ``path`` is a directory or, with ``directory`` False, a regular file. Links are followed. Return False if
+    this cannot be determined."""
     try:
         return path.is_dir() if directory else path.is_file()
     except OSError:

@@ -30,8 +30,9 @@ _MISSING_ERRNOS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, e
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[int]:
-    """Context manager: yield a descriptor of ``<path>.tmp``, which is then synced and renamed to ``path``, or deleted after an
-    error. The rename is durable after the caller's ``fsync_dir`` of the parent. Raise ``OSError``."""
+    """Context manager: create ``<path>.tmp`` and yield its descriptor. At the end of the block the file is synced and renamed
+    to ``path``; after an error it is deleted. The rename is durable only after the caller's ``fsync_dir`` of the parent
+    directory. Raise ``OSError``."""
     tmp = path.with_name(path.name + TMP_SUFFIX)
     fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
@@ -117,8 +118,8 @@ def write_all(fd: int, data: memoryview) -> None:
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:
-    """Ask the system to start writing these bytes of a file to the disk; ``fsync`` must still follow. May block. Uses Linux's
-    ``sync_file_range``."""
+    """Ask the system to start writing these bytes of a file to the disk; ``fsync`` must still follow. May block. Does nothing
+    where Linux's ``sync_file_range`` is missing."""
     call = _sync_file_range()
     if call is not None:
         call(fd, offset, nbytes, 2)
@@ -136,7 +137,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 
 def unwritten_pages(path: Path) -> int:
-    """Return the number of pages of a file not on the disk yet, by Linux's ``cachestat``; 0 if that is unknown."""
+    """Return how many pages of a file are not on the disk yet, according to Linux's ``cachestat``; 0 if this is unknown."""
     call = _cachestat()
     if call is None:
         return 0
@@ -186,7 +187,8 @@ def _statx() -> Callable[[int, bytes, int, int, ctypes.Array[ctypes.c_char]], in
 
 
 def open_regular(path: Path) -> int:
-    """Return a read descriptor of a regular file, which the caller must close. Anything else, a link too, raises ``OSError``."""
+    """Open a regular file for reading, and return the descriptor, which the caller must close. Raise ``OSError`` if ``path``
+    is not a regular file, also for a link to one."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -96,7 +96,8 @@ class _supported:
 
 
 def _check_refused(message: str, action: Callable[[], object]) -> None:
-    """Check that ``action`` fails because the name exists. Raise ``Unfit`` if it succeeds, its ``OSError`` for another reason."""
+    """Call ``action``, and check that it fails because a name exists already. Raise ``Unfit`` with ``message`` if it succeeds.
+    An ``OSError`` for another reason is not caught."""
     try:
         action()
     except OSError as error:
@@ -181,7 +182,8 @@ class Mount:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is decided about a directory; ``noted``: trusted, with a remark. ``reason``: the remark or the cause of a refusal."""
+    """The decision about a directory. ``status``: ``noted`` means trusted, with a remark for the user. ``reason``: the remark
+    or the cause of a refusal; None if ``status`` is ``trusted``."""
 
     status: Literal["trusted", "noted", "refused"]
     directory: Path
@@ -196,8 +198,8 @@ class Verdict:
 
 
 def check_directory(directory: Path, *, known: bool = True) -> Verdict:
-    """Return the verdict on ``directory``, by its mount and, unless that is refused, by a trial. ``known`` False: no trial on
-    a known file system type. Raise ``OSError`` if the trial is not possible."""
+    """Return the verdict on ``directory``. If its mount is not refused, a trial (``probe``) must succeed, too. ``known``: if
+    False, known types of file system are not tried. Raise ``OSError`` if the trial is not possible."""
     mount = mount_of(directory)
     verdict = classify(directory, mount)
     if verdict.status != "refused" and (known or mount.kind not in _PROVEN | set(_NOTES)):
@@ -211,7 +213,8 @@ def check_directory(directory: Path, *, known: bool = True) -> Verdict:
 
 
 def classify(directory: Path, mount: Mount) -> Verdict:
-    """Return the verdict on ``directory`` by its ``mount`` alone. A remark on an unknown type assumes a trial that succeeded."""
+    """Return the verdict on ``directory`` by its ``mount`` alone. The remark on an unknown type says that a trial has
+    succeeded, so the caller must make the trial."""
     kind = mount.kind
     if kind in _REFUSED:
         return Verdict("refused", directory, mount, _REFUSED[kind])

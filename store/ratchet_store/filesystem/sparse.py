@@ -65,7 +65,8 @@ def data_after(fd: int, offset: int) -> int | None:
 
 
 def hole_after(fd: int, offset: int) -> int:
-    """Return where the next hole after ``offset``, which lies in data, begins; else the file's size. Moves the position."""
+    """Return the offset of the next hole after ``offset``, or the file's size if there is no hole. ``offset`` must be within
+    data. Moves the descriptor's position."""
     try:
         return os.lseek(fd, offset, os.SEEK_HOLE)
     except OSError as error:

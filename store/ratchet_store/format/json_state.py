@@ -25,7 +25,8 @@ def encode_state(state: JsonValue) -> str:
 
 
 def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
-    """True if JSON preserves all of ``values``, which are ``depth`` levels deep, and they are not nested too deeply."""
+    """Return True if JSON preserves all of ``values`` and they are not nested too deeply. ``depth``: the nesting level of
+    ``values``."""
     if depth > _MAX_DEPTH:
         return False
     for value in values:
@@ -45,7 +46,8 @@ def _is_json(values: Iterable[JsonValue], depth: int) -> bool:
 
 
 def _refuse_json(value: JsonValue, pointer: str, depth: int) -> None:
-    """Raise ``StateError`` that names the first place in ``value`` that JSON would change, if any. ``pointer``: of ``value``."""
+    """Raise ``StateError`` if JSON would change ``value``, or it is nested too deeply; the error names the first such place.
+    ``pointer``: JSON pointer to ``value``. ``depth``: the nesting level of ``value``."""
     if depth > _MAX_DEPTH:
         raise StateError(f"state at {pointer or '/'} is nested deeper than {_MAX_DEPTH} levels")
     if type(value) is dict:

@@ -38,19 +38,20 @@ MAX_MARKER_BYTES: Final = 4096  # bytes of the text in a marker file
 
 
 class ManifestWriter:
-    """Commits checkpoints one after another. A list of tensors that is unchanged since the last one is only checked against the
-    files' sizes."""
+    """Commits checkpoints one after another. If the list of tensors is the same as in the last manifest, it is only checked
+    against the files' sizes."""
 
     def __init__(self) -> None:
         self._structure, self._sealer = StructureCheck(), Sealer()
         self._durable: set[Path] = set()  # job directories in which the name ``checkpoints`` is durable
 
     def commit(self, directory: Path, manifest: Manifest) -> Manifest:
-        """Commit the checkpoint in ``directory``, whose rank files exist, by writing its manifest durably; return that with
-        its digest. Committing the same manifest again is no error.
+        """Commit the checkpoint in ``directory``, whose rank files exist, by writing its manifest durably. Return the manifest
+        with its digest. Committing the same manifest again is no error.
 
-        Raise ``CheckpointError``, such as ``checkpoint-damaged``, ``checkpoint-exists`` for another manifest or a deletion,
-        ``checkpoint-unreadable``, or ``checkpoint-not-written``, after which the step may be saved once more.
+        Raise ``CheckpointError``, for example with the code ``checkpoint-damaged`` or ``checkpoint-unreadable``. The code is
+        ``checkpoint-exists`` if another manifest is committed there or the checkpoint is being deleted. After
+        ``checkpoint-not-written`` the step may be saved once more.
         """
         _check_name(directory, manifest)
         self._structure.check(manifest)
@@ -90,8 +91,9 @@ def mark_finished(directory: Path) -> None:
 
 
 def mark_changed(directory: Path, description: str) -> bool:
-    """Create the marker file ``CHANGED`` durably: state changed after the commit, so that a resume is not exact.
-    ``description``: its text. Return False if it exists. Raise ``CheckpointError``."""
+    """Create the marker file ``CHANGED`` durably, and return True; return False if it exists already. The marker means that
+    state changed after the commit, so that a resume is not exact. ``description``: the text of the file. Raise
+    ``CheckpointError``."""
     path = directory / CHANGED_NAME
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -169,8 +171,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 
 def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
-    """Yield ``(step, attempt, directory)`` of what is named like a checkpoint, committed or not, newest first; nothing if
-    ``checkpoints`` does not exist. Raise ``CheckpointError``."""
+    """Yield ``(step, attempt, path)`` for each entry of ``checkpoints`` that is named like a checkpoint, committed or not. The
+    highest step is first. Yield nothing if ``checkpoints`` does not exist. Raise ``CheckpointError``."""
     refresh(checkpoints)
     try:
         found = [(parse_checkpoint_dir_name(path.name), path) for path in checkpoints.iterdir()]

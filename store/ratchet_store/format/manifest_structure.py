@@ -30,7 +30,8 @@ def check_structure(manifest: Manifest) -> None:
 
 
 class StructureCheck:
-    """Checks manifests one after another. An unchanged list of tensors is not checked again, except its files' sizes."""
+    """Checks manifests one after another. A list of tensors that equals the last valid one is only checked against the files'
+    sizes."""
 
     def __init__(self) -> None:
         self._tensors: tuple[TensorEntry, ...] = ()
@@ -118,7 +119,8 @@ def _check_no_overlap(file: str, entries: list[TensorEntry]) -> None:
 
 
 def _check_coverage(name: str, entries: list[TensorEntry], world_size: int) -> None:
-    """Check that the pieces of one tensor are each of its elements once, under a valid name. Raise ``CheckpointError``."""
+    """Check that the pieces of one tensor contain each of its elements exactly once, and that its name is valid. A private
+    tensor must be a single piece in its own rank's file. Raise ``CheckpointError``."""
     first = entries[0]
     if any(e.dtype != first.dtype or e.shape != first.shape for e in entries):
         raise CheckpointError(f"the pieces of tensor {name!r} differ in dtype or shape")

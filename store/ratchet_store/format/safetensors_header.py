@@ -35,8 +35,8 @@ def header_entry(entry: TensorEntry, data_start: int) -> Stored:
 
 
 def build_header(members: bytes, state_text: str) -> tuple[bytes, bytes, bytes]:
-    """Return a rank file's header as three pieces to be joined, the second ``members``, the tensors' JSON. Raise
-    ``StateError`` if it is too large."""
+    """Return a rank file's header as three pieces, which the caller must join; the second is ``members``. ``members``: the
+    JSON of the tensors' entries. ``state_text``: the rank's JSON state. Raise ``StateError`` if the header is too large."""
     try:
         return frame_header(header_json({STATE_METADATA_KEY: state_text}, members), ALIGNMENT)
     except ValueError as error:

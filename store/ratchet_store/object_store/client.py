@@ -36,8 +36,8 @@ _MAX_ERROR_CHARS: Final = 600  # characters of a store's error message
 
 @dataclass(frozen=True)
 class Patience:
-    """Time limits in seconds. ``connect``: to connect; ``request``: for one try; ``retry``: after that time no further try
-    begins."""
+    """Time limits of requests, in seconds. ``connect``: for opening a connection. ``request``: for one try of a request.
+    ``retry``: the time after which no further try begins."""
 
     connect: float = 5.0
     request: float = 120.0
@@ -97,8 +97,8 @@ class ObjectStore:
                 )  # fmt: skip
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
-        """Create an object and return True; False if one exists. After a lost response, that may be the writer's own: compare
-        the content."""
+        """Create an object and return True, or return False if it exists already. If a response was lost, the existing object
+        may be the one that this call has created: compare the content."""
         import obstore
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -189,9 +189,9 @@ CREDENTIALS: Final = (
 def open_store(
     uri: str, subprefix: str = "", patience: Patience = Patience(), environ: Mapping[str, str] | None = None
 ) -> ObjectStore:
-    """Return the store of a ``checkpoint.uri``, below ``subprefix``; no request is sent. ``environ``: for plain HTTP and
-    checksums; None: the process's. Raise ``CheckpointError`` for missing settings or packages, ``ValueError`` for another
-    scheme."""
+    """Return access to the store that ``uri`` names, below ``subprefix``. No request is sent. ``uri``: a ``checkpoint.uri``.
+    ``environ``: variables that control plain HTTP and checksums; None: those of this process. Raise ``CheckpointError`` for
+    missing settings or packages, ``ValueError`` for an unknown scheme."""
     scheme, separator, rest = uri.partition("://")
     if not separator or scheme not in SCHEMES:
         raise ValueError(f"{uri!r} must start with one of {', '.join(SCHEMES)}")

@@ -91,8 +91,9 @@ def fetch_newest(
     local: Id | None,
     progress: Progress | None = None,
 ) -> FetchResult:
-    """Fetch the newest intact checkpoint of the lineage that is newer than ``local`` (None: any). Damaged ones that it meets in
-    the store are quarantined there, incomplete ones are skipped. Raises ``CheckpointError`` for other errors."""
+    """Fetch the newest intact checkpoint of the lineage, if the store has one that is newer than ``local`` (None: any).
+    Damaged checkpoints that are found first are quarantined in the store; incomplete ones are skipped. Raises
+    ``CheckpointError`` for other errors."""
     notes: list[str] = []
     for (step, attempt), names in remote.list_checkpoints().items():
         if not lineage_contains(lineage, step, attempt) or (local is not None and (step, attempt) <= local):
@@ -122,9 +123,9 @@ def fetch(
     sizes: dict[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Fetch the checkpoint ``folder`` into ``checkpoints``, verified and durable, and return its manifest. A directory of that
-    name that is no intact copy is moved to ``quarantine`` or deleted. ``sizes``: bytes of the objects in the store, by name;
-    None: they are listed. Raises ``CheckpointError``."""
+    """Fetch the checkpoint ``folder`` into ``checkpoints``, verified and durable, and return its manifest. An existing
+    directory of that name is kept if it is an intact copy. Otherwise it is moved to ``quarantine`` or deleted. ``sizes``: size
+    in bytes of each of the checkpoint's objects in the store, by name; None: they are listed. Raises ``CheckpointError``."""
     progress = progress or Progress()
     raw = remote.raw_manifest(folder)
     manifest = remote.parse(folder, raw)
@@ -271,7 +272,8 @@ class _Download:
 
 
 def _parts(entry: FileEntry) -> list[_Part]:
-    """Split a file into parts of whole blocks: as many as fit into ``_REQUEST_BYTES``, but at least one."""
+    """Split a file into parts of whole blocks. A part has as many blocks as fit into ``_REQUEST_BYTES``, but at least one
+    block."""
     block, digests = entry.block_size, entry.blocks
     many = max(1, _REQUEST_BYTES // block)
     return [_Part(entry, first, min(first + many, len(digests))) for first in range(0, len(digests), many)]

@@ -43,8 +43,8 @@ class RemoteCheckpoints:
         self.job_id = job_id
 
     def list_checkpoints(self) -> dict[Id, dict[str, int]]:
-        """Return the sizes in bytes of the objects of every checkpoint in the store, complete or not, the newest checkpoint
-        first."""
+        """Return the objects of every checkpoint in the store, complete or not: their sizes in bytes, by checkpoint and object
+        name. The newest checkpoint is first."""
         found: dict[Id, dict[str, int]] = {}
         for path, size in self.objects.list().items():
             folder, _, name = path.partition("/")
@@ -79,8 +79,8 @@ class RemoteCheckpoints:
         return manifest
 
     def commit(self, folder: str, raw: bytes, digest: str) -> None:
-        """Put the manifest ``raw`` into the store, the last step of an upload. Raises ``CheckpointError`` if the store has
-        another one."""
+        """Put the manifest ``raw``, whose digest is ``digest``, into the store; this is the last step of an upload. Does
+        nothing if the store has this manifest already. Raises ``CheckpointError`` if the store has another one."""
         if self.objects.put_if_absent(f"{folder}/{MANIFEST_NAME}", raw):
             return
         there = self.manifest(folder)

@@ -64,8 +64,8 @@ class Step(NamedTuple):
 
 
 class Mirror:
-    """Copies local checkpoints of ``attempt`` and ``lineage`` to the object store, and deletes the copies of deleted ones. Call
-    ``step`` repeatedly, in one thread."""
+    """Copies local checkpoints of ``attempt`` and ``lineage`` to the object store. Deletes the copies of checkpoints that were
+    deleted here, except pinned ones and the newest complete copy. Call ``step`` repeatedly, in one thread."""
 
     def __init__(
         self, remote: RemoteCheckpoints, checkpoints: Path, quarantine: Path, lineage: Sequence[Segment], attempt: int
@@ -85,9 +85,9 @@ class Mirror:
         return [checkpoint_dir_name(*one) for one in self._committed() if one not in self._uploaded]
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
-        """Copy the newest checkpoint without a copy or, if there is none, update marker files and delete copies. Blocks; an
-        exception from ``check_interrupted`` ends the call. Raises ``CheckpointError`` for errors that are not of one checkpoint
-        alone."""
+        """Copy the newest checkpoint that has no copy yet. If all have copies, update marker files, and delete copies of
+        deleted checkpoints. Blocks; an exception from ``check_interrupted`` ends the call. An error of one checkpoint alone is
+        part of the result; other errors are raised as ``CheckpointError``."""
         try:
             return self._step(check_interrupted)
         except BaseException:
@@ -95,7 +95,8 @@ class Mirror:
             raise
 
     def _step(self, check_interrupted: Callable[[], None]) -> Step:
-        """Do the work of ``step``. A list of the store that is too old is only discarded."""
+        """Do the work of ``step``. If nothing is to be copied and the listing of the store is too old, this call only discards
+        the listing."""
         here = self._committed()
         todo = [one for one in here if one not in self._uploaded and one not in self._failed]
         if todo:
@@ -135,8 +136,8 @@ class Mirror:
     # --- upload ---
 
     def _upload(self, checkpoint: Id, directory: Path, check_interrupted: Callable[[], None]) -> Step:
-        """Copy one checkpoint and return the result, with ``failed`` for an error of the checkpoint itself, empty if it was
-        deleted meanwhile. Other errors are raised."""
+        """Copy one checkpoint and return the result. An error of the checkpoint itself is ``failed`` in the result; other
+        errors are raised. The result is empty if the checkpoint was deleted meanwhile."""
         begin, folder = time.monotonic(), directory.name
         try:
             raw = read_bytes(directory / MANIFEST_NAME, MAX_MANIFEST_BYTES)

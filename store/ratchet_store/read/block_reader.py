@@ -26,7 +26,7 @@ Progress = Callable[[int], None]
 
 
 class Region(NamedTuple):
-    """Bytes ``begin <= i < end`` of a file, and the memory for them; None: they are not kept."""
+    """Bytes ``begin <= i < end`` of a file. ``target``: the memory into which they are read; None: they are not kept."""
 
     begin: int
     end: int
@@ -89,8 +89,9 @@ def read_blocks(
     threads: int = 1,
     stop_at_first: bool = False,
 ) -> list[Block]:
-    """Read and verify the blocks numbered ``blocks`` into the targets of ``regions``, which cover the whole file. Returns the
-    damaged blocks, with ``stop_at_first`` at most one. Raises ``CheckpointError`` if the file ends early, and ``OSError``."""
+    """Read and verify the blocks whose numbers are ``blocks``, and return the damaged ones. ``regions``: together the whole
+    file, with the memory for its bytes. ``stop_at_first``: end at a damaged block, and return only this block. Raises
+    ``CheckpointError`` if the file ends early, and ``OSError``."""
     reading = _Reading(fd, file, regions, progress, stop_at_first)
     _advise(fd, file, blocks)
     try:
@@ -143,8 +144,8 @@ class _Reading:
             self._progress(count)
 
     def _read(self, number: int, scratch: memoryview, is_cancelled: IsCancelled) -> Block | None:
-        """Read one block into the targets and verify it. A damaged block is returned, or raised as ``_Found``; else None is
-        returned."""
+        """Read one block into its target memory and verify it. A damaged block is returned or, if ``stop_at_first`` was set,
+        raised as ``_Found``. Returns None if the block is intact, or if reading was cancelled."""
         size, digests = self._file.block_size, self._file.blocks
         begin, end = number * size, min((number + 1) * size, self._file.size)
         hasher = xxhash.xxh3_128()

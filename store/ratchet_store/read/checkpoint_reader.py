@@ -135,8 +135,9 @@ def verify(directory: Path) -> VerifyOutcome:
 def damaged_blocks(
     directory: Path, file: FileEntry, entries: Collection[TensorEntry], progress: Progress | None = None
 ) -> Iterator[Block]:
-    """Read one whole file and yield its damaged blocks. Raises ``CheckpointError`` for faults of the whole file, such as its
-    size, and, after the damaged blocks before it, for a block that cannot be read."""
+    """Read one whole file and yield its damaged blocks. ``entries``: the manifest's entries of this file. Raises
+    ``CheckpointError`` for a fault of the whole file, such as its size. A block that cannot be read raises it, too, after the
+    damaged blocks before it were yielded."""
     order, intact = file_order(list(entries)), True
     with open_rank_file(directory, file) as fd:
         header, regions = _regions(file, order, {})
@@ -158,8 +159,8 @@ def _read_file(
     progress: Progress | None,
     threads: int,
 ) -> tuple[JsonValue, int]:
-    """Read and verify the ``selected`` pieces of one rank file; ``complete``: the whole file. Returns the rank's JSON state and
-    the number of bytes read. ``entries``: all its tensors, in file order."""
+    """Read and verify the ``selected`` pieces of one rank file. Returns the rank's JSON state and the number of bytes read.
+    ``entries``: all pieces in the file, in file order. ``complete``: read and verify the whole file."""
     with open_rank_file(directory, file) as fd:
         targets = {(entry.offset, entry.nbytes): target_of(entry) for entry in selected}
         header, regions = _regions(file, entries, targets)

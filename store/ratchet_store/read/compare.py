@@ -39,10 +39,11 @@ _FORMATS: Final = {
 @dataclass(frozen=True)
 class TensorComparison:
     """The result for one tensor name. ``digest_a`` and ``digest_b``: None if that checkpoint has no such tensor. ``note``: why
-    elements were not compared, else None.
+    elements could not be compared; None if they could.
 
-    ``first``: row-major index of the first element that differs; ``count``: number of elements that differ; ``values``: that
-    first element in both checkpoints; ``largest``: the largest absolute difference that was seen.
+    The following fields are only set if compared elements differ. ``first``: row-major index of the first element that
+    differs. ``count``: number of elements that differ. ``values``: this first element in both checkpoints, if its dtype can be
+    converted. ``largest``: the largest absolute difference that was seen, if there is one.
     """
 
     name: str

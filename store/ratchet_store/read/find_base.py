@@ -1,5 +1,5 @@
-"""Find the checkpoint that an attempt starts from: the newest intact one of its lineage, since the newest of all could be a
-zombie's."""
+"""Find the checkpoint that an attempt starts from: the newest intact one of its lineage. The newest checkpoint on the disk
+could be that of a fenced attempt whose processes are still alive."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ def find_base(
     root: Base | None = None,
     check: Callable[[Path, Manifest], object] = verify_files,
 ) -> tuple[Manifest | None, list[Quarantine]]:
-    """Return the manifest of the newest intact checkpoint of the lineage, or None, and the damaged checkpoints that were moved
-    away.
+    """Return the manifest of the newest intact checkpoint of the lineage, and the damaged checkpoints that were moved away.
+    The manifest is None if there is no intact checkpoint.
 
-    Damaged checkpoints newer than the result are moved to ``quarantine`` (None: the error is raised); one of another job than
-    ``expected_job_id`` counts as damaged. Uncommitted ones are skipped. ``check`` verifies a checkpoint. ``root``: what the
-    oldest segment started from; None: any earlier step. Raises ``CheckpointError`` for other errors.
+    Damaged checkpoints newer than the result are moved to ``quarantine``; if ``quarantine`` is None, the first damage is
+    raised. Uncommitted checkpoints are skipped. ``expected_job_id``: a checkpoint of another job counts as damaged. ``root``:
+    what the oldest segment of the lineage started from; None: any earlier step. ``check``: verifies a checkpoint's files.
+    Raises ``CheckpointError`` for other errors.
     """
     moved: list[Quarantine] = []
     for step, attempt, directory in checkpoint_dirs(checkpoints):

@@ -39,8 +39,8 @@ _MAX_BYTES: Final = 16 << 20
 
 
 class RunDirectory:
-    """The directory of a run without a service, read only. ``is_allowed(fd)`` returns True if the open file may be read;
-    ``newest_manifest`` reads manifests without it."""
+    """The directory of a run without a service, read only. ``is_allowed(fd)``: returns True if the open file may be read. This
+    is not checked for the manifests that ``newest_manifest`` reads."""
 
     def __init__(self, paths: JobPaths, is_allowed: Callable[[int], bool] = lambda fd: True) -> None:
         self._paths, self._is_allowed = paths, is_allowed
@@ -64,7 +64,8 @@ class RunDirectory:
             yield from (n for path in folder.iterdir() if (n := parse_attempt_dir_name(path.name)) is not None)
 
     def bases(self) -> dict[int, Base]:
-        """Return the checkpoint that each start began from, by attempt number, as far as its file can be read."""
+        """Return, by attempt number, the ``Base`` from which each start of the script began: a checkpoint, or step 0 for a
+        start from scratch. Starts whose file cannot be read are left out."""
         found = {}
         for number in self.attempt_numbers():
             with suppress(OSError, ValidationError):

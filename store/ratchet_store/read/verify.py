@@ -30,7 +30,8 @@ ProgressCallback = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Flaw:
-    """One damaged place: number, first byte and the byte after the last of a block, or None for a whole file."""
+    """One damaged place. ``block``: number of the damaged block. ``begin`` and ``end``: its first byte, and the byte after its
+    last. All three are None if a whole file is damaged."""
 
     file: str
     error: str
@@ -41,9 +42,9 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Finding:
-    """Result for one checkpoint. ``flaws``: all damage found; ``error``: why it is unreadable or uncommitted, or why a file of a
-    damaged one is unreadable; ``size``: bytes of its rank files by the manifest. ``uncommitted``, without a manifest, is no
-    damage."""
+    """The result for one checkpoint. ``status``: ``uncommitted`` means that there is no manifest, which is no damage.
+    ``size``: bytes of its rank files according to the manifest. ``flaws``: all damage found. ``error``: why the checkpoint is
+    uncommitted, or why it or one of its files is unreadable."""
 
     path: str
     status: Status

@@ -43,8 +43,8 @@ class Retained(NamedTuple):
 
 @dataclass(frozen=True)
 class _Own:
-    """One of the attempt's checkpoints as it was committed. ``manifest``: inode, size and modification time; ``files``: paths and
-    sizes of the rank files."""
+    """The facts of one of the attempt's checkpoints when it was committed. ``manifest``: inode, size and modification time of
+    the manifest file. ``files``: paths and sizes of the rank files."""
 
     directory: Path
     manifest: tuple[int, int, int]
@@ -71,8 +71,8 @@ class _Own:
 
 
 class Keeper:
-    """Retention of one attempt's own checkpoints, on its rank 0. ``protected``: never deleted. One thread at a time may call
-    ``on_committed``."""
+    """Deletes surplus checkpoints of one attempt, on the attempt's rank 0. ``protected``: checkpoints that are never deleted.
+    One thread at a time may call ``on_committed``."""
 
     def __init__(self, checkpoints: Path, spec: CheckpointSpec, attempt: int, protected: Collection[Id] = ()) -> None:
         self._checkpoints, self._rules, self._attempt = checkpoints, Rules.from_spec(spec), attempt
@@ -89,9 +89,9 @@ class Keeper:
         self._values.put(step, values)
 
     def on_committed(self, manifest: Manifest) -> Retained:
-        """Delete the attempt's checkpoints that no rule keeps after the commit of ``manifest``, except pinned ones, protected
-        ones and the newest verified one. Errors are in ``notes``, each text once. Deletes nothing if a later attempt has a
-        checkpoint or this one is fenced."""
+        """Delete the attempt's checkpoints that no rule keeps after the commit of ``manifest``. Pinned and protected
+        checkpoints are not deleted, nor is the newest verified one. Deletes nothing if a later attempt has a checkpoint, or if
+        this attempt is fenced. An error is returned in ``notes``; each text is returned only once."""
         directory = self._checkpoints / checkpoint_dir_name(manifest.step, manifest.attempt)
         try:
             seen = _Own.from_manifest(directory, manifest)
@@ -125,8 +125,8 @@ class Keeper:
         return there
 
     def _drop_missing(self, present: Collection[str]) -> None:
-        """Forget the attempt's checkpoints that are not among ``present`` or, as far as they are checked, not complete any
-        more."""
+        """Forget the attempt's checkpoints that are not among ``present``. Of the newest ``_RECHECKED_COUNT``, also forget
+        those that are no longer complete."""
         for step in [step for step, own in self._own_checkpoints.items() if own.directory.name not in present]:
             del self._own_checkpoints[step]
         for step in sorted(self._own_checkpoints, reverse=True)[:_RECHECKED_COUNT]:
@@ -192,7 +192,7 @@ class Keeper:
 
 
 class _Values:
-    """The values of one metric by step; ``name`` None: none is recorded. Thread-safe."""
+    """The recorded values of one metric, by step. ``name``: the metric's name; None: nothing is recorded. Thread-safe."""
 
     def __init__(self, name: str | None) -> None:
         self._name, self._lock = name, threading.Lock()

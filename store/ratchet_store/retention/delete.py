@@ -80,8 +80,9 @@ def _restore_manifest(directory: Path) -> None:
 
 
 def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:
-    """Finish interrupted deletions and remove what ``dead_attempts`` left unfinished; return the removed paths, relative to
-    ``checkpoints``. A pinned checkpoint with all of its files is restored instead. Raises ``CheckpointError`` or ``OSError``."""
+    """Finish interrupted deletions, and delete uncommitted checkpoints and temporary files of ``dead_attempts``. A pinned
+    checkpoint whose deletion was interrupted is restored instead if it has all of its files. Return the removed paths,
+    relative to ``checkpoints``. Raises ``CheckpointError`` or ``OSError``."""
     removed: list[str] = []
     for _, attempt, directory in checkpoint_dirs(checkpoints):
         try:

@@ -40,8 +40,9 @@ class Rules:
         pinned: Collection[Id] = (),
         first: Collection[Id] = (),
     ) -> list[Id]:
-        """Return the checkpoints to delete, newest first as in ``checkpoints``. ``values``: the metric's, where known; ``first``:
-        checkpoints saved before any scheduled one."""
+        """Return the checkpoints to delete, in the order of ``checkpoints``, which is newest first. ``values``: the metric's
+        value of each checkpoint, where known. ``pinned``: checkpoints that are kept in any case. ``first``: checkpoints saved
+        before any scheduled one."""
         free = [one for one in checkpoints if one not in pinned and one not in first]
         best = self.best_of([one for one in checkpoints if one not in first], values)
         gone = {*free[max(self.keep_last, MIN_KEEP) :], *(first if len(free) >= MIN_KEEP else ())}

@@ -34,9 +34,9 @@ Range = tuple[int, int]
 
 
 class Blockwise:
-    """Fills the empty file ``fd`` with ``header`` (whole pages) and ``data``, without a sync. Call ``work`` in one thread or
-    several, then ``finish``. ``block``: bytes under one digest; ``ranges``: disjoint parts of ``data`` that get digests of their
-    own."""
+    """Writes ``header`` and ``data`` into the empty file ``fd``, without a sync. Call ``work`` in one thread or several, then
+    ``finish``. ``header``: a whole number of pages. ``block``: number of bytes in a block, which has one digest. ``ranges``:
+    disjoint parts of ``data`` that get digests of their own."""
 
     def __init__(self, fd: int, header: bytes, data: memoryview, block: int, ranges: Sequence[Range] = ()) -> None:
         self._fd, self._header, self._data, self._block = fd, header, data, block

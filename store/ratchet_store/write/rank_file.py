@@ -25,8 +25,8 @@ _TENSOR_ALIGNMENT: Final = 64  # bytes; torch's tensors begin on multiples of it
 
 
 class Piece(NamedTuple):
-    """A tensor, or consecutive elements of one. ``shape``: the whole tensor's; ``start``: row-major index of the first element;
-    ``dtype``: such as ``F32``."""
+    """A tensor, or consecutive elements of a tensor. ``shape``: shape of the whole tensor. ``start``: row-major index of the
+    first element. ``dtype``: in safetensors' notation, such as ``F32``."""
 
     name: str
     dtype: str
@@ -64,8 +64,8 @@ def _sort_key(name: str, dtype: str, size: int) -> tuple[int, bool, int]:
 
 
 class RankWriter:
-    """Writes the files of one rank, one after another. What follows from the pieces alone is computed again only when they
-    change."""
+    """Writes the files of one rank, one after another. The layout of a file is computed again only if the pieces have
+    changed."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self._name = rank, rank_file_name(rank, world_size)
@@ -76,10 +76,10 @@ class RankWriter:
     def write(
         self, directory: Path, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
     ) -> Written:
-        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, and sync both. ``data``: the bytes of
-        ``pieces``, which are in ``file_order``; they must not change meanwhile. ``ranges``: parts of ``data`` for
-        ``Written.digests``. Raises ``StateError`` for what cannot be stored, ``CheckpointError`` if it cannot be written or
-        ``directory`` has a committed checkpoint, or one being deleted."""
+        """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, and sync both. ``pieces``: in
+        ``file_order``. ``data``: the bytes of all pieces, which must not change during the call. ``ranges``: parts of ``data``
+        for ``Written.digests``. Raises ``StateError`` for state that cannot be stored. Raises ``CheckpointError`` if the file
+        cannot be written, or if the checkpoint in ``directory`` is committed or being deleted."""
         text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
         if len(view) != layout.size:
             raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")
@@ -99,8 +99,8 @@ class RankWriter:
         return Written(file, tensors, listing, digests)
 
     def help(self) -> None:
-        """Write blocks of the file of another thread that is inside ``write``, until none is left; ``write`` raises the
-        errors."""
+        """Help another thread that is inside ``write``: write blocks of its file until none is left. Does nothing if no file
+        is being written. Errors are raised by ``write``."""
         with self._lock:
             found = self._active_writer
         if found is not None:
@@ -118,7 +118,7 @@ class RankWriter:
         return blocks.size, *blocks.finish()
 
     def _layout_for(self, pieces: Sequence[Piece]) -> _Layout:
-        """Return the layout of the pieces. Pieces equal to those of a successful last call are not checked again. Raises
+        """Return the layout of the pieces: the previous layout if the pieces are equal, else a new one. Raises
         ``StateError``."""
         if self._layout is None or (self._layout.pieces is not pieces and self._layout.pieces != pieces):
             self._layout = None
@@ -127,8 +127,8 @@ class RankWriter:
 
 
 class _Layout:
-    """What follows from the pieces without their bytes. Raises ``StateError`` for pieces that cannot be stored or are out of
-    order."""
+    """The part of a rank file that depends on the pieces, but not on their bytes. Raises ``StateError`` for pieces that cannot
+    be stored or are not in ``file_order``."""
 
     def __init__(self, file: str, pieces: Sequence[Piece]) -> None:
         order = file_order([p.name for p in pieces], [p.dtype for p in pieces], [p.nbytes for p in pieces])

@@ -57,8 +57,8 @@ def load_launch(path: Path, node: int = 0) -> LaunchFile:
 
 
 def lock(paths: NodePaths) -> int | None:
-    """Return a descriptor that holds ``agent.lock`` until it is closed, None if the lock stays held elsewhere for a second.
-    Creates the node's directory."""
+    """Lock ``agent.lock``, and return a descriptor that holds the lock until it is closed. Return None if another process
+    holds the lock for more than a second. Creates the node's directory if it is missing."""
     paths.root.mkdir(parents=True, exist_ok=True)
     fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + _LOCK_TIMEOUT

@@ -85,8 +85,8 @@ class _Work(threading.Thread):
         self.reason = "the store did not answer"
 
     def run(self) -> None:
-        """Find the newest local checkpoint, then try to fetch a newer one until that is settled. A failure is stored in
-        ``failure``, except a ``CheckpointError`` of the local search: the ranks report that."""
+        """Find the newest local checkpoint, then call ``_try_fetch`` until it is done or the fetch is stopped. A failure is
+        stored in ``failure``, except a ``CheckpointError`` of the local search, which the ranks report."""
         try:
             launch = self._launch
             local = newest_local(

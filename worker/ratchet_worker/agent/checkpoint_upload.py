@@ -111,7 +111,8 @@ class Uploader:
             self._thread.join(0.5)
 
     def _missing(self) -> list[str]:
-        """Return the names of committed checkpoints not known to be in the store, or one general text."""
+        """Return the names of committed checkpoints that are not known to be in the store. If they cannot be determined,
+        return one general text instead."""
         with suppress(CheckpointError, OSError):
             return self._open_mirror().pending()
         return ["any committed checkpoint"]
@@ -176,8 +177,8 @@ class Uploader:
             self._messages.report_uploaded(self._pending_repeats.pop(0)[1])
 
     def _report_failure(self, error: Exception) -> None:
-        """Count a failure of a whole round. Report it unless the last report was recent and of the same kind, and no round has
-        succeeded since."""
+        """Count a failure of a whole round, and report it. A failure of the same kind as the last one reported is not reported
+        again for a while, unless a round has succeeded since."""
         text = error.detail if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         code = getattr(error, "code", type(error).__name__)
         self._failures += 1

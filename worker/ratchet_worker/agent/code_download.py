@@ -1,5 +1,5 @@
-"""Fetches the job's code, and the file of ``start_from``, from the service by digest, on a node that lacks them. For code that
-lies on the nodes, computes the digest."""
+"""Fetches the job's code, and the file of ``start_from``, from the service by digest, on a node that lacks them. With
+``code.source: nodes``, each node has the code already; then only its digest is computed."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class _Wanted(NamedTuple):
 
 
 def download_code(launch: LaunchFile, wait_until: WaitUntil, raise_if_over: Callable[[], None]) -> str | None:
-    """Fetch the job's code, and the file of ``start_from``, if this node lacks them. Blocks. Returns the digest of code that lies
-    on the nodes, else None. Raises ``NotStarted``, or ``UserError`` for wrong code on this node."""
+    """Fetch the job's code, and the file of ``start_from``, if this node lacks them. Blocks. Returns the digest of this node's
+    code if ``code.source`` is ``nodes``, else None. Raises ``NotStarted``, or ``UserError`` if this node's code is missing or
+    unusable."""
     resolved, wanted = launch.resolved, []
     if launch.code_dir is not None and resolved.code_digest is not None:
         wanted.append(_Wanted(resolved.code_digest, Path(launch.code_dir), False))

@@ -37,7 +37,8 @@ class Learner:
         self._trained_since, self._trained = now, 0.0
 
     def record_stage_entry(self, rank: int, stage: Stage) -> None:
-        """Count that ``rank`` has entered ``stage``: silences of its first visit are not learned from, except in training."""
+        """Record that ``rank`` has entered ``stage``. Silences of a rank's first visit to a stage are not learned from, except
+        in training."""
         self._visits[rank, stage] = self._visits.get((rank, stage), 0) + 1
 
     def record_progress(self, rank: int, stage: Stage, silence: float, now: float) -> None:
@@ -87,8 +88,8 @@ _PAUSE_SECONDS: Final = 5.0  # seconds; a longer pause between two polls means t
 
 
 class Stuck(NamedTuple):
-    """Ranks that make no progress, the longest silent one first. ``halted``: a signal or a debugger stopped them; ``since``: last
-    progress of the first one (monotonic seconds)."""
+    """Ranks that make no progress, the longest silent one first. ``halted``: whether a signal or a debugger has stopped them.
+    ``since``: time of the last progress of the first rank, in monotonic seconds."""
 
     ranks: tuple[int, ...]
     message: str
@@ -170,8 +171,8 @@ class Watch:
         self._progress_at[rank] = now
 
     def _excuse(self, places: list[tuple[int, int]], moved: Mapping[int, Reading], now: float) -> None:
-        """Restart the deadline of each silent rank that may wait for one that makes progress. ``places``: positions before this
-        progress; ``moved``: new readings on this node."""
+        """Restart the deadline of each silent rank of this node that may wait for a rank that makes progress. ``places``:
+        positions of the ranks that make progress, before this progress. ``moved``: the new readings of this node's ranks."""
         if not places:
             return
         least = min(places)
@@ -211,8 +212,9 @@ class Watch:
         return self._readings[rank].stage is Stage.UNMANAGED
 
     def find_stuck(self, live: Iterable[int], is_halted: Callable[[int], bool], now: float) -> Stuck | None:
-        """Return the stuck ranks among ``live``: all halted ones, else the late ones furthest behind. None if no rank has missed
-        its deadline. Unmanaged ranks do not count."""
+        """Return the stuck ranks among ``live`` if any of them has missed its deadline, else None. The stuck ranks are all
+        halted ones; if none is halted, they are the furthest behind of those that missed their deadline. Unmanaged ranks do
+        not count."""
         live = sorted(rank for rank in live if not self._is_unmanaged(rank))
         if not self.ready:
             late = [r for r in live if not _is_ready(self._readings[r])]

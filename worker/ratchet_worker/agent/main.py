@@ -255,7 +255,8 @@ class _Attempt:
         )
 
     def _base(self) -> Base | None:
-        """The checkpoint that the attempt has started from, as the ranks have recorded it; None if they have recorded none."""
+        """What the attempt has started from, as the ranks have recorded it: a checkpoint, or step 0 for a start from scratch.
+        None if no record can be read."""
         try:
             return Base.model_validate_json(self._paths.base_file.read_bytes())
         except (OSError, ValidationError):

@@ -77,8 +77,9 @@ def _address(pointer: int | None) -> str | None:
 def find_node_address(
     interface: str | None, launcher_address: str | None, service_address: Callable[[], tuple[str, int]]
 ) -> Place:
-    """Return the address at which other nodes reach this node: of ``interface``, else ``launcher_address``, else that of the
-    route to the service. Raises ``NoAddress``, ``OSError``, and what ``service_address`` raises."""
+    """Return the address at which other nodes reach this node, and its interface. The address is that of ``interface``, if
+    given, else ``launcher_address``. Without both, it is the local address of the route to the service. Raises ``NoAddress``,
+    ``OSError``, and what ``service_address`` raises."""
     here = interfaces()
     if interface is not None:
         if interface not in here:

@@ -68,9 +68,9 @@ class SupervisedRank:
 def write_stacks(
     ranks: Sequence[SupervisedRank], why: str, timeout: float, kill: Callable[[Sequence[SupervisedRank]], None]
 ) -> str:
-    """Mark each of ``ranks`` as killed, and have it write the stacks of its threads to its log under a heading with ``why``.
-    Halted ranks write last, after ``kill`` of the others. Returns the end of a message: which ranks wrote none; empty if all
-    did."""
+    """Have each of ``ranks`` write the stacks of its threads to its log, under a heading with ``why``. All of them are marked
+    as killed. Halted ranks write last, after ``kill`` was called for the others. Returns text to append to a message, which
+    names the ranks that wrote no stacks; empty if all wrote them."""
     for rank in ranks:
         rank.killed = True  # the signal itself ends a rank that has no handler yet
     halted = [rank for rank in ranks if rank.is_halted]
@@ -85,9 +85,9 @@ def write_stacks(
 
 
 def abort_groups(ranks: Sequence[SupervisedRank], why: str, timeout: float, wait: Callable[[float], None]) -> str:
-    """Mark as killed each of ``ranks`` that is neither halted nor exiting, and have it abort its communicators. Blocks for about
-    ``timeout`` seconds at most, by ``wait``. Returns a phrase on which have aborted and which not; may be empty. ``why``: for
-    their logs."""
+    """Have each of ``ranks`` abort its communicators, and mark it as killed. Ranks that are halted or exiting are left out.
+    Blocks for about ``timeout`` seconds at most, by calls of ``wait``. Returns a phrase on which ranks have aborted and which
+    have not; it may be empty. ``why``: the reason, for the ranks' logs."""
     asked = [rank for rank in ranks if not rank.is_halted and not procfs.is_exiting(rank.process.pid)]
     for rank in asked:
         rank.killed = True

@@ -36,8 +36,8 @@ class RankProcess(Protocol):
     def pid(self) -> int: ...
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the process has ended, perhaps before. It may change: call this before
-        each wait."""
+        """Return a descriptor that becomes readable when the process has ended, and perhaps earlier. The descriptor may
+        change: call this before each wait."""
 
     def exit_code(self) -> int | None:
         """The exit code: None while the process runs, ``-signal`` if a signal ended it. Does not reap the process."""

@@ -27,8 +27,8 @@ class WaitUntil(Protocol):
 
 
 class Rendezvous(NamedTuple):
-    """The address of the store through which the ranks meet. ``interface``: this node's; ``listener``: the store's listening
-    socket, on node 0 only."""
+    """The address of the rendezvous store, through which the ranks meet. ``interface``: this node's network interface.
+    ``listener``: the store's listening socket; None on all nodes but node 0."""
 
     host: str
     port: int

@@ -173,8 +173,8 @@ class ReportSender:
         return 0.0 if moved and more else self._period
 
     def _can_skip_report(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
-        """True, and one period less to wait, if this period's report is skipped: it has nothing but figures, such as metrics, and
-        these still wait."""
+        """Return True if this period's report can be skipped, and count the period. Only a report of normal training that has
+        nothing but figures, such as metrics, is skipped, as long as such reports must wait."""
         busy = (
             self._deadline is not None
             or self._failures
@@ -231,8 +231,9 @@ class ReportSender:
 
 
 def periods_to_wait(response_seconds: float, period: float, stop_grace: float, requested_seconds: float = 0.0) -> int:
-    """Return the number of periods, at least one, that a report with figures alone waits after a response. ``stop_grace``
-    (seconds) bounds the wait."""
+    """Return how many periods, at least one, a report with nothing but figures waits after a response. ``response_seconds``:
+    the time that the response took. ``requested_seconds``: the wait that the service requested. ``stop_grace`` (seconds):
+    limits the wait."""
     slow = min(_MAX_SLOW_PERIODS, int(_RESPONSE_TIME_FACTOR * response_seconds / period))
     most = int(max_control_delay(stop_grace) / period)
     return max(1, min(most, max(slow, int(requested_seconds / period))))

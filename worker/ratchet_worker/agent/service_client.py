@@ -196,8 +196,8 @@ class ServiceLink:
         raise unreachable
 
     def _record_denial(self, what: str) -> None:
-        """Record that the service does not know the job or its token. Raises ``Fenced`` after repeated denials, ``Unreachable``
-        if no service is known."""
+        """Record that the service does not know the job or its token. Raises ``Fenced`` after repeated denials by the
+        attempt's own service; those of other services do not count. Raises ``Unreachable`` if no service is known."""
         now = time.monotonic()
         # while the attempt's own service is down, another one may have taken its port
         self._denied_at = [*self._denied_at, now] if self._is_own_service() else []

@@ -275,8 +275,9 @@ class Supervisor:
                 self._abort_and_kill([rank], "it has written its result and does not exit")
 
     def _end_hang(self, now: float) -> bool:
-        """Kill the ranks, after they have written their stacks, if some are stuck beyond their deadline; return True then. With
-        several nodes, this may wait ``_PEER_TIMEOUT`` longer."""
+        """If ranks are stuck beyond their deadline, have the live ranks write their stacks, kill them, and return True.
+        Otherwise return False. With several nodes, ranks that are not halted must be stuck for another ``_PEER_TIMEOUT``
+        seconds before that."""
         waited_for = [n for n, r in self._ranks.items() if r.live and r.result_seen_at is None]
         stuck = self._watch.find_stuck(waited_for, self._is_stopped, now)
         if stuck is None:
@@ -321,8 +322,8 @@ class Supervisor:
         self._kill_live("no agreed stop")
 
     def _write_stacks(self, why: str) -> str:
-        """Have each live rank write its stacks to its log; return the end of a message about this. If ranks are halted, the
-        others are killed."""
+        """Have each live rank write its stacks to its log, and return text about this to append to a message. If some ranks
+        are halted, the others are killed."""
         live = [rank for rank in self._ranks.values() if rank.live]
         told = write_stacks(live, why, self._timing.stacks, lambda ranks: self._abort_and_kill(ranks, why))
         return f"; the stacks of all threads are in the ranks' logs ({self._logs_command}){told}"

@@ -1,5 +1,5 @@
-"""The working directory of a job's ranks: a writable copy of the code, kept over all attempts. Other code replaces the files that
-the job has not changed. Modules are imported from the code itself, not from this copy."""
+"""The working directory of a job's ranks: a writable copy of the code, kept over all attempts. If the job gets other code,
+files that the job has not changed are replaced. Modules are imported from the code itself, not from this copy."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ _OTHER: Final = "other"
 
 @dataclass(frozen=True)
 class CopiedCode:
-    """The content of ``work.json``: digest of the copied code, and the form of each copied file by path. ``begun``: forms that an
-    interrupted update may have made; ``left``: files not copied, since the job had its own."""
+    """The content of ``work.json``. ``digest``: digest of the copied code. ``files``: by path, the form of each copied file,
+    which is text on its content and type (``_form``). ``begun``: forms that an interrupted update may have made. ``left``:
+    files that were not copied, since the job had its own version of them."""
 
     digest: str | None = None
     files: dict[str, str] = field(default_factory=dict)
@@ -39,9 +40,10 @@ class CopiedCode:
 
 
 def prepare(code: Path | None, work: Path, digest: str | None = None, *, node: int = 0) -> list[str]:
-    """Create ``work`` as a copy of ``code`` (None: empty), or update it, usually because the code's ``digest`` has changed (None:
-    no update). ``node``: the caller's, since another node that shares the disk may do the same at this time. Returns the files
-    that an update to other code left, because the job has changed them. Raises ``OSError`` or ``TreeError``."""
+    """Create ``work`` as a copy of ``code``, or update ``work`` if it exists. ``code`` None: ``work`` is created empty, and
+    never updated. ``digest``: the code's digest; usually an update is only made if it has changed; None: no update. ``node``:
+    number of the caller's node, since other nodes that share the disk may do the same at this time. Returns the files that an
+    update to other code did not replace, because the job has changed them. Raises ``OSError`` or ``TreeError``."""
     prefix = f".work-{node}-"
     if work.is_dir():
         return [] if code is None else _update(code, work, digest, prefix)
@@ -80,8 +82,8 @@ def _remove_leftovers(work: Path, prefix: str) -> None:
 
 
 def _update(code: Path, work: Path, digest: str | None, prefix: str) -> list[str]:
-    """Update ``work`` to ``code``, except files that the job has changed. Returns those of them that the new code has changed
-    too. A file that the job has deleted is copied if the new code has changed it."""
+    """Update ``work`` to ``code``, except files that the job has changed. Returns the files that both the job and the new code
+    have changed. A file that the job has deleted is copied if the new code has changed it."""
     copied = _read_record(work)
     same = copied.digest == digest
     if digest is None or (same and not copied.begun and all(_form_in(work, p) is not None for p in copied.left)):

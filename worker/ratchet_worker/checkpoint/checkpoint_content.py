@@ -19,8 +19,9 @@ from ratchet_worker.state.snapshot import Sizes, Snapshot, Tensors
 
 @dataclass
 class Content:
-    """What one rank saves. ``parts``: number of parts in which the shared tensors are compared; ``norm_of`` computes the norm of
-    the hook's residuals from copies; ``start``: facts about the model before its first step."""
+    """What one rank saves. ``parts``: number of parts into which the shared tensors are divided to compare them between ranks.
+    ``norm_of``: computes the norm of the hook's residuals from copies of the tensors. ``start``: facts about the model before
+    its first step."""
 
     snapshot: Snapshot
     layout: list[list[str]] | None
@@ -36,7 +37,7 @@ class Content:
 
 
 class Contents:
-    """Makes one rank's ``Content`` after each step that is saved, and keeps what seldom changes for the next one."""
+    """Makes one rank's ``Content`` for each save. Parts of it that seldom change are kept for the next save."""
 
     def __init__(self, state: JobState, rank: int, world_size: int) -> None:
         self._state, self._rank, self._world_size = state, rank, world_size
@@ -48,8 +49,9 @@ class Contents:
     def capture(
         self, step: int, total_steps: int | None, environment: Record, provenance: Record, data_digest: str | None
     ) -> Content:
-        """Return the content after ``step``; its tensors are live. ``environment``: this rank's facts; ``provenance``: further
-        entries of the manifest, not compared. All ranks must make the first call after a step. Raises as ``JobState.capture``."""
+        """Capture what this rank saves after ``step``; the tensors are live, not copied. ``environment``: facts about this
+        rank, for its state and the manifest. ``provenance``: further facts for the manifest, which are not compared. The first
+        call after a step may be a collective, so all ranks must make it. Raises as ``JobState.capture``."""
         _, hook = self._state.require_wrapped()
         layout = hook.layout()
         snapshot = self._state.capture()

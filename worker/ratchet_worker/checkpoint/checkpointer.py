@@ -93,9 +93,9 @@ class Checkpointer:
     def on_step_end(
         self, step: int, capture_step_tensors: Callable[[], tuple[Snapshot, int]], make_content: Callable[[], Content]
     ) -> None:
-        """Process a save that has ended, and begin one if due; call it after every step but the last. ``capture_step_tensors``
-        also returns the bytes of other state; ``make_content`` captures everything. May wait for the previous save. Raises
-        ``UserError``, and as ``drain``."""
+        """Process a save that has ended, and begin a save if one is due. Call it after every step but the last.
+        ``capture_step_tensors``: returns parameters and optimizer state, and the approximate bytes of other state.
+        ``make_content``: captures everything. May wait for the previous save. Raises ``UserError``, and as ``drain``."""
         self._process_result()
         if self._schedule is not None:
             self._schedule.record_step(self._save is not None, self._stall_seconds)
@@ -129,9 +129,9 @@ class Checkpointer:
     # --- acting together -----------------------------------------------------------------------------------------------
 
     def begin_save(self, step: int, reason: Reason, make_content: Callable[[], Content]) -> None:
-        """Begin to save ``step``, after the previous save has ended; waits until the state is copied, unless that may happen
-        concurrently. Begins none after too many failures. Raises ``UserError`` for some state that cannot be stored, and as
-        ``drain``."""
+        """Wait for the previous save to end, then begin to save ``step``. Waits until the state is copied, unless it may be
+        copied during the next step. Begins no save after too many failures. Raises ``UserError`` for some state that cannot be
+        stored, and as ``drain``."""
         self.drain()
         if self._given_up_at:  # the same on all ranks: the stop that follows from it is being agreed on
             return
@@ -148,9 +148,10 @@ class Checkpointer:
         make_content: Callable[[], Content],
         remaining_seconds: float | None = None,
     ) -> Outcome:
-        """Save ``step`` on every rank, wait until that has ended, and return the outcome, the same on all ranks. ``finished``:
-        the job ends here; a failed save is repeated. ``remaining_seconds``: a stop's save that is expected to take longer is not
-        begun. Raises ``CheckpointError`` after too many failures, ``UserError``, and as ``drain``."""
+        """Save ``step`` on every rank, wait until the save has ended, and return the outcome, which is the same on all ranks.
+        ``finished``: the job ends here, so a failed save is repeated. ``remaining_seconds``: for a save at a stop, the seconds
+        that are left; a save that is expected to take longer is not begun. Raises ``CheckpointError`` after too many failures,
+        ``UserError``, and as ``drain``."""
         self._counter.enter_stage(Stage.CHECKPOINTING)
         self.drain()
         if self._given_up_at:
@@ -297,8 +298,8 @@ class Checkpointer:
             save.drained_since = None
 
     def _process_result(self) -> int:
-        """Process the save in progress if it has ended; return the number of failed saves in a row, else 0. Raises the saving
-        thread's error, or ``UserError`` if the ranks have ended at, or saved, different steps."""
+        """If the save in progress has ended, process it and return the number of failed saves in a row. Otherwise return 0.
+        Raises the saving thread's error, or ``UserError`` if the ranks have ended at, or saved, different steps."""
         save = self._save
         if save is None or not save.done.is_set():
             return 0

@@ -25,7 +25,8 @@ class StagingBuffer:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate ``nbytes`` for the first save, and their pages as long as no save takes the buffer. Raises ``MemoryError``."""
+        """Allocate ``nbytes`` for the first save, and touch their pages until a save takes the buffer. Does nothing if a save
+        has taken the buffer before. Raises ``MemoryError``."""
         with self._lock:
             if not self._acquired:
                 self._ensure_size(nbytes)

@@ -59,7 +59,8 @@ class Listed(Sequence[Source]):
 
 
 class Sources(NamedTuple):
-    """Sources of one capture. Two ``Sources`` with the same ``layout_key`` object have the same layout; None: not known."""
+    """The sources of one capture. ``layout_key``: if two ``Sources`` have the same object, they have the same layout; None:
+    this is not known."""
 
     entries: Sequence[Source]
     layout_key: object = None

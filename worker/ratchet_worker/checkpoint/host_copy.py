@@ -40,8 +40,8 @@ longer."""
 
 
 class Staging:
-    """The host buffer of one rank. ``stage`` begins a copy of live tensors into it, one at a time. ``cores``: processor cores of
-    this rank."""
+    """The host buffer of one rank, into which ``stage`` copies live tensors. The buffer has the copies of one save at a time.
+    ``cores``: number of processor cores of this rank."""
 
     def __init__(self, device: torch.device, cores: int = 1) -> None:
         self._cores = cores
@@ -151,8 +151,8 @@ class _Place(NamedTuple):
 
 
 class Staged:
-    """Copies in progress of one save, made kind by kind (``Until``). ``error``: set if a tensor has changed too early or could
-    not be copied."""
+    """The copies of one save, perhaps still in progress. They are made kind by kind; the kind (``Until``) is how long a tensor
+    stays unchanged. ``error``: set if a tensor has changed too early or could not be copied."""
 
     def __init__(
         self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int, reader: SafeReader

@@ -68,7 +68,8 @@ class LateChanges:
             return self._state.capture()
 
     def _harmless_components(self) -> set[str]:
-        """Return the components whose changes have no effect: buffers that DDP replaces by rank 0's before each forward pass."""
+        """Return the components whose changes on this rank have no effect. These are the buffers if DDP replaces them by rank
+        0's before each forward pass; otherwise there are none."""
         ddp = self._state.require_wrapped()[0]
         return {"buffers"} if ddp.broadcast_buffers and self._state.rank != 0 else set()
 
@@ -100,14 +101,15 @@ def unfinished_body_message(step: int, attempt: int) -> str:
 
 
 def _marks(snapshot: Snapshot) -> dict[str, Any]:
-    """Return, by name, a value for each tensor of ``snapshot``, to detect later changes of the tensor."""
+    """Return a mark for each tensor of ``snapshot``, by name. If a later mark differs, the tensor seems to have changed."""
     tensors: Mapping[str, torch.Tensor] = snapshot.shared
     found = {name: (address(tensor), _mark(tensor)) for name, tensor in tensors.items()}
     return {**found, **{name: _mark(tensor) for name, tensor in snapshot.private.items()}}
 
 
 def _mark(tensor: torch.Tensor) -> Any:
-    """Return a value to detect later changes of the tensor: with a digest, or with torch's count of in-place changes."""
+    """Return a value that usually differs after a change of the tensor. For a small CPU tensor it has a digest, otherwise
+    torch's count of in-place changes."""
     if tensor.is_cpu and tensor.nbytes <= SMALL:
         return _digest(tensor)
     return tensor.shape, tensor.dtype, version_of(tensor)

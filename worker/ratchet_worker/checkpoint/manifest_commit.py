@@ -58,8 +58,8 @@ in ``error`` yet. ``failures``: in a row."""
 
 
 class Committer:
-    """Commits the checkpoints of one attempt, on rank 0. ``last``: the newest committed one, or else what the attempt started
-    from."""
+    """Commits the checkpoints of one attempt, on rank 0. ``last``: the newest checkpoint that this attempt has committed;
+    before its first commit, what the attempt started from."""
 
     def __init__(self, launch: LaunchFile, exchange: Exchange, reporter: Reporter, base: Base) -> None:
         self._launch, self._exchange, self._reporter = launch, exchange, reporter
@@ -231,8 +231,9 @@ class _Listings:
 
 
 def write_progress(directory: Path) -> tuple[int, int]:
-    """Return two numbers that show a save's progress in ``directory``: the first (sizes of its files, and bytes allocated for
-    them) grows, or the second (pages not on the disk yet) shrinks. Both are 0 after an error."""
+    """Return two numbers that show whether a save in ``directory`` makes progress. The first is the sizes of its files plus
+    the bytes allocated for them; it grows. The second is the number of pages that are not on the disk yet; it shrinks during a
+    sync. Both are 0 after an error."""
     try:
         paths = list(directory.iterdir())
         found = [path.stat() for path in paths]

@@ -30,8 +30,8 @@ from ratchet_worker.state.live_memory import SafeReader
 
 
 class Disk:
-    """Detects that ``directory`` is on another file system than when this object was created (after an error there: first
-    checked), for example after ``umount -l``."""
+    """Detects that ``directory`` has moved to another file system, for example after ``umount -l``. The file system is
+    recorded when this object is created or, after an error, at the first successful check."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -113,9 +113,9 @@ class RankPart:
         return self._job.checkpoint(save.order.step, self._attempt)
 
     def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
-        """Finish the copy, write this rank's file, and compute digests for comparing replicas. Returns the report for rank 0
-        (only ``save.error`` if set), and the rank's tensors as JSON text. Blocks until the file is on the disk. Raises any error
-        of these."""
+        """Finish the copy, write this rank's file, and compute digests for comparing replicas. Returns this rank's report for
+        rank 0, and the list of its tensors as JSON text. If ``save`` has nothing to write, the report has only ``save.error``,
+        and the text is empty. Blocks until the file is on the disk. Raises any error of these steps."""
         content, staged = save.content, save.staged
         if content is None or staged is None:
             return {"error": save.error}, ""
@@ -175,8 +175,8 @@ class RankPart:
     def _compare_and_summarize(
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
     ) -> _Looked:
-        """Return ``digests``, or if None new digests of the parts that other ranks write, and the hook's summary. Releases a loop
-        that waits for the live tensors."""
+        """Return digests of the parts that other ranks write, and the hook's summary. ``digests``: those computed before; None:
+        compute them now. Sets ``save.released`` when no live tensor is needed any more, also after an error."""
         try:
             digests = self._compare(save, content) if digests is None else digests
         finally:
@@ -184,8 +184,8 @@ class RankPart:
         return _Looked(digests, self._summary(content, staged))
 
     def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:
-        """Return digests, by part, of parts that other ranks write, from the live tensors; only of some if
-        ``save.is_hurried``."""
+        """Return digests of the parts that other ranks write, by part number, computed from the live tensors. Some parts may be
+        left out if ``save.is_hurried``."""
         if not content.parts:
             return {}
         sizes = content.snapshot.sizes()
@@ -196,7 +196,8 @@ class RankPart:
             )  # fmt: skip
 
     def _own_parts(self, content: Content, staged: Staged) -> _Own:
-        """Return the parts that this rank writes; the previous object if layout and plan are the same objects."""
+        """Return the parts that this rank writes. The result is the same object as before while layout and plan are the same
+        objects."""
         rank, world, parts, plan = self._rank, self._world_size, content.parts, self._plan(content)
         if self._own is None or self._own.layout_key is not staged.layout_key or self._own.plan is not plan:
             own = plan[rank * parts // world : (rank + 1) * parts // world]

@@ -58,7 +58,7 @@ _BUILT_IN_COMPONENTS: Final = frozenset({
 
 
 def _describe_unsaved(names: Sequence[str]) -> str:
-    """Return a text, with advice, on ``Changes.unsaved``, which is not empty."""
+    """Return a message about changes that cannot be saved, with advice. ``names``: ``Changes.unsaved``, not empty."""
     *changed, last = names
     if not last.startswith(NOT_VISITED):
         return f"{', '.join(names[:5])} changed in training and cannot be saved. {_advice(names[0])}"
@@ -109,8 +109,8 @@ class JobState:
         self._walk = None
 
     def register(self, component: str, item: Any) -> None:
-        """Add one object under a component's name, ``data`` for the training data. Raises ``UserError`` for an unusable name or
-        object."""
+        """Register ``item`` under the name ``component``. The name ``data`` is for the training data. Raises ``UserError`` for an
+        unusable name or object."""
         if not component or "/" in component:
             raise UserError(
                 f"{component!r} is not a valid name of a registered object: it must not be empty or have a slash"
@@ -160,10 +160,11 @@ class JobState:
     # --- capture -------------------------------------------------------------------------------------------------------
 
     def capture(self) -> Snapshot:
-        """Return this rank's state as views of live tensors; ``Snapshot.until`` says how long each stays unchanged. Contains the
-        copy of ``on_evaluation_begin``, if any. The first call after a step may be a collective, so all ranks must make it.
-        Raises ``HookStateError``, ``StateError`` or ``UserError`` for state that cannot be stored, ``UserError`` as
-        ``check_parameters_unchanged``, ``RuntimeError`` inside a backward pass."""
+        """Return this rank's state as views of live tensors; ``Snapshot.until`` says how long each stays unchanged. From
+        ``on_evaluation_begin`` until ``on_step_begin``, part of the state is the copy made at the evaluation's begin. The first
+        call after a step may be a collective, so all ranks must make it. Raises ``HookStateError``, ``StateError`` or
+        ``UserError`` for state that cannot be stored, ``UserError`` for changed parameters (``check_parameters_unchanged``), and
+        ``RuntimeError`` inside a backward pass."""
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
         out = Snapshot()
@@ -197,8 +198,8 @@ class JobState:
         return out
 
     def on_evaluation_begin(self) -> None:
-        """Copy the state of ``_capture_own``, which an evaluation may change, unless there is a copy. Saves until
-        ``on_step_begin`` contain the copy, since a resume from them evaluates again."""
+        """Copy the state that ``_capture_own`` returns, since an evaluation may change it. Does nothing if there is a copy
+        already. Saves until ``on_step_begin`` contain the copy, because a job that resumes from them evaluates again."""
         if self._before_evaluation is None:
             own = self._capture_own()
             own.private = {name: tensor.detach().clone() for name, tensor in own.private.items()}
@@ -232,8 +233,8 @@ class JobState:
         self.hidden.begin(self._roots())
 
     def note_built(self, *, undo: bool) -> None:
-        """Note the registered objects as the script has built them. Call it before hooks of the script run. ``undo``: copy
-        contents, to undo changes before ``begin``."""
+        """Note the registered objects as the script has built them; later changes are found by comparison. Call it before hooks
+        of the script run. ``undo``: also copy contents, so that changes before ``begin`` can be undone."""
         self.hidden.note_built(self._roots(), undo=undo)
 
     def _roots(self) -> Roots:
@@ -274,7 +275,8 @@ class JobState:
         out.add(_HIDDEN, {"stored": changes.stored, "made": changes.made_before_begin, **told})
 
     def _updated_walk(self, module: nn.Module) -> Walk:
-        """Return the walk of ``module`` as it is now, perhaps the earlier object (``Walk.updated``)."""
+        """Return a walk of ``module`` as it is now. This is the previous walk if the module is known to have the same parts,
+        parameters and buffers."""
         self._walk = (self._walk or Walk(module)).updated()
         return self._walk
 
@@ -295,7 +297,8 @@ class JobState:
         return self.capture_step_tensors(), buffers + int(residuals) * parameters * 5 // 4 + (1 << 20)
 
     def shared_digests(self, parts: int, threads: int) -> list[str]:
-        """Return one digest per part of the tensors that are equal on all ranks, cut as in a checkpoint made now."""
+        """Divide the tensors that are equal on all ranks into parts, as a checkpoint made now would, and return one digest per
+        part."""
         out = self.capture_step_tensors()
         plan = replica_digests.plan_parts(out.sizes(), parts) if out.shared else []
 
@@ -320,9 +323,10 @@ class JobState:
     def restore_resized(
         self, own: Snapshot, old: Sequence[Snapshot], seed: int, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore, as far as possible, what a group of ``len(old)`` ranks has saved; return the reports. ``own``: the state of
-        the old rank whose private state this rank takes; ``old``: data and hook of all old ranks. Of the generators, only the
-        process's own (torch, numpy, ``random``) are seeded, from ``seed`` and the rank. Raises as ``restore``."""
+        """Restore, as far as possible, the state that a group of ``len(old)`` ranks has saved; return the reports. ``own``: the
+        state of the old rank whose private state this rank takes. ``old``: states of all old ranks, of which only data and hook
+        are used. The process-wide generators (torch, numpy, ``random``) are seeded from ``seed`` and the rank; no other generator
+        is seeded. Raises as ``restore``."""
         reason = f"the group had {pluralize(len(old), 'rank')}; this is the state of one of them"
         reports = self._restore_common(own, "redistributed", reason, transfer)
         if self.data is not None and "data" in own.state:
@@ -335,8 +339,8 @@ class JobState:
     def _restore_common(
         self, saved: Snapshot, status: ComponentStatus, reason: str | None, transfer: StateTransfer
     ) -> list[ComponentReport]:
-        """Restore everything but data, hook and process-wide generators; return the reports. ``status`` and ``reason``: for exact
-        reports on state that each rank has for itself."""
+        """Restore everything except data, hook and process-wide generators; return the reports. ``status`` and ``reason`` replace
+        those of an ``exact`` report if each rank has its own state of the component."""
         ddp = self.require_wrapped()[0]
         module = ddp.module
         if _DDP in saved.state:  # older checkpoints have none
@@ -376,7 +380,8 @@ class JobState:
         return reports if found["stored"] else []
 
     def _adapt_to_averaging(self, report: ComponentReport, transfer: StateTransfer) -> ComponentReport:
-        """Return ``report``, changed if its component was averaged, or kept per rank, when several replicas became one."""
+        """Return ``report``. Its status or reason is changed if ``transfer`` says that the component was averaged, or kept per
+        rank."""
         component = report.component
         if component in transfer.averaged:
             return self._report(component, "redistributed", transfer.averaged[component])
@@ -426,8 +431,9 @@ class JobState:
     def _restore_data(
         self, load: Callable[[TrainData], None], generators: dict[str, Any] | None = None
     ) -> ComponentReport:
-        """Restore the position in the data by ``load`` and, if the data are exact, their own ``generators``. The report is
-        ``not-exact`` if either could not be restored exactly."""
+        """Restore the position in the data by ``load``, and return the report. ``generators``: states of the generators that the
+        data hold; they are restored only if the data are exact. The report is ``not-exact`` if position or generators could not
+        be restored exactly."""
         assert self.data is not None
         data: TrainData = self.data
         lost: list[str] = []
@@ -441,8 +447,9 @@ class JobState:
         return self._report("data", "not-exact" if lost else "exact", "; ".join(lost) or None)
 
     def _resize_data(self, states: list[Any], ranks: int) -> ComponentReport:
-        """Continue the data after a change of the number of ranks; return the report. ``states``: those of all old ranks. Data
-        without ``load_resized`` are reported as reset: they begin at their initial position, or their epoch again."""
+        """Continue the data after a change of the number of ranks; return the report. ``states``: the data's states on all old
+        ranks. Data without ``load_resized`` are reported as reset. A loader (``SamplerPosition``, ``StreamPosition``) then begins
+        its epoch again; other data begin at their initial position."""
         assert self.data is not None
         load: Any = getattr(self.data, "load_resized", None)
         if load is None:

@@ -17,8 +17,9 @@ from ratchet_worker.state.snapshot import Until
 
 @dataclass
 class Save:
-    """One save on one rank; the saving thread fills in the result. ``content`` and ``staged``: None if there is nothing to write,
-    because of ``error``. ``thorough``: training waits for the save. ``verdict``: set once ``done``, unless ``failure`` is."""
+    """One save on one rank; the saving thread fills in the result. ``error``: why there is nothing to write, else None.
+    ``content``, ``staged``: what to write, and its copies; None after an ``error``. ``thorough``: training waits for the save.
+    ``verdict``: the result, valid once ``done`` is set, if ``failure`` is None."""
 
     order: Order
     content: Content | None
@@ -56,14 +57,14 @@ class Save:
 
     @property
     def stall(self) -> float:
-        """Seconds that capturing and waiting for copies have held up the loop until now, a wait in progress included, also one
-        for the end of the save."""
+        """Seconds for which this save has held up the loop until now, by capturing state and by waits for copies. A wait that is
+        in progress counts, also one for the end of the save."""
         seconds, since = self.stall_state
         return seconds + sum(time.perf_counter() - begun for begun in (since, self.drained_since) if begun is not None)
 
     def wait_until_copied(self, until: Until) -> float:
-        """Wait until tensors of the kind ``until`` are copied and may change, or the save has given up; return the seconds.
-        ``Until.STEP`` includes ``Until.BACKWARD``."""
+        """Wait until tensors of the kind ``until`` are copied and may change, or until the save has given up. Returns how many
+        seconds this took. ``Until.STEP`` includes ``Until.BACKWARD``."""
         if self.staged is None or self.done.is_set():
             return 0.0
         before, begun = self.stall_state[0], time.perf_counter()

@@ -29,8 +29,8 @@ MAX_FAILURES: Final = 3
 
 
 class Saver:
-    """The saving thread, which the constructor starts. ``give_up``: called in it, on rank 0, after too many failed saves in a
-    row."""
+    """The thread that makes one rank's saves; the constructor starts it. ``give_up``: called in this thread, on rank 0, after too
+    many failed saves in a row."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class Saver:
             del work  # and the state that it holds, which must not stay in memory until the next save
 
     def _save(self, save: Save) -> bool:
-        """Do one save, and store the verdict in ``save``. True if older checkpoints are still being deleted. An error of this
-        rank's part only makes the verdict an error."""
+        """Do one save, and store the verdict in ``save``. Returns True if older checkpoints are still being deleted. An error in
+        this rank's part of the save is not raised: it becomes the error of the verdict."""
         order, rank = save.order, self._exchange.rank
         try:
             report, listing = self._part.write_part(save, self._reporter)
@@ -152,7 +152,7 @@ class Saver:
         return False
 
     def _delete_older(self, settled: Latch) -> None:
-        """Call ``Committer.retain``, then set ``settled``. Its error is raised by the next save, if any."""
+        """Call ``Committer.retain``, then set ``settled``. An error is kept, and the next save raises it, if there is one."""
         try:
             self._committer.retain()
         except BaseException as error:  # must reach the loop

@@ -1,5 +1,5 @@
-"""When to save: by steps, by time, or as often as a share of the training time allows. Unless the step alone decides, rank 0
-does, since a rank cannot know the others' clocks."""
+"""When to save: by steps, by time, or as often as a share of the training time allows. If the decision depends on more than the
+step, rank 0 makes it, since a rank cannot know the others' clocks."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _EARLY_SAVE_FACTOR: Final = 20  # a slower save is done after training for this 
 
 
 class Cost(NamedTuple):
-    """The seconds that one save has cost. ``stall``: the loop waited; ``slowdown``: concurrent steps took longer; ``total``:
-    begin to end."""
+    """What one save has cost, in seconds. ``stall``: how long the loop waited. ``slowdown``: how much longer concurrent steps
+    took. ``total``: the duration of the save."""
 
     stall: float
     slowdown: float
@@ -51,8 +51,9 @@ def early_due(spec: CheckpointSpec, step: int) -> float:
 
 
 class Schedule:
-    """Decides on rank 0 when to save, from steps and measured durations. ``interval``: steps between saves under ``every_steps:
-    auto``, None before a measurement; ``step``: where the attempt starts."""
+    """Decides on rank 0 when to save, from steps and measured durations. ``step``: the last step before the attempt starts.
+    ``interval``: steps between two saves under ``every_steps: auto``; None before a save was measured, and under other
+    settings."""
 
     def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec, self._clock = spec, clock
@@ -67,8 +68,8 @@ class Schedule:
         self.interval: int | None = None
 
     def record_step(self, saving: bool, stall: float) -> None:
-        """Record the duration of the step that ends now, without ``stall``, its seconds of waiting for a save. ``saving``: one
-        was in progress."""
+        """Record the duration of the step that ends now. ``stall``: seconds for which it waited for a save; they do not count.
+        ``saving``: whether a save was in progress."""
         before, self._last_boundary_at = self._last_boundary_at, self._clock()
         seconds = self._last_boundary_at - before - stall
         self._trained_seconds += seconds
@@ -78,8 +79,9 @@ class Schedule:
             self._slowdown += max(0.0, seconds - self._step_seconds())
 
     def record_save(self, stall: float, total: float, *, succeeded: bool = True, first: bool = False) -> None:
-        """Record a save that has ended. ``stall``: seconds that the loop waited; ``total``: its duration; ``first``: the save
-        before the first scheduled one, which does not affect the interval."""
+        """Record a save that has ended. ``stall``: seconds that the loop waited. ``total``: the save's duration in seconds.
+        ``first``: whether this is the early save before the first scheduled one, which does not affect the interval. A failed
+        save is not measured."""
         # the duration of a failed save may be a deadline, or no time at all
         if succeeded and first:
             self._first_seconds = total
@@ -105,8 +107,8 @@ class Schedule:
         return spec.every_seconds is not None and self._remaining_seconds() < self._step_seconds() / 2
 
     def next_early_check(self, step: int, seconds: float) -> int:
-        """Return the step at which to check again for the save before the first scheduled one, ``step`` itself if it is due.
-        ``seconds``: its expected duration."""
+        """Return ``step`` if the early save, before the first scheduled one, is due now; otherwise the step at which to check
+        again. ``seconds``: the expected duration of that save."""
         left = _EARLY_SAVE_FACTOR * seconds - self._trained_seconds
         if isinstance(self._spec.first, int) or seconds < _QUICK_SAVE_SECONDS or left < self._step_seconds() / 2:
             return step
@@ -148,8 +150,9 @@ class Schedule:
         return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed_interval(self) -> int | None:
-        """Return the steps between two saves at which saves cost at most about ``max_overhead`` of the time, at least a save's
-        duration and at most an hour; None: not measured yet."""
+        """Return the number of steps between two saves for ``every_steps: auto``; None without measurements. Saves then cost at
+        most about ``max_overhead`` of the time, and end before the next one begins. If that takes more than an hour, the interval
+        is an hour."""
         step = self._step_seconds()
         if not self._costs or step <= 0:
             return None
@@ -167,8 +170,8 @@ _REPORTED_WAIT_SECONDS: Final = 1.0  # seconds of waiting for the previous save 
 
 
 class Due:
-    """Decides whether a save is due at a step boundary, the same on all ranks. Attribute ``next``: the first step at which
-    something may be due. Argument ``early``: the job has no checkpoint yet."""
+    """Decides whether a save is due at a step boundary, the same on all ranks. ``next``: the first step at which a save may be
+    due. ``early``: a save before the first scheduled one is possible, since the attempt starts from no checkpoint of this job."""
 
     def __init__(
         self, spec: CheckpointSpec, exchange: Exchange, reporter: Reporter, step: int, *, early: bool = False
@@ -185,9 +188,10 @@ class Due:
     def reason_at(
         self, step: int, busy: bool, drain: Callable[[], object], expected_seconds: Callable[[], float | None]
     ) -> Reason | None:
-        """Return why ``step`` is saved, None if it is not, and update ``next``. Call it on all ranks, only from ``next`` on.
-        ``busy``: the previous save is in progress; ``drain`` waits for it. Raises ``UserError`` if rank 0's decision is for
-        another step, and as ``drain``."""
+        """Return why ``step`` is saved; None if it is not. Updates ``next``. All ranks must call it, and not before step
+        ``next``. ``busy``: whether the previous save is in progress. ``drain``: waits for that save; its errors are raised.
+        ``expected_seconds``: returns the expected duration of the save before the first scheduled one; None: do not make it.
+        Raises ``UserError`` if rank 0 is at another step."""
         plan: dict[str, Any] = {}
         early = step >= self._early
         if self.schedule is not None:
@@ -212,7 +216,8 @@ class Due:
         return self._exchange.broadcast(f"plan/{self._plans}", value)
 
     def on_save_begin(self) -> None:
-        """Note that a save begins. When all ranks have reported for it, they have read all broadcasts up to now."""
+        """Note that a save begins. Once all ranks have reported for this save, all of them have read the broadcasts made until
+        now."""
         self._plans_read = self._plans
 
     def on_save_success(self) -> None:
@@ -234,8 +239,8 @@ class Due:
         drain: Callable[[], object],
         expected_seconds: Callable[[], float | None],
     ) -> dict[str, Any]:
-        """Make rank 0's decision at ``step``, which may wait for the previous save, as values for JSON. ``save``: the reason or
-        None; ``due`` and ``early``: steps of the next checks, None for never."""
+        """Return rank 0's decision at ``step`` as a dict of JSON values. Key ``save``: the reason for a save, or None. Keys
+        ``due`` and ``early``: the steps of the next checks, None for never. May wait for the previous save."""
         due, early, reason = schedule.is_due(step), self._early, None
         if due:
             early = math.inf

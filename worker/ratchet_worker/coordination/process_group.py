@@ -22,8 +22,8 @@ from ratchet_worker.coordination.store_exchange import poll_until_present
 
 @dataclass(frozen=True)
 class Identity:
-    """The rank and world size of this process, and the address of the rendezvous store. ``store_fd``: inherited socket for the
-    store."""
+    """The rank and world size of this process, and the address of the rendezvous store. ``store_fd``: the inherited socket on
+    which rank 0 serves the store; None on other ranks, and if none was inherited."""
 
     rank: int
     local_rank: int

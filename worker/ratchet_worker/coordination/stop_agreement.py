@@ -39,8 +39,8 @@ class StopRequests:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do after the unit at position ``target``: stop for the cause ``stop``, or save and continue if that is
-    None."""
+    """What all ranks do after the unit at position ``target``. ``stop``: the cause for which they stop; None: they save and
+    continue."""
 
     round: int
     target: int
@@ -64,8 +64,9 @@ def decide(number: int, published: list[tuple[int, StopRequests]]) -> Decision:
 
 
 class Agreement:
-    """One rank's part of the agreement. Its side thread calls ``listen(seconds)``, which waits and returns all requests so far,
-    and ``on_idle`` with a decision made before any rank started a unit."""
+    """One rank's part of the agreement, with a side thread. ``listen(seconds)``: waits, and returns all requests that this rank
+    has received so far. ``on_idle``: called with a decision that was made before any rank started a unit. The side thread makes
+    both calls."""
 
     def __init__(
         self,
@@ -120,8 +121,8 @@ class Agreement:
     # --- main thread ---------------------------------------------------------------------------------------------------
 
     def begin(self, unit: int) -> Decision | None:
-        """Record that this rank starts ``unit`` and return None; or return a decision with an earlier target, and do not start.
-        May block. Raises the side thread's error."""
+        """Record that this rank starts ``unit``, and return None. If a decision has an earlier target, return that decision
+        instead: ``unit`` must not be started. May block. Raises the side thread's error."""
         with self._condition:
             while unit > self._limit and self._decision is None and self._error is None:
                 self._condition.wait()

@@ -48,8 +48,8 @@ class Listener:
         self.abort.start()
 
     def install_signal_handlers(self) -> Callable[[], None]:
-        """Install handlers for SIGTERM and SIGINT, and return a function that restores the previous ones where these are still
-        installed. Call it on the main thread."""
+        """Install handlers for SIGTERM and SIGINT. Returns a function that restores the previous handlers, except where other
+        code has replaced the installed ones. Call both on the main thread."""
         # A Python handler runs between two bytecodes of the main thread, which may be inside a collective for minutes. The C
         # handler writes to this descriptor at once.
         wakeup = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
@@ -96,7 +96,8 @@ class Listener:
         return Cause.SIGTERM if self._signalled else None
 
     def forward_interrupt(self) -> bool:
-        """Send the main thread a SIGINT, once, for the handler that was installed before. Returns False if nothing is sent."""
+        """Send the main thread a SIGINT for the Python handler that was installed before this class's handler. Returns False, and
+        sends nothing, if there was no such handler, or if a SIGINT was sent before."""
         if self._forwards_interrupt or not callable(self._previous_handlers.get(signal.SIGINT)):
             return False
         self._forwards_interrupt = True
@@ -115,8 +116,8 @@ class Listener:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def reinstall_handlers(self) -> None:
-        """Reinstall this class's handlers after the script's end. A pending handler of the script runs here; its exception is
-        ignored."""
+        """Reinstall this class's handlers after the script's end. If a signal for the script's own handler is pending, that
+        handler runs here, and its exception is ignored."""
         for number in STOP_SIGNALS * 2:
             with suppress(BaseException):
                 signal.signal(number, self._handle_signal)
@@ -139,7 +140,7 @@ class Listener:
         self._unblock_signals()
 
     def _handle_signal(self, number: int, frame: Any) -> None:
-        """Handle a stop signal: set flags, and pass a forwarded SIGINT to the previous handler."""
+        """Handle a stop signal by setting flags. After ``forward_interrupt``, a SIGINT also calls the previous handler."""
         # Also set here, since a script may have replaced the wake-up descriptor (asyncio does).
         self._signalled = True
         self._sigterm_handled = self._sigterm_handled or number == signal.SIGTERM

@@ -40,8 +40,8 @@ def poll_until_present(
 
 
 class Exchange:
-    """Gather and broadcast of small JSON values among all ranks, by name; each name is used once. A value may have an unparsed
-    text, its attachment."""
+    """Gathers and broadcasts small JSON values among all ranks. Each value has a name, and each name is used once. A posted value
+    may have an attachment, a text that is not parsed."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class Exchange:
         timeout: float,
         block_if_aborting: Callable[[], None] = lambda: None,
     ) -> None:
-        """``timeout``: seconds, of each wait without its own. ``block_if_aborting``: called before each value is published; see
-        ``GroupAbort.block_if_aborting``."""
+        """``timeout``: seconds for each wait that has no timeout of its own. ``block_if_aborting``: called before each value is
+        published; see ``GroupAbort.block_if_aborting``."""
         # For one thread alone: a waiting TCPStore client blocks its other callers.
         self._store, self.rank, self.world_size, self._timeout = store, rank, world_size, timeout
         self.block_if_aborting = block_if_aborting
@@ -98,9 +98,9 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         is_recurring: bool = False,
     ) -> list[tuple[Any, bytes]]:
-        """Return every rank's posted value and its attachment, in rank order. Blocks; each change of ``progress()`` restarts the
-        timeout. ``pause``: the longest between two polls; ``is_recurring``: the wait takes about as long as the last such one.
-        Raises as ``collect``."""
+        """Return every rank's posted value and its attachment, in rank order. Blocks. ``progress``: each change of its result
+        restarts the timeout. ``pause``: the longest pause between two polls, in seconds. ``is_recurring``: this wait takes about
+        as long as the last recurring one, so that frequent polls begin later. Raises as ``collect``."""
         keys = self._posted_keys(name)
         found: list[tuple[Any, bytes]] = []
         if keys:
@@ -162,8 +162,8 @@ class Exchange:
         pause: float = _LONGEST_PAUSE,
         recurs: tuple[str, float] | None = None,
     ) -> None:
-        """Wait until all ``keys`` are in the store. ``recurs``: kind of the wait, and share of its last duration for the first
-        pause."""
+        """Wait until all ``keys`` are in the store. ``recurs``: for a recurring wait, its kind and a factor. The first pause is
+        about this factor times the duration of the last wait of that kind."""
         kind, share = recurs or ("", 0.0)
         first = min(max(_FIRST_PAUSE, share * self._last_wait_seconds.get(kind, 0.0)), _LONGEST_PAUSE)
         limit = self._timeout if timeout is None else timeout

@@ -20,7 +20,7 @@ _MAX_PENDING: Final = 64  # batches on an accelerator that are hashed together
 
 
 class BatchDigest:
-    """A digest (XXH3-128) of a sample of the content of ``batch``, mostly at most 64 KiB, as it is now."""
+    """A digest (XXH3-128) of ``batch`` as it is at construction. It covers a sample of the content, mostly at most 64 KiB."""
 
     def __init__(self, batch: Any) -> None:
         leaves = list(islice(_leaves(batch, 0), _LEAVES))
@@ -29,7 +29,7 @@ class BatchDigest:
 
     @property
     def on_host(self) -> bool:
-        """True if ``hex`` needs nothing from an accelerator, so that it does not wait."""
+        """True if ``hex`` does not have to wait for an accelerator, since all data to hash are in host memory."""
         return all(isinstance(part, bytes) for part in self._parts)
 
     def hex(self) -> str:

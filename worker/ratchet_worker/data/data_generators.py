@@ -35,8 +35,8 @@ class OwnGenerators:
         return {path: item for path, item in reachable(self.roots) if is_generator(item)}
 
     def begin(self, *, is_repeat: bool) -> None:
-        """Begin an epoch: until ``end``, ``states`` returns the states of its beginning. ``is_repeat``: also set the generators
-        back to these, if known."""
+        """Begin an epoch. Until ``end``, ``states`` returns the generators' states at the beginning of this epoch. ``is_repeat``:
+        the epoch has begun before. If the states at its beginning are known, the generators are then set back to them."""
         if is_repeat and self._epoch_start_states is not None:
             self._restore(self._epoch_start_states)
         else:
@@ -87,8 +87,8 @@ class OwnGenerators:
 
 
 class StreamGenerators(OwnGenerators):
-    """Generators of a ``TrainStream``. ``marks``: points by name, saved with the states. ``restores_itself``: the stream has
-    ``load_state_dict``."""
+    """The generators that a ``TrainStream`` holds. ``marks``: points (``Point``) at certain batches, by name; they are saved with
+    the generators' states. ``restores_itself``: whether the stream has ``load_state_dict``."""
 
     def __init__(self, roots: Mapping[str, Any], *, restores_itself: bool) -> None:
         super().__init__(roots)
@@ -98,13 +98,15 @@ class StreamGenerators(OwnGenerators):
         self._pending_states: Mapping[str, Any] | None = None
 
     def states(self) -> dict[str, Any]:
-        """Return the states by path, with the points of ``marks``. States kept for ``after_move`` replace current ones."""
+        """Return the generators' states by path, and the points in ``marks`` under a key of their own. If states are kept for
+        ``after_move``, returns these instead of the current ones."""
         own = dict(super().states() if self._pending_states is None else self._pending_states)
         return {**own, _MARKS: {name: mark.state() for name, mark in self.marks.items()}} if self.marks else own
 
     def load(self, states: Mapping[str, Any]) -> list[str]:
-        """Load ``states`` and the points of ``marks``, as ``OwnGenerators.load`` does. If the stream restores itself, only keep
-        the states for ``after_move``."""
+        """Load the generators' states and ``marks`` from ``states``; returns sentences as ``OwnGenerators.load`` does. If the
+        stream restores itself, the generators are not set yet: their states are kept for ``after_move``, and the result is
+        empty."""
         self.marks = {name: Point.from_state(mark) for name, mark in states.get(_MARKS, {}).items()}
         own = {path: state for path, state in states.items() if path != _MARKS}
         if not self._restores_itself:
@@ -118,14 +120,14 @@ class StreamGenerators(OwnGenerators):
             super().begin(is_repeat=is_repeat)
 
     def before_move(self) -> None:
-        """Record the current states for ``after_move``, unless states are kept already. Only for a stream that restores
-        itself."""
+        """Keep the generators' present states for ``after_move``, unless states are kept already. Does nothing if the stream does
+        not restore itself."""
         if self._restores_itself and self._pending_states is None:
             self._pending_states = super().states()
 
     def after_move(self) -> list[str]:
-        """Set the generators to the states kept for the move. Returns a sentence for each generator that does not exist any
-        more."""
+        """Set the generators to the states kept for the move, if any. Returns a sentence for each kept state whose generator does
+        not exist any more."""
         states, self._pending_states = self._pending_states, None
         if states is None:
             return []
@@ -139,7 +141,8 @@ def for_data(data: Any) -> OwnGenerators:
 
 
 def reachable(roots: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (path, object) for what ``roots`` hold, breadth first, each once, except some, such as tensors and plain values."""
+    """Yield (path, object) for the ``roots`` and for what they hold, breadth first and each object once. Some objects are left
+    out, such as tensors, plain values and the process-wide generators."""
     # Holds the objects, so that no id() is reused meanwhile.
     seen: dict[int, Any] = {id(item): item for item in process_generators()}
     waiting = deque(roots.items())

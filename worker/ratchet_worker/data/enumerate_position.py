@@ -42,8 +42,8 @@ def enumerate_readers(iterator: Iterator[Any]) -> list[enumerate[Any]]:
 
 
 def find_restarted(iterator: Iterator[Any], frame: FrameType | None) -> str | None:
-    """Return a sentence about code around ``iterator`` that starts over after a resume, or None. ``frame``: of the loop that
-    reads ``iterator``."""
+    """Return a sentence about code around ``iterator`` that starts over after a resume, such as an outer ``enumerate``; None if
+    none is found. ``frame``: the frame of the loop that reads ``iterator``, if known."""
     if loop_variables.calls_next(frame):
         return BY_NEXT
     waiting = _running_generators(frame)
@@ -83,8 +83,8 @@ def _running_generators(frame: FrameType | None) -> list[Any]:
 
 
 def advance(reader: enumerate[Any], count: int) -> None:
-    """Take ``count`` items from ``reader``, so that its number increases. Meanwhile, its iterator must return placeholders at
-    once."""
+    """Take ``count`` items from ``reader``, so that its number increases. During this call, the iterator inside ``reader`` must
+    return placeholders, without delay."""
     # enumerate requests an item before it reads its counter: an iterator asked for its first item can still advance it.
     for _ in repeat(None, count):
         next(reader)

@@ -19,7 +19,8 @@ from ratchet_worker.state.snapshot import digest
 
 @dataclass(frozen=True)
 class Point:
-    """The states of generators at one moment. ``cuda`` None: not in use. ``own``: those that the data hold, by attribute path."""
+    """The states of random number generators at one moment. ``cuda``: None if CUDA was not in use. ``own``: states of the
+    generators that the data hold, by attribute path."""
 
     python: Any
     legacy: Any  # numpy's
@@ -28,7 +29,7 @@ class Point:
     own: Mapping[str, Any]
 
     def state(self) -> dict[str, Any]:
-        """Return a form that ``ratchet_hooks.state.encode`` accepts; the inverse of ``from_state``."""
+        """Return this point as a value that ``ratchet_hooks.state.encode`` accepts; the inverse of ``from_state``."""
         version, words, gauss = self.python
         words = torch.frombuffer(array("q", words), dtype=torch.int64)
         process = {"torch": self.cpu, "cuda": self.cuda, "numpy": self.legacy, "python": (version, words, gauss)}
@@ -43,7 +44,8 @@ class Point:
         return Point(python, process["numpy"], process["torch"], process["cuda"], state["own"])
 
     def restore(self, own: Mapping[str, Generator]) -> None:
-        """Set the process-wide generators, and those in ``own`` (by path) that this point has, to this point."""
+        """Set generators to the states of this point: the process-wide ones, and those in ``own`` (by path) whose state it has.
+        The CUDA generator is set only if its state was recorded and CUDA is in use."""
         random.setstate(self.python)
         np.random.set_state(self.legacy)
         torch.set_rng_state(self.cpu)

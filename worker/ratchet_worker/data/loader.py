@@ -26,8 +26,8 @@ Key = tuple[int, int]
 
 
 class _Cursor:
-    """One rank's position: an epoch, and a number of samples of all ranks. Iterating yields the keys of the epoch's remaining
-    batches."""
+    """One rank's position in the data: ``epoch``, and ``position``, the number of samples of this epoch that all ranks together
+    have used. Iterating yields the keys of the epoch's remaining batches."""
 
     def __init__(self, rule: BatchRule, seed: int, shuffle: bool) -> None:
         self.rule, self.seed, self.shuffle = rule, seed, shuffle
@@ -160,8 +160,8 @@ class TrainLoader:
             yield batch
 
     def _fetch(self) -> Iterator[Any]:
-        """Return an iterator over the epoch's remaining batches. Starts the workers if needed; then raises ``UserError`` outside
-        the main thread, and for data that cannot be pickled."""
+        """Return an iterator over the epoch's remaining batches, and start the workers if needed. Starting them raises
+        ``UserError`` outside the main thread, and for data that cannot be pickled."""
         if self._num_workers == 0:
             return (self._samples.batch(keys, self._collate) for keys in self._cursor)
         if self._loader is not None:
@@ -254,8 +254,8 @@ Item = TypeVar("Item")
 
 
 def endless(data: Iterable[Item], on_batch: Callable[[], None], *, restored: bool = False) -> Iterator[Item]:
-    """Yield batches of ``data``, epoch after epoch, calling ``on_batch`` before each. Raises ``UserError`` for an empty epoch,
-    unless it is the first and ``restored``."""
+    """Yield batches of ``data``, epoch after epoch, calling ``on_batch`` before each. Raises ``UserError`` for an epoch without
+    batches. ``restored``: the position was restored, so that the first epoch may have no batches left."""
     while True:
         empty = True
         for batch in data:

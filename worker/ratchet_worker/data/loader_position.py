@@ -1,4 +1,4 @@
-"""The base class of ``SamplerPosition`` and ``StreamPosition``: facts of a loader whose epochs are trained over."""
+"""The base class of ``SamplerPosition`` and ``StreamPosition``: the length of an epoch, and whether a resume is exact."""
 
 from __future__ import annotations
 

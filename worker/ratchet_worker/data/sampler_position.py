@@ -103,7 +103,8 @@ class SamplerPosition(LoaderPosition):
         return bool(self._ahead)
 
     def _load_ahead(self) -> None:
-        """Load the next batch ahead, if there is one; after a resume, with the generators' recorded states."""
+        """Load the next batch ahead, if there is one. A batch that must be loaded again after a resume is loaded with the
+        generator states recorded for it."""
         if self._reload_ahead and self._before is not None:
             self._own = self.own_generators.find()
             with generator_positions.preserved(), self.own_generators.preserved():
@@ -118,7 +119,7 @@ class SamplerPosition(LoaderPosition):
         self._reload_ahead = False
 
     def _discard_ahead(self) -> None:
-        """Forget the batch that was loaded ahead, or is to be loaded again, and the states recorded for it."""
+        """Discard the batch that was loaded ahead, and the generator states with which a resume would load it again."""
         self._ahead.clear()
         self._before, self._reload_ahead = None, False
 
@@ -284,8 +285,8 @@ class SamplerPosition(LoaderPosition):
 
 
 class _Indices:
-    """Yields the sampler's indices, batch by batch, to the plain DataLoader. ``skip``: batches to leave out; ``idle``: empty
-    batches before the first; ``pulled``: batches read."""
+    """Yields the sampler's indices, batch by batch, to the plain DataLoader. ``skip``: how many batches of indices to leave out.
+    ``idle``: how many empty batches to yield first. ``pulled``: how many batches were read from the sampler."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler

@@ -63,8 +63,8 @@ class StreamPosition(LoaderPosition):
         self._source = iter(self.stream)
 
     def has_more(self) -> bool:
-        """True if the pass that ``begin`` or ``reach`` has begun has another batch, which is read ahead. At the end of the pass,
-        the epoch has ended."""
+        """True if the pass that ``begin`` or ``reach`` has begun has another batch; this batch is then read ahead. If the result
+        is False, the epoch has ended, and ``end`` must not be called."""
         if not self._ahead:
             self._ahead = list(islice(self._source, 1))
         return bool(self._ahead)
@@ -99,8 +99,8 @@ class StreamPosition(LoaderPosition):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stream's state with ``ahead`` (it counts a batch that was read ahead), ``numbers`` (``numbering_problem``)
-        and ``length`` (of an epoch)."""
+        """Return the stream's state with three more values. ``ahead``: whether the state counts a batch that was only read ahead.
+        ``numbers``: ``numbering_problem``. ``length``: the number of batches in an epoch, None if not known."""
         ahead = bool(self._ahead) or self._ahead_recorded
         return {
             **self.stream.state_dict(),

@@ -23,8 +23,8 @@ _DIGESTS: Final = {"state": "last", "skip": "chain"}
 
 
 class _Earlier(NamedTuple):
-    """A point to restore the stream to, before batch number ``taken`` (from 0): the states of ``stream`` and generators
-    (``point``) there."""
+    """A point from which a resume can read batches again. ``taken``: the number (from 0) of the first of these batches.
+    ``stream``, ``point``: the states of the stream and of the generators before that batch, as far as recorded."""
 
     taken: int
     stream: Any
@@ -158,8 +158,8 @@ class TrainStream:
         self.own_generators.end()
 
     def _from_position(self) -> Iterator[Any]:
-        """Return an iterator over the stream from the position. Raises ``ValueError`` if ``reach`` is needed for it, and fails or
-        finds a difference."""
+        """Return an iterator over the stream from the position. If the stream must be moved there first, raises ``ValueError`` as
+        ``reach`` does, and also if ``reach`` finds a difference."""
         if self._taken and self._source is None:  # begun in the middle of an epoch
             if self._resume_mode == "restart":
                 self._taken = 0  # its iterator has raised an error
@@ -188,8 +188,8 @@ class TrainStream:
         return source
 
     def _next(self, source: Iterator[Any], taken: int) -> Any:
-        """Return batch number ``taken`` (from 0) of ``source``. After the first one, a repeatable stream draws from generator
-        states of its own."""
+        """Return batch number ``taken`` (from 0) of ``source``. From its second batch on, a repeatable stream draws from states
+        of the process-wide generators that are separate from the training's."""
         if self._resume_mode != "skip":
             return next(source)
         if taken == 0:
@@ -207,8 +207,8 @@ class TrainStream:
             training.restore({})
 
     def _record_points(self) -> None:
-        """Record the generators' states, and perhaps the stream's, before a batch is read. Only for a stream with
-        ``state_dict``."""
+        """Record the generators' states before a batch is read; except for the epoch's first batch, also record the stream's
+        state. Does nothing for a stream without ``state_dict``."""
         if self._resume_mode != "state":
             return
         point = generator_positions.current_point(self._own)
@@ -300,7 +300,7 @@ class TrainStream:
         return source
 
     def _replay_start(self) -> _Earlier:
-        """Return the point from which a resume reads batches again, two batches before the position or more if possible."""
+        """Return the point from which a resume reads batches again: if possible, at least two batches before the position."""
         # What the stream draws when it starts there then does not affect the batch that is compared.
         fitting = [e for e in self._earlier if e.taken <= max(self._taken - 2, 0)]
         if fitting or self._earlier:
@@ -375,7 +375,7 @@ class TrainStream:
         return _copy_value(self.stream.state_dict())  # type: ignore[attr-defined]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. Save ``own_generators.states()`` after this call, which may record points there. Raises
+        """Return the position. Call ``own_generators.states()`` only after this method, which may add points there. Raises
         ``TypeError`` if the stream's state cannot be stored."""
         state: dict[str, Any] = {"kind": "stream", "way": self._resume_mode, "epoch": self.epoch, "taken": self._taken}
         if self._resume_mode == "restart":

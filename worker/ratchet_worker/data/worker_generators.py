@@ -1,5 +1,5 @@
-"""Generators of a DataLoader's workers. A batch carries the states of its worker's generators after it, if they changed, since a
-worker reads ahead."""
+"""Generators in the workers of a DataLoader. A worker reads ahead, so each batch carries the states of its worker's generators
+after the batch, unless they have not changed."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Packed = dict[str, Any]
 
 
 class WorkerGenerators:
-    """Generator states of the workers of ``loader``, one entry per worker in ``states``; None: those that a DataLoader gives
-    it."""
+    """States of the generators in the workers of ``loader``. ``states``: one entry per worker; None: the worker begins with the
+    generators that a DataLoader gives it."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self.states: list[Packed | None] = [None] * loader.num_workers
@@ -57,7 +57,7 @@ class WorkerGenerators:
 
 
 class _Collate:
-    """Collates in a worker, and adds the worker's number and generator states. No samples give None as the batch."""
+    """Collates in a worker, and adds the worker's number and generator states. If there are no samples, the batch is None."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
@@ -84,8 +84,8 @@ class _Collate:
 def _init_worker(
     parent: int, own: Callable[[int], None] | None, collate: Any, states: list[Packed | None], worker: int
 ) -> None:
-    """Initialise a worker, in its process: signals, the DataLoader's ``worker_init_fn`` (``own``), and generators. ``parent``:
-    the rank's process id."""
+    """Initialise a worker, in its process: handle signals, call the DataLoader's own ``worker_init_fn`` (``own``, if any), and
+    restore the worker's generators from ``states``, if recorded. ``parent``: the rank's process id."""
     dataloader_workers.init_worker(parent, worker)
     if own is not None:
         own(worker)

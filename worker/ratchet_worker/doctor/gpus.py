@@ -62,7 +62,8 @@ def findings_without_torch() -> list[Finding]:
 
 
 def findings_with_torch(torch: Any) -> tuple[list[str], list[Finding]]:
-    """Return the names of torch's CUDA devices, none if torch fails on one, and the findings on CUDA and the GPUs."""
+    """Return the names of torch's CUDA devices, and the findings on CUDA and the GPUs. There are no names if torch cannot use
+    CUDA, or fails on a device."""
     rows, broken = list[Gpu](), None
     try:
         rows = query_smi()
@@ -176,7 +177,7 @@ def query_smi() -> list[Gpu]:
 
 
 def _row(row: list[str], users: list[str]) -> Gpu:
-    """Return the GPU of one row of ``nvidia-smi``. ``users``: the GPU's id for each process that uses one."""
+    """Return the GPU of one row of ``nvidia-smi``. ``users``: for each process that uses a GPU, the id of that GPU."""
     index, name, total, used, mode, mig, driver, uuid = (cell.strip() for cell in row)
     return Gpu(index, name, _mib(total), _mib(used), mode, mig == "Enabled", driver, uuid, users.count(uuid))
 

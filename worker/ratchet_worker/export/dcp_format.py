@@ -81,8 +81,8 @@ def _state(chosen: Chosen) -> tuple[dict[str, Any], list[str]]:
 
 
 def _optimizers(saved: Snapshot, tensors: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Return the parameters' states and the groups of rank 0's optimizers, by component, with parameter names instead of the
-    numbers of a ``state_dict``. ``notes`` gets a note on what belongs to no parameter, which is left out."""
+    """Return the states and parameter groups of rank 0's optimizers, by component. Parameters have their names instead of the
+    numbers in a ``state_dict``. State that belongs to no parameter is left out, and ``notes`` gets a note on it."""
     replicas = {n.removeprefix("model/") for n in saved.private if n.startswith("model/")}
     out: dict[str, Any] = {}
     for component in sorted(saved.state):

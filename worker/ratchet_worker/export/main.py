@@ -1,8 +1,8 @@
 """``python -m ratchet_worker.export``: exports a checkpoint for other programs, in a process that may import torch.
 
-The request is JSON on standard input: the directory ``checkpoint`` and the ``digest`` of its manifest, the ``format``, the
-parent's pid ``asker``, the descriptor ``fd`` of a file for the result, and the descriptor ``answer`` of one for the response,
-also JSON.
+The request is a JSON object on standard input. ``checkpoint``: the directory; ``digest``: the digest of its manifest;
+``format``: the name of the format; ``asker``: the parent's pid; ``fd``: the descriptor of a file for the exported data;
+``answer``: the descriptor of a file for the response, also JSON.
 """
 
 from __future__ import annotations

@@ -188,8 +188,8 @@ def _read_model(chosen: Chosen) -> tuple[Tensors, dict[str, Any]]:
 
 
 def state_dict_keys(stored: Tensors, state: dict[str, Any], notes: list[str]) -> list[tuple[str, str | None]]:
-    """Return (``state_dict`` key, tensor name) in the recorded order; the name is None for what is neither parameter nor buffer.
-    If no keys were recorded, the keys are the tensors' own names, and ``notes`` gets a note."""
+    """Return pairs (``state_dict`` key, tensor name) in the recorded order. The name is None for an entry that is neither a
+    parameter nor a buffer. If no keys were recorded, the tensors' own names are the keys, and ``notes`` gets a note."""
     recorded = state.get(model_state.COMPONENT) or {"keys": None, "error": "none were recorded"}
     if recorded["keys"] is not None:
         return [(key, name) for key, name in recorded["keys"]]
@@ -211,8 +211,8 @@ def _components(saved: Snapshot, tensors: Tensors) -> dict[str, Any]:
 
 
 def _hook_state(manifest: Manifest, saved: Snapshot, tensors: Tensors) -> tuple[Any, dict[str, Any]]:
-    """Return the hook's state in torch's own form (for a custom hook in the user's), and further values by key. Raises
-    ``StateError`` if that is impossible."""
+    """Return the hook's state in torch's own form, and further values by key. A custom hook's state has the form that the user's
+    code gives it; a hook without state gives None. Raises ``StateError`` if the state cannot be converted."""
     spec = disk.recorded_hook(manifest)
     if spec is None:
         raise StateError(f"hook {manifest.hook.name} is not known to this version of Ratchet")

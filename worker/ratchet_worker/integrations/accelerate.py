@@ -204,8 +204,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @override
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """Load the state with which a new job begins; a resumed job, or a fork, skips that. Raises ``UserError`` once the job's
-        state is restored."""
+        """Load the state with which a new job begins. An attempt that starts from a checkpoint of Ratchet skips this, also at the
+        start of a fork. Raises ``UserError`` once the job's state is restored."""
         runtime = self.session._runtime
         if runtime.restored:
             raise UserError("call load_state before the first step: a job continues from its own checkpoints by itself")

@@ -35,7 +35,8 @@ def prepare_loader(loader: Any) -> None:
 
 
 def begin_pass(loader: Any, *, is_resumed: bool) -> None:
-    """Begin a pass over ``loader`` as Accelerate does. ``is_resumed``: generators are not synchronised over the ranks."""
+    """Begin a pass over ``loader`` as Accelerate does. ``is_resumed``: the pass continues within an epoch after a resume;
+    generators are then not synchronised over the ranks."""
     if loader.rng_types is not None and not is_resumed:
         synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
     loader.begin()

@@ -106,7 +106,7 @@ _CONNECTOR: Final = (
 
 class SessionStrategy(DDPStrategy):
     """Lightning's strategy that trains with DDP within a ``Session``: the job's steps follow the Trainer's optimizer steps. Use
-    one object per run. ``session``: one that the script has made."""
+    one object per run. ``session``: a Session that the script has made; None: the strategy makes one."""
 
     def __init__(self, session: Session | None = None) -> None:
         started = names.RANK in os.environ
@@ -194,8 +194,8 @@ class SessionStrategy(DDPStrategy):
                 connector.log_metrics = partial(self._log, connector.log_metrics)
 
     def _rewind_files(self, trainer: Any) -> None:
-        """Rewind checkpoint files and CSV logs to the step that this attempt begins with. If its checkpoint has the Trainer's
-        state, loggers are muted until the restore. Every rank must call it."""
+        """Rewind Lightning's checkpoint files and CSV logs to the step from which this attempt starts. If the attempt's
+        checkpoint has the Trainer's state, also mute the loggers until all is restored. Every rank must call it."""
         runtime, versions = self._runtime, list[Any]()
         if self.is_global_zero:
             journal = JobPaths(Path(runtime.launch.job_root)).framework_files
@@ -269,11 +269,12 @@ class SessionStrategy(DDPStrategy):
         self._restore_if_done()
 
     def _note_built(self) -> None:
-        """Record the current content of the objects that the script has built; changes are later determined against it."""
+        """Record the current content of the objects that the script has built. Later changes are found by comparison with it."""
         self._runtime.state.note_built(undo=self.session.resumed and not self._runtime.restored)
 
     def _try_out(self, find: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-        """Call ``find`` of a finder callback with ``is_trying_out`` set. Does nothing in a resumed attempt."""
+        """Call ``find``, a finder callback's function, while ``is_trying_out`` is True. Does nothing if this attempt resumes and
+        has not restored the state yet."""
         # The restored state has the value that the finder found in an earlier attempt.
         if self.session.resumed and not self._runtime.restored:
             return
@@ -316,8 +317,8 @@ class SessionStrategy(DDPStrategy):
         return batches
 
     def _restore_if_done(self) -> None:
-        """Restore the state now if the Trainer may request no batch, and finish the job if it is done. Raises ``UserError`` if an
-        ended run cannot be continued."""
+        """Restore the state now if the training may have ended, since the Trainer may then request no batch. Finishes the job if
+        the Trainer has nothing left to do. Raises ``UserError`` if the run has ended but the Trainer requests more steps."""
         if self._progress is None or self._batches is None or self._runtime.restored or self.is_trying_out:
             return
         loop, manifest = self._trainer().fit_loop, self._runtime.chosen.manifest
@@ -349,7 +350,7 @@ class SessionStrategy(DDPStrategy):
 
     @property
     def is_fresh(self) -> bool:
-        """True if this attempt starts without a checkpoint and has not begun to train, unless a finder does trial steps."""
+        """True if this attempt starts without a checkpoint and has not begun to train. False while a finder does trial steps."""
         return not (self._runtime.restored or self.session.resumed or self.is_trying_out)
 
     @property
@@ -392,7 +393,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Validate a batch as Lightning does, and count progress. In training, also record the evaluation for a trial run."""
+        """Validate a batch as Lightning does, and count progress. In training, also record the evaluation for a trial run
+        (``ratchet prove``)."""
         self._runtime.counter.tick()  # a long validation is no hang
         if self._runtime.restored and not self._runtime.finished:
             self._runtime.trial.record_evaluation(self._runtime.step, self._runtime.checkpointer.drain)
@@ -430,7 +432,8 @@ class SessionStrategy(DDPStrategy):
     # --- files ---------------------------------------------------------------------------------------------------------
 
     def _finalize_files(self) -> None:
-        """Delete the files of Lightning that were hidden or moved aside for steps up to the job's last committed checkpoint."""
+        """Delete files of Lightning that were hidden or moved aside, if the job's last committed checkpoint includes their
+        steps."""
         step = self._runtime.checkpointer.last.step
         if self._files is not None and step != self._committed_step:
             self._files.finalize(step)
@@ -446,8 +449,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint file of Lightning. Until the training ends, except in trial steps, a local file is only hidden
-        until a checkpoint of the job includes this step."""
+        """Remove a checkpoint file of Lightning. During training, a local file is at first only hidden, and is deleted once a
+        committed checkpoint of the job includes this step. In trial steps it is removed at once."""
         hides = self._files is not None and not self.is_trying_out and not self._runtime.finished
         if not hides or self._files is None or not self._files.hide(filepath):
             super().remove_checkpoint(filepath)
@@ -460,8 +463,8 @@ class SessionStrategy(DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. Else load nothing; raise ``UserError`` unless
-        the Trainer itself requests it for an ``OnExceptionCheckpoint``."""
+        """Load a checkpoint as Lightning does, outside ``fit`` and in trial steps. Otherwise raise ``UserError``, except for a
+        request of the Trainer itself because of an ``OnExceptionCheckpoint``: this loads nothing."""
         trainer = self._trainer()
         if self.is_trying_out or trainer.state.fn != TrainerFn.FITTING:
             return super().load_checkpoint(checkpoint_path, weights_only)
@@ -481,7 +484,8 @@ StrategyRegistry.register("ratchet", SessionStrategy, description="DDP within Ra
 
 
 class _Arguments(_Launcher):
-    """Calls the Trainer's function in this process. ``ckpt_path``: the one that the script has passed to the last call."""
+    """A launcher that calls the Trainer's function in this process. ``ckpt_path``: the argument of this name in the last call;
+    None if there was none."""
 
     is_interactive_compatible = True
     ckpt_path: Any = None
@@ -513,7 +517,7 @@ class SessionLogger(Logger):
     @property
     @override
     def name(self) -> str:
-        """Name of the directory for checkpoint files, if this is the first logger."""
+        """Name of the directory for checkpoint files. Lightning uses it if this is the first logger."""
         return "lightning_logs"
 
     @property
@@ -553,8 +557,8 @@ class _Progress:
     # --- the way in ----------------------------------------------------------------------------------------------------
 
     def begin_recorded_epoch(self, state: dict[str, Any]) -> None:
-        """Set the Trainer's counters from ``state``, which the checkpoint recorded, so that the Trainer begins that epoch
-        again."""
+        """Set the Trainer's counters from ``state``, which the checkpoint has recorded, so that the Trainer begins the recorded
+        epoch again."""
         state, loop = self._localize_paths(state), self._trainer.fit_loop
         _load_loop(loop, state["fit_loop"])
         for tracker in (loop.epoch_progress.total, loop.epoch_progress.current):
@@ -654,7 +658,8 @@ class _Progress:
         unmute(trainer.loggers)
 
     def _localize_paths(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return ``state`` with absolute file paths in this job's working directory or, at a fork's start, the parent job's."""
+        """Return ``state`` with absolute file paths in place of relative ones. They lie in this job's working directory or, at a
+        fork's start, in the parent job's."""
         runtime = self._session._runtime
         workdir, manifest = Path(runtime.launch.workdir), runtime.chosen.manifest
         if manifest is not None and not continues_own_job(self._session):
@@ -713,7 +718,8 @@ class _Progress:
         return [loop._results, loop.val_loop._results]
 
     def _epoch_facts(self) -> dict[str, int]:
-        """Return the numbers that must not change at a resume: the batches of an epoch on this rank."""
+        """Return numbers by name that must be the same after a resume. The only one is the number of batches in an epoch on this
+        rank."""
         data: Any = self._session._runtime.state.data
         return {"batches_per_epoch": int(data.steps_per_epoch)}
 

@@ -15,8 +15,8 @@ from ratchet_worker.data.stream_position import StreamPosition
 
 
 class Trainer(Protocol):
-    """The consumer of the batches. ``is_fresh``: no checkpoint, and not begun; ``has_begun``: its state is restored;
-    ``is_trying_out``: it does trial steps."""
+    """The consumer of the batches. ``is_fresh``: it starts without a checkpoint, and has not begun to train. ``has_begun``: its
+    state is restored, or it has begun without a checkpoint. ``is_trying_out``: it does trial steps."""
 
     @property
     def is_fresh(self) -> bool: ...
@@ -69,7 +69,8 @@ class Batches:
         return getattr(self._loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the rest of the epoch; if the Trainer has left a pass, over the next epoch."""
+        """Return an iterator over the rest of the epoch. If the Trainer has left a pass early, its epoch ends here, and the
+        iterator is over the next one."""
         if self._trainer.is_fresh and not self._begun:
             self.data.begin(0)  # draws, and starts workers, where a plain loader does
             self._begun = True

@@ -65,8 +65,8 @@ class CheckpointFiles:
             self._write()
 
     def versions(self, found: list[Any]) -> list[Any]:
-        """Return the recorded versions in the loggers' directory names, else record and return ``found``. Call it after
-        ``rewind``."""
+        """Return the versions in the loggers' directory names: the recorded ones, if any. Otherwise, record ``found`` and return
+        it. Call it after ``rewind``."""
         if self._versions is None:
             self._versions = found
             self._add({"kind": LOGS, "step": 0, "path": "", "versions": found})
@@ -88,7 +88,8 @@ class CheckpointFiles:
         return True
 
     def finalize(self, step: int) -> None:
-        """Delete the files that steps up to ``step`` have hidden, or that were moved aside for them."""
+        """Delete the files that steps up to ``step`` have hidden, and the files that such steps had created and ``rewind`` has
+        moved aside."""
         left, deleted = [], set[str]()
         for entry in reversed(self._entries):
             if entry["kind"] in (REMOVED, LOST) and entry["step"] <= step:
@@ -148,8 +149,8 @@ def _delete(path: Path) -> None:
 
 
 def relative_paths(value: Any, workdir: Path) -> Any:
-    """Return ``value`` with a placeholder in place of the resolved ``workdir`` at the beginning of paths, so that jobs that train
-    alike have the same state."""
+    """Return ``value`` with paths in ``workdir`` made relative: a placeholder replaces the resolved ``workdir``. Jobs that train
+    alike then have the same state, although their directories differ."""
     root = str(workdir.resolve())
     return _replace_strings(
         value, lambda text: _WORKDIR_PLACEHOLDER + text[len(root) :] if f"{text}/".startswith(f"{root}/") else text
@@ -223,8 +224,8 @@ def _rows(logger: Logger) -> int:
 
 
 def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list[str]:
-    """Cut each logger's CSV file after its number of rows in ``rows``, if not 0. ``own``: the rows are this job's; missing ones
-    are then left empty, and the result has a message for each such file."""
+    """Cut each logger's CSV file to its number of rows in ``rows``; a 0 leaves the file as it is. ``own``: this job has written
+    the rows. Empty rows then replace missing ones, and the result has a message for each such file."""
     found = [
         _rewind_csv(logger, number, own)
         for logger, number in zip(loggers, rows, strict=False)
@@ -234,8 +235,8 @@ def rewind_csv(loggers: Iterable[Logger], rows: list[int], *, own: bool) -> list
 
 
 def _rewind_csv(logger: CSVLogger, rows: int, own: bool) -> str | None:
-    """Keep the first ``rows`` rows of the logger's CSV file. With ``own``, add empty ones for missing rows and return a message
-    about them, also if the file was deleted. Without missing rows, and in a new directory, return None."""
+    """Keep the first ``rows`` rows of the logger's CSV file. ``own``: empty rows replace missing ones, even if the file was
+    deleted. Returns a message about rows that were replaced. Returns None if there are none, or the directory is new."""
     file = Path(logger.log_dir, "metrics.csv")
     before = file.with_name(
         ".metrics.csv.before"

@@ -115,8 +115,8 @@ def _result(result: _ResultMetric) -> State:
 
 
 def restore_results(results: _ResultCollection, state: State, module: nn.Module, reduce: Callable[..., Any]) -> None:
-    """Replace the logged values by those in ``state``. ``reduce``: the strategy's reduction over ranks. ``module``: holds logged
-    metric objects."""
+    """Replace the logged values by those in ``state``. ``reduce``: the strategy's function that reduces a value over the ranks.
+    ``module``: the module in which logged metric objects are found."""
     results.clear()
     for key, saved in state.items():
         built_in, name = saved["reduce"]
@@ -290,7 +290,7 @@ class Additions:
 
     @staticmethod
     def _is_put(before: State, key: str, value: Any) -> bool:
-        """True if ``value`` is another object than that in ``before``, or new."""
+        """True if ``before`` has no ``key``, or has another object than ``value`` there."""
         return key not in before or value is not before[key]
 
     def _is_storable(self, name: str, value: Any) -> bool:

@@ -32,8 +32,8 @@ def check_same_epochs(
 
 
 class Steps:
-    """The steps of ``session``, for ``package``, which has its own loop. ``undo_package_changes``: called once, before the first
-    step."""
+    """The steps of ``session`` for a package that has its own loop. ``package``: its name, for messages.
+    ``undo_package_changes``: called once, before the attempt's first step."""
 
     def __init__(self, session: Session, package: str, undo_package_changes: Callable[[], None]) -> None:
         self._session, self._package, self._undo_package_changes = session, package, undo_package_changes

@@ -47,8 +47,8 @@ def ddp_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 def make_generator(collator: Any, workers: int) -> None:
-    """Make the generator of a transformers collator with a ``seed``. Raises ``UserError`` if ``workers`` would make it
-    instead."""
+    """Create the generator of a transformers collator that has a ``seed``; do nothing for another collator. Raises ``UserError``
+    if ``workers`` is not 0, since each DataLoader worker would create a generator of its own."""
     if getattr(collator, "seed", None) is None or not hasattr(collator, "create_rng"):
         return
     if workers > 0:

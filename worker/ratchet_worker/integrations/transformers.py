@@ -118,8 +118,8 @@ class Trainer(transformers.Trainer):
             return super().train(None, None, ignore_keys_for_eval)
 
     def _check_start(self, checkpoint: str | bool | None) -> None:
-        """Report that ``checkpoint`` is not loaded. Raises ``UserError`` if this attempt resumes from no checkpoint and the job
-        has not written this one."""
+        """Report that ``checkpoint`` is not loaded; do nothing without one. Raises ``UserError`` if this attempt starts from
+        scratch and this job has not written ``checkpoint``."""
         if checkpoint is True:
             output = Path(str(self.args.output_dir))
             checkpoint = get_last_checkpoint(str(output)) if output.is_dir() else None  # type: ignore[no-untyped-call]
@@ -330,8 +330,8 @@ class _Progress:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state, and keep it for ``undo_trainer_changes``. Raises ``ValueError`` if epochs or steps have another
-        size."""
+        """Restore the state, and keep it for ``undo_trainer_changes``. Raises ``ValueError`` if the steps per epoch or the
+        batches per step have changed."""
         now = {"steps_per_epoch": self.steps_per_epoch}
         now["gradient_accumulation_steps"] = self._trainer.args.gradient_accumulation_steps
         for name, value in now.items():

@@ -136,8 +136,8 @@ class OomWatch:
         self._grew_at: float | None = None
 
     def killed_recently(self, seconds: float = 10.0) -> bool:
-        """True if the kernel has killed a process for lack of memory since the previous call (at first: since the creation), or a
-        call less than ``seconds`` ago found that."""
+        """True if a call less than ``seconds`` ago, or this one, has found that the kernel killed a process for lack of memory.
+        Each call covers the time since the previous call; the first one, since the creation."""
         count, now = self._count(), time.monotonic()
         if count is not None:
             if self._last is not None and count > self._last:

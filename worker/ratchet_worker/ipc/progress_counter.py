@@ -32,8 +32,8 @@ class Stage(IntEnum):
 
 
 class Reading(NamedTuple):
-    """One reading of a rank's counter. ``ticks`` grows with any progress. ``started``, ``finished``: number of the last such
-    step; 0: none in this attempt."""
+    """One reading of a rank's counter. ``ticks``: grows with any progress. ``started``, ``finished``: number of the step that was
+    started or finished last; 0: none in this attempt."""
 
     ticks: int
     started: int
@@ -78,8 +78,8 @@ class StepCounter:
         self._words[TICKS] += 1
 
     def set_saved_within(self, step: int) -> None:
-        """Record that ``checkpoint()``, called within a loop body, saves ``step``; 0: the body has ended. Call it before the
-        save."""
+        """Record that ``checkpoint()``, called within the body of the training loop, saves ``step``; 0: the body has ended since.
+        Call it before the save."""
         # Before the save: a kill from then on loses the rest of the body.
         self._words[SAVED_WITHIN] = step
 

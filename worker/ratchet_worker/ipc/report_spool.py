@@ -23,7 +23,7 @@ _MESSAGE: Final[TypeAdapter[RankMessage]] = TypeAdapter(RankMessage)
 
 
 class Spool:
-    """The side of the rank, or of the agent for its own messages, which writes. ``append`` never raises. Thread-safe."""
+    """Writes the messages of a rank, or those of an agent itself, to a spool. ``append`` never raises. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         """Open ``path`` for appending, and create it if it is missing. Raises ``OSError``."""
@@ -145,8 +145,8 @@ class SpoolReader:
         return bool(read_lines(self._path, self._offset + size, 1, 1))
 
     def ack(self, seq: int) -> None:
-        """Record that the service has stored all lines up to ``seq``, so that ``batch`` continues after it, or goes back for a
-        smaller ``seq`` than before. Raises ``OSError``."""
+        """Record that the service has stored all lines up to number ``seq``; ``batch`` then continues with the next line. A
+        smaller ``seq`` than before makes it go back. Raises ``OSError``."""
         if seq < self.acked:
             self._offset = self.acked = 0
         while self.acked < seq:

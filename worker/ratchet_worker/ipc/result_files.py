@@ -70,8 +70,8 @@ class Evidence:
 
 
 class Conclusion(NamedTuple):
-    """Why an attempt ended. ``rank``: the one whose end or hang decided it, if any. ``began_at``: when that happened (Unix
-    seconds). ``secondary``: only because another node had failed."""
+    """Why an attempt ended. ``rank``: the rank whose end or hang decided it; None: no single rank. ``began_at``: when that end or
+    hang began (Unix seconds), if known. ``secondary``: this node's part ended only because another node had failed."""
 
     cause: Cause
     rank: int | None
@@ -90,8 +90,8 @@ class NotStarted(Exception):
 
 
 def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusion:
-    """Return the one cause of the attempt's end on this node, and its rank. In order: fencing, a hang, another node's failure, a
-    failure of a rank, an overdue stop; then stops and completion; else the cause is unknown."""
+    """Return the one cause of the attempt's end on this node, and its rank. The first that applies decides: fencing, a hang,
+    another node's failure, a failure of a rank, an overdue stop, other stops and completion. Otherwise the cause is unknown."""
     codes = {e.end.rank: e.end.exit_code for e in ends}
     if evidence.fenced is not None:
         return Conclusion(Cause.LEASE_LOST, None, None, evidence.fenced)
@@ -116,8 +116,8 @@ def conclude(ends: Sequence[Ended], evidence: Evidence = Evidence()) -> Conclusi
 
 
 def cause_of(end: RankEnd, *, oom: bool = False) -> Cause | None:
-    """Return the cause of one rank's end, by its result or else its exit code; None without both. ``oom``: SIGKILL means
-    ``oom``."""
+    """Return the cause of one rank's end, from its result or else its exit code; None if it has neither. ``oom``: the kernel was
+    killing processes for lack of memory, so that a SIGKILL means the cause ``oom``."""
     if end.result is not None:
         return end.result.cause
     if end.exit_code is None:
@@ -139,8 +139,8 @@ def is_fine(end: RankEnd) -> bool:
 
 
 def _root_failure(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended]:
-    """Return the failure that probably caused the others, with its cause: the earliest that a broken connection cannot cause, if
-    any."""
+    """Return the failure that probably caused the others, with its cause. This is the earliest of those that a broken connection
+    cannot cause; if there is none, the earliest of all. Among failures at nearly the same time, the cause decides."""
     # Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent
     # notices the death itself.
     roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or _is_killed(c, e.end)]

@@ -142,8 +142,8 @@ class RankProcess:
             )
 
     def _open(self, arguments: SessionArguments = SessionArguments()) -> Runtime:
-        """Return the runtime. If there is none yet, first join the group and choose a checkpoint with all ranks. Raises
-        ``Stopped``, ``UserError`` and ``CheckpointError`` then."""
+        """Return the runtime. If there is none yet, first join the group and choose a checkpoint with all ranks; this may raise
+        ``Stopped``, ``UserError`` and ``CheckpointError``. ``arguments``: those of the script's Session."""
         with self._open_lock:
             if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
                 text = f"the job's spec takes precedence over other values in the script: {', '.join(odd)}"
@@ -167,14 +167,14 @@ class RankProcess:
 
     @property
     def _trainer(self) -> threading.Thread | None:
-        """The thread that restored the state or requested the last step; before, the one that made the Session. None: neither
-        exists yet."""
+        """The thread that runs the steps: it has restored the state or requested the last step. Before that, the thread that has
+        made the Session; None without a Session."""
         stepping = None if self._runtime is None else self._runtime.trainer
         return stepping or self._opener
 
     def _on_thread_exception(self, args: threading.ExceptHookArgs) -> None:
-        """``threading.excepthook``: end the rank if an error or a stop ended the thread that runs the steps; keep the error of
-        another thread."""
+        """Handle the exception that has ended a thread (``threading.excepthook``). If this thread runs the steps, an error or a
+        stop ends the rank. The error of another thread is kept."""
         with suppress(Exception):  # the script may have closed the stream that this prints to
             threading.__excepthook__(args)
         assert args.exc_value is not None
@@ -282,8 +282,8 @@ class RankProcess:
             self._exit_before_first_step(decision.stop)
 
     def _wait_for_early_stop(self) -> None:
-        """If a stop was decided before this rank began a step, block until it is passed to the script's handler, or the side
-        thread exits the process. Waits up to 2 seconds for a pending decision."""
+        """If a stop was decided before this rank began a step, block until the stop is passed to the script's own handler.
+        Without such a handler, the side thread exits the process meanwhile. Waits up to 2 seconds for a pending decision."""
         # An error may come from a rank that has left because of a stop that this rank's side thread does not know yet.
         if self._agreement is not None and self._agreement.is_stopped_early(_EARLY_STOP_SECONDS):
             while self._unmanaged.passed_stop is None:
@@ -292,8 +292,8 @@ class RankProcess:
     # --- the ways out --------------------------------------------------------------------------------------------------
 
     def _exit_by_error(self, error: BaseException) -> int:
-        """End this rank because of ``error``. Return the exit code only if it is a stop, or a stop was passed to the script's
-        handler; otherwise exit the process."""
+        """End this rank because of ``error``. Returns the exit code if ``error`` is a stop, or if a stop was passed to the
+        script's own handler. Otherwise, or if leaving the group fails, exits the process."""
         self._listener.abort.block_if_aborting()
         self._wait_for_early_stop()
         if self._unmanaged.passed_stop is not None:
@@ -311,8 +311,8 @@ class RankProcess:
             sys.exit()
 
     def _exit_together(self, cause: Cause, code: int, message: str | None) -> int:
-        """Write the result, leave the group, and return ``code``; exit the process with it if leaving fails, as after another
-        rank's death. May wait for the other ranks."""
+        """Write the result, leave the group, and return ``code``. If leaving fails, as after another rank's death, exits the
+        process with ``code``. May wait for the other ranks."""
         self._claim_exit()
         self._write_result(cause, message, None)
         assert self._agreement is not None
@@ -331,8 +331,8 @@ class RankProcess:
         return code
 
     def _exit_after_passed_stop(self, cause: Cause, error: BaseException | None) -> int:
-        """End this rank after a script whose own handler received a stop with ``cause``, as ``_exit_together`` does. ``error``:
-        what ended the script, if anything."""
+        """End this rank, as ``_exit_together`` does, after the script's own handler has received a stop with ``cause``.
+        ``error``: the exception that ended the script, if any."""
         message = "the script received SIGTERM and ended by itself"
         if error is not None and not isinstance(error, SystemExit):
             message += f", with {type(error).__name__}: {error}"
@@ -368,7 +368,8 @@ class RankProcess:
         exit_process(EXIT_PREEMPTED)
 
     def _sign_off(self, seconds: float) -> None:
-        """Mark this rank's last use of the store, once. Rank 0 waits up to ``seconds`` for the other ranks'."""
+        """Record, once, that this rank does not use the store any more. Rank 0 then waits up to ``seconds`` for the records of
+        all ranks."""
         if self._signed_off:
             return
         self._signed_off = True

@@ -21,8 +21,8 @@ _NO_DEADLINE: Final = "its progress is not visible: a hang is not detected, and 
 
 
 class Unmanaged:
-    """One rank's script as far as it runs without a Session (``active``: it does now). ``passed_stop``: cause of a stop that is
-    passed to its own SIGTERM handler."""
+    """One rank's script while it runs without a Session. ``active``: whether it does so now. ``passed_stop``: the cause of a stop
+    that was passed to the script's own SIGTERM handler; None if none was."""
 
     def __init__(
         self, launch: LaunchFile, rank: int, counter: StepCounter, reporter: Reporter, listener: Listener
@@ -58,8 +58,8 @@ class Unmanaged:
             return self.passed_stop
 
     def pass_stop(self, cause: Cause) -> bool:
-        """Pass a stop to the script's own SIGTERM handler, and return True if the script ends within ``policy.stop_grace``;
-        blocks until then. Returns False at once if it has no handler, or is not ``active``."""
+        """Pass a stop to the script's own SIGTERM handler, and wait up to ``policy.stop_grace`` for the script to end. Returns
+        True if it has ended. Returns False at once if the script has no such handler, or is not ``active``."""
         with self._lock:
             if not self.active or not self._listener.script_handles_sigterm():
                 return False

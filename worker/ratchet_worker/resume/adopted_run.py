@@ -19,8 +19,8 @@ UNCHECKED_NOTE = (
 
 
 class Adopted:
-    """An adopted run, seen from the job that starts from its checkpoint. ``launch``: what the run would have recorded for this
-    job. ``paths``: its copy."""
+    """An adopted run, for the job that starts from its checkpoint. ``launch``: what the run would have recorded as this job's
+    launch file. ``paths``: paths in the copy of the run."""
 
     def __init__(self, launch: LaunchFile) -> None:
         assert launch.fork is not None and launch.spec.script is not None

@@ -59,7 +59,8 @@ def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen
 
 
 def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
-    """Return the state that this rank, or one in its place, saved in the checkpoint, and verify a part of the files."""
+    """Return the state that this rank saved in the checkpoint, and verify a part of the files. A rank that the old group did not
+    have gets the state of an old rank."""
     assert chosen.manifest is not None
     old = chosen.manifest.world_size
     source = exchange.rank % old
@@ -67,8 +68,8 @@ def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
 
 
 def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) -> Chosen:
-    """Return ``chosen`` with the manifest in ``directory``, which must have ``digest``. Retries for ``timeout`` seconds. Raises
-    ``CheckpointError``."""
+    """Return ``chosen`` with the checkpoint in ``directory``, whose manifest must have ``digest``. If this node does not see that
+    checkpoint yet, retries for ``timeout`` seconds. Raises ``CheckpointError`` if it stays invisible or is another one."""
     end = time.monotonic() + timeout
     while True:
         for folder in (directory.parent, directory):
@@ -219,7 +220,8 @@ def _read_fork_source(fork: ForkSource) -> tuple[Path, Manifest]:
 
 
 def _unusable_source(detail: str, fork: ForkSource) -> UserError:
-    """Return the error for a fork's source, or the copy of an adopted run, that is damaged or missing."""
+    """Return the error for a checkpoint that a fork starts from, if it is damaged or missing. The checkpoint may also be the copy
+    of an adopted run."""
     what, cure = "the source of the fork", "fork from another checkpoint"
     if fork.adopted is not None:
         what, cure = f"the copy of the run adopted from {fork.adopted}", "submit the job again, with --adopt"

@@ -28,8 +28,8 @@ from ratchet_worker.state.snapshot import Snapshot, byte_view, empty
 
 @dataclass(frozen=True)
 class Chosen:
-    """The checkpoint that this attempt starts from; ``manifest`` None: from none. ``loaded``: the state that this rank has
-    read already; the other fields, except perhaps ``notes``, are equal on all ranks."""
+    """The checkpoint that this attempt starts from. ``manifest``: None if the attempt starts without a checkpoint. ``loaded``:
+    the state that this rank has read already. The other fields, except perhaps ``notes``, are equal on all ranks."""
 
     base: Base = field(default_factory=Base)
     manifest: Manifest | None = None
@@ -52,8 +52,9 @@ def read(
     shared: bool = True,
     verified_ranks: Collection[int] = (),
 ) -> dict[int, Snapshot]:
-    """Return, by rank, the states that ``ranks`` saved. ``select(component)``: whether to read that component's private tensors.
-    ``verified_ranks``: whose files are verified completely. Raises ``CheckpointError``."""
+    """Return, by rank, the states that ``ranks`` saved. ``select(component)``: True if that component's private tensors are to be
+    read. ``shared``: True to read the shared tensors too. ``verified_ranks``: ranks whose files are verified completely; of other
+    files, only what is read is verified. Raises ``CheckpointError``."""
     manifest, directory = chosen.manifest, chosen.directory
     assert manifest is not None and directory is not None
     tensors: dict[str, torch.Tensor] = {}
@@ -112,8 +113,8 @@ def differences(
     data_digest: str | None,
     own: Record | None = None,
 ) -> list[EnvironmentDifference]:
-    """Return the differences in environment, code, data and spec between the checkpoint and now, sorted by key. ``own``: what
-    this rank had recorded in it; None: rank 0's record is compared."""
+    """Return the differences in environment, code, data and spec between the checkpoint and now, sorted by key. ``own``: this
+    rank's own record in the checkpoint. If it is None, rank 0's record in the manifest is compared."""
     recorded = {
         **(own if own is not None else {**compared_facts(manifest.environment), "data_digest": manifest.data_digest}),
         "code_digest": manifest.code_digest,
@@ -130,8 +131,8 @@ def differences(
 
 
 def is_same_spec_ignoring_ranks(manifest: Manifest, launch: LaunchFile, *, any_hook: bool = False) -> bool:
-    """True if the spec of ``launch`` has the checkpoint's spec digest, apart from ``ranks_per_node`` and, with ``any_hook``, a
-    known hook."""
+    """True if the spec of ``launch`` has the checkpoint's spec digest when ``ranks_per_node`` is ignored. ``any_hook``: also
+    ignore the hook, if this version accepts the checkpoint's hook."""
     hook = recorded_hook(manifest) if any_hook else None
     return _spec_with_recorded_ranks(manifest, launch, {"hook": hook} if hook else {}).digest() == manifest.spec_digest
 
@@ -145,8 +146,9 @@ def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: M
 
 
 def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
-    """Return the differences between the canonical specs, without ``ranks_per_node``: by field, or of the digests if the fields
-    are not known."""
+    """Return the differences between the specs of the checkpoint and of this attempt, without ``ranks_per_node``. Mostly there is
+    one difference for each field that differs. If the checkpoint's spec cannot be read, the result is only the difference of the
+    digests."""
     now = _spec_with_recorded_ranks(manifest, launch, {})
     if now.digest() == manifest.spec_digest:
         return []

@@ -35,8 +35,9 @@ _WRONG_PATHS: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError,
 
 @dataclass
 class Imported:
-    """What was imported from the job's start file ``source``. ``model``: a clause for the report. ``optimizer``: state still to
-    be loaded. ``has_hook``: the file has a hook's state."""
+    """What was imported from the job's start file. ``source``: the file's name and digest. ``model``: text for the report on the
+    model. ``optimizer``: the optimizer's state, which is not loaded yet; None if the spec does not request it. ``has_hook``: True
+    if the file has a hook's state."""
 
     source: str
     model: str
@@ -46,7 +47,7 @@ class Imported:
 
 def load(launch: LaunchFile, module: nn.Module) -> Imported:
     """Load the model in the job's start file into ``module``, and return what was imported. Raises ``UserError`` if the file is
-    unusable, lacks a wanted optimizer, or does not fit."""
+    unusable, does not fit, or lacks an optimizer's state that the spec requests."""
     start = launch.spec.start_from
     assert start is not None and launch.start_file is not None
     data = read(Path(launch.start_file), start.path)
@@ -65,7 +66,7 @@ def load(launch: LaunchFile, module: nn.Module) -> Imported:
 
 def read(file: Path, name: str) -> Mapping[str, Any]:
     """Return the content of ``file``, without running code from it. The ending of ``name`` decides the format. Raises
-    ``UserError`` for a bad or missing file, ``OSError`` if the disk fails, as a shared one may for a while."""
+    ``UserError`` for a bad or missing file. Raises ``OSError`` if the disk fails; on a shared disk this may be temporary."""
     if name.endswith(".safetensors"):
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -117,8 +118,8 @@ def _unsafe_globals(file: Path, error: Exception) -> str:
 
 
 def find_state_dict(data: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the model's state_dict in ``data``, under a usual key or ``data`` itself. Raises ``UserError``, with ``name``, if
-    there is none."""
+    """Return the model's state_dict: what ``data`` has under one of the usual keys, or else ``data`` itself. Raises ``UserError``
+    if neither is a state_dict. ``name``: the file's name for this error."""
     for key in _MODELS:
         inner = data.get(key)
         if isinstance(inner, Mapping) and any(isinstance(v, torch.Tensor) for v in inner.values()):
@@ -171,8 +172,8 @@ def load_into(module: nn.Module, found: dict[str, Any], name: str) -> list[str]:
 
 
 def _match_keys(found: dict[str, Any], live: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``found`` with the keys of ``live`` where they differ only by prefixes of torch.compile or DDP, which other keys
-    lose."""
+    """Return ``found`` with the keys of ``live``, where the two differ only by what torch.compile or DDP adds to a key. If the
+    keys are not all the same, other keys of ``found`` lose these additions too."""
     if set(found) == set(live):
         return found
     ours = {key.replace("_orig_mod.", ""): key for key in live}
@@ -207,8 +208,8 @@ def _check(key: str, value: Any, live: Any, name: str) -> None:
 
 def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], others: Iterable[str], *, stateful_hook: bool
            ) -> list[ComponentReport]:  # fmt: skip
-    """Load the imported optimizer's state, if any, into the optimizer named ``optimizer``, and return what each component starts
-    with. Raises ``UserError`` if there is no such optimizer, or the state does not fit."""
+    """Load the imported optimizer's state, if any, into the optimizer named ``optimizer``. Return reports that say which
+    components were imported. Raises ``UserError`` if there is no such optimizer, or the state does not fit."""
 
     def of(component: str, reason: str, *, taken: bool = False) -> ComponentReport:
         status: Any = "imported" if taken else "absent"
@@ -237,8 +238,8 @@ def report(imported: Imported, rank: int, optimizers: Mapping[str, Optimizer], o
 
 
 def _load_optimizer(optimizer: Optimizer, imported: Imported) -> None:
-    """Load the imported state into ``optimizer``. Raises ``UserError`` if the state does not fit, also by the shapes of
-    momenta."""
+    """Load the imported state into ``optimizer``. Raises ``UserError`` if the optimizer refuses the state. Also raises it if, for
+    example, a momentum has another shape than its parameter."""
     try:
         optimizer.load_state_dict(dict(imported.optimizer))
     except (ValueError, KeyError, TypeError, RuntimeError, AttributeError) as error:

@@ -20,7 +20,8 @@ _POLICY: Final = "on_hook_mismatch"
 @dataclass(frozen=True)
 class SessionArguments:
     """The arguments that a script or an integration package passes to a Session. ``directory``: where a run without a service
-    saves. ``specified``: the others that are not None. ``yields_to_script``: an open Session's arguments take precedence."""
+    saves. ``specified``: the other arguments that are not None, by name. ``yields_to_script``: True for an integration package;
+    the arguments of a Session that is already open take precedence over its own."""
 
     directory: Path = Path(RUN_DIRECTORY)
     specified: dict[str, Any] = field(default_factory=dict)

@@ -16,8 +16,8 @@ from ratchet_worker.training.replay_proof import INEXACT, describe_inexact
 
 
 class ConsoleReport(Spool):
-    """A rank's spool that also prints the messages meant for the user on stderr. ``all_ranks_proved``: called when this rank's
-    redone steps are equal; True on the last rank."""
+    """A rank's spool that also prints the messages meant for the user on stderr. ``all_ranks_proved``: called once, when all
+    redone steps of this rank have proved equal. It returns True on the last rank that calls it."""
 
     def __init__(self, path: Path, displayed_path: str, all_ranks_proved: Callable[[], bool]) -> None:
         super().__init__(path)

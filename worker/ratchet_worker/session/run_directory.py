@@ -65,8 +65,8 @@ class StandaloneDirectory:
 
     def begin_attempt(self, facts: Mapping[str, Any]) -> LaunchFile:
         """Create the next attempt: write its ``launch.json``, with ``facts`` among its fields, and return the content. Raises
-        ``UserError`` if there are checkpoints, and no attempt's base is recorded, or if bases contradict each other;
-        ``CheckpointError`` and ``OSError``."""
+        ``UserError`` if there are checkpoints but no attempt has recorded its base, or if the recorded bases contradict each
+        other. May also raise ``CheckpointError`` and ``OSError``."""
         attempts = [e for _, e, at in checkpoint_dirs(self.paths.checkpoints) if (at / MANIFEST_NAME).exists()]
         attempt = max([*self._run.attempt_numbers(), *attempts], default=0) + 1
         try:

@@ -258,9 +258,9 @@ class Session:
             self._runtime.state.register(name if name in _OWN_NAMES else f"user:{name}", item)
 
     def ignore(self, path: str, reason: str) -> None:
-        """Do not save what is reachable only through the attribute at ``path``, nor report it as unsaved. ``path``: its name in a
-        resume report (``model.layers.0.history``), which lists the ``path`` with the ``reason``. Raises ``UserError`` once the
-        state is restored."""
+        """Do not save state that is reachable only through the attribute at ``path``, and do not report it as unsaved. ``path``:
+        the attribute's name as resume reports write it (``model.layers.0.history``). The resume report lists ``path`` with the
+        ``reason``. Raises ``UserError`` once the state is restored."""
         if self._runtime.restored:
             raise UserError("call ignore before the first step: the state has already been restored")
         self._runtime.state.hidden.ignored[path] = reason
@@ -275,8 +275,8 @@ class Session:
 
     def restore(self, total_steps: int | None = None) -> None:
         """Restore the state now, instead of when the first step is requested. Every rank calls it, at most once, after the model
-        is wrapped and everything is registered. ``total_steps``: the number that ``steps`` gets as ``total``. An object that the
-        checkpoint has no state of keeps its own; the report of the resume names it.
+        is wrapped and everything is registered. ``total_steps``: the number that ``steps`` gets as ``total``. If the checkpoint
+        has no state for an object, the object keeps its current state, and the resume report names it.
 
         Raises ``UserError`` at a second call, without a wrapped model, if ``total_steps`` differs between ranks, for state that
         does not fit the registered objects, and for a difference that ``determinism: strict`` forbids. Raises ``StateError`` or
@@ -324,10 +324,10 @@ class Session:
         return self._epoch_loop.enumerate_batches(batches, start)
 
     def checkpoint(self) -> bool:
-        """Save a checkpoint now. Every rank calls it after the same step, after ``zero_grad``. In the body of the loop, after the
-        backward pass (in ``epochs``: once the batch is taken), the call ends the current step and saves it; before, it saves the
-        previous step. Returns True if the step is saved, False if the save failed. Raises ``CheckpointError`` at the third failed
-        save in a row."""
+        """Save a checkpoint now. Every rank calls it after the same step, after ``zero_grad``. If the body of the loop has done
+        its backward pass (in ``epochs``: has taken its batch), the call ends the current step and saves it. In all other cases it
+        saves the last completed step. Returns True if the step is saved, False if the save failed. Raises ``CheckpointError`` at
+        the third failed save in a row."""
         self._epoch_loop.on_checkpoint()
         return self._runtime.checkpoint()
 

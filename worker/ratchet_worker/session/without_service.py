@@ -96,7 +96,7 @@ class Place:
 
     @property
     def owns_process(self) -> bool:
-        """True if there is a main file, and it is no installed program's: not at a prompt, in a notebook or under pytest."""
+        """True if the main file is the user's script. False, for example, at a prompt, in a notebook or under pytest."""
         return self.script is not None
 
     @property
@@ -119,8 +119,8 @@ class Standalone:
         atexit.register(self._at_exit)
 
     def open(self, arguments: SessionArguments) -> Runtime:
-        """Return the runtime of the open run; if there is none that can go on, begin one, on every rank. Raises ``UserError`` and
-        ``CheckpointError``."""
+        """Return the runtime of the open run. If no run is open, or the open one cannot go on, begin another run, on every rank.
+        Raises ``UserError`` and ``CheckpointError``."""
         run = self._run
         failed = run is not None and not arguments.yields_to_script and run.has_failed_at_prompt
         if run is not None and run.runtime is not None and not run.is_over and not failed:
@@ -185,8 +185,8 @@ class _Run:
 
     @property
     def has_failed_at_prompt(self) -> bool:
-        """True if, at a prompt, an error has ended a cell since the first step, and the loop has not ended: the script's next
-        Session is then another start."""
+        """True if, at a prompt or in a notebook, an error has ended a cell since the first step, and the loop over steps has not
+        ended. The script's next Session then begins another start."""
         runtime, error = self.runtime, _last_cell_error()
         if runtime is None or not runtime.restored or runtime.loop_ended or self._place.owns_process:
             return False
@@ -234,7 +234,8 @@ class _Run:
         return runtime
 
     def _seed(self, seed: int) -> None:
-        """Seed the generators that the script has not seeded, and make later imports undo their draws."""
+        """Seed the generators that the script has not seeded. From then on, undo what imports of installed packages draw from
+        ``random``."""
         script = self._seeds.seed_others(seed, self._place.identity.rank)
         import_draws.undo_import_draws()
         if (
@@ -352,7 +353,8 @@ class _Run:
         exit_process(EXIT_PREEMPTED)
 
     def _on_begin(self) -> None:
-        """Before the first step, delete surplus checkpoints. Errors of cells so far do not count as the training's."""
+        """Before the first step, delete surplus checkpoints. An error that has ended an earlier cell does not count as an error
+        of the training."""
         self._error_before = id(_last_cell_error())
         self._delete_surplus()
 
@@ -408,7 +410,8 @@ class _Run:
         return error or (None if self.runtime is None else self.runtime.stopped)
 
     def _outcome(self, error: BaseException | None) -> tuple[Cause, str | None]:
-        """Return cause and message for this rank's result. ``error``: what ended the run, None for none."""
+        """Return cause and message for this rank's result. ``error``: the exception that ended the run; None if there was
+        none."""
         runtime, error = self.runtime, self._stop_or_error(error)
         if runtime is not None and runtime.restored and (runtime.finished or runtime.done) and error is None:
             return Cause.COMPLETED, None
@@ -535,7 +538,8 @@ def _check_run_possible() -> None:
 
 
 def _main_file() -> Path | None:
-    """Return the absolute path of the main file; None if there is none, or if it is an installed program's."""
+    """Return the absolute path of the main file. Return None if there is no main file, or if it belongs to an installed
+    program."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     if file is None or not (path := Path(file).absolute()).is_file():  # "<stdin>"
         return None

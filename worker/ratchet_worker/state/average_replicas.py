@@ -22,8 +22,8 @@ the last key."""
 
 @dataclass
 class Mean:
-    """The mean of several replicas. ``differing_names``: tensors that differed between ranks. ``from_rank_0``: what differed and
-    has no mean, so that rank 0's is used."""
+    """The mean of several replicas. ``differing_names``: names of the tensors that differed between ranks. ``from_rank_0``: names
+    of tensors and components that differed but cannot be averaged, so rank 0's value is used."""
 
     tensors: Tensors
     state: dict[str, Any]
@@ -63,7 +63,8 @@ def mean(replicas: Iterable[Snapshot], components: Collection[str]) -> Mean:
 
 
 def follows_model(mean: Mean, module: nn.Module) -> bool:
-    """True if what differed in one object's state has the form of the model's tensors. ``mean``: of that state alone."""
+    """True if everything that differed in one object's state corresponds to tensors of the model, by name and shape or as a list
+    of the same shapes. ``mean``: the mean of this object's state alone."""
     if mean.from_rank_0:
         return False
     shapes = [tuple(p.shape) for p in module.parameters()]

@@ -17,8 +17,8 @@ _OPEN: Final = (list, dict, tuple)
 
 
 class Same:
-    """Remembers the objects of a sequence; lists, dictionaries and tuples that are not constant only by ``id``, so the caller
-    must check their contents."""
+    """Remembers the objects of a sequence, to recognise them later. Lists, dictionaries and tuples that are not constant are
+    recognised only by ``id``, so the caller must check their contents."""
 
     def __init__(self, objects: Iterable[Any]) -> None:
         listed = [*objects]
@@ -85,8 +85,8 @@ class Forms:
         self._forms = _forms(tensors) if usual and len({*map(id, tensors)}) == len(tensors) else None
 
     def matches(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if the tensors have the same properties as before, in order. False if one is not strided, and as ``__init__``
-        says."""
+        """True if the tensors have the same properties as those passed to ``__init__``, in the same order. False if one of
+        ``tensors`` is not strided, and in the cases described at ``__init__``."""
         if self._forms is None or not all(tensor.layout is torch.strided for tensor in tensors):
             return False
         return _forms(tensors) == self._forms

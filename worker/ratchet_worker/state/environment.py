@@ -165,8 +165,9 @@ def compared_facts(environment: Record | dict[str, Any]) -> Record:
 def expand_package_difference(
     differences: list[EnvironmentDifference], environment: Record | dict[str, Any], current: Sequence[str]
 ) -> list[EnvironmentDifference]:
-    """Return ``differences`` with one entry per changed package in place of the digest's, if the manifest's ``environment`` names
-    the recorded packages. ``current``: this process's packages."""
+    """Return ``differences`` with the difference of the package digests replaced by one entry per changed package. Without that
+    difference, or if the manifest's ``environment`` lacks the list of packages, return ``differences`` unchanged. ``current``:
+    this process's packages."""
     listed = str(environment.get(_PACKAGE_LIST) or "").split()
     whole = next((d for d in differences if d.key == PACKAGES), None)
     if whole is None or whole.recorded != package_list.digest(listed):
@@ -198,6 +199,6 @@ def compare(recorded: Record | dict[str, Any], current: Record) -> list[Environm
 
 
 def describe_differences(differences: Sequence[EnvironmentDifference], limit: int | None = None) -> str:
-    """Return the differences as text, such as ``threads (2 -> 1)``; of those beyond ``limit`` (None or 0: all) only the
-    number."""
+    """Return the differences as text, such as ``threads (2 -> 1)``. ``limit``: the largest number of differences to describe; of
+    the others, the text has only the number. None or 0: describe all."""
     return join_first([difference.sentence() for difference in differences], limit or len(differences))

@@ -1,6 +1,7 @@
-"""State outside of ``state_dict``, such as attributes of modules, optimizers and data sets. A script builds the same objects in
-every attempt. A checkpoint stores what has changed in them since, under the object's path (``model.layers.0.cache``); the next
-attempt puts it into its own object there. Of changes that cannot be stored, the checkpoint may have the path."""
+"""State outside of ``state_dict``, such as attributes of modules, optimizers and data sets. In every attempt the script first
+builds the same objects. A checkpoint stores what has changed in these objects since they were built, under the object's path
+(``model.layers.0.cache``). The next attempt restores the change in its own object at this path. For a change that cannot be
+stored, the checkpoint may have only the path."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ _MAX_DEPTH: Final = 20
 
 class Changes(NamedTuple):
     """Changes of hidden state. ``stored``: a tree for ``ratchet_hooks.state.encode``, with live tensors. ``unsaved``: changes
-    that cannot be stored, mostly as paths; ``made_before_begin``: those before ``begin``."""
+    that cannot be stored, mostly as the paths of the changed objects. ``made_before_begin``: paths of such changes that were made
+    only before ``HiddenState.begin``."""
 
     stored: dict[str, Any]
     unsaved: list[str]
@@ -119,8 +121,8 @@ class Changes(NamedTuple):
 
 
 class HiddenState:
-    """Finds changes of one rank's hidden state, for a save, and restores them. ``ignored``: reasons by path, filled by the
-    caller. ``code``: the directory of the job's modules; None: they are not walked."""
+    """Finds changes of one rank's hidden state, for a save, and restores them. ``ignored``: by path, the reason why it is
+    ignored; filled by the caller. ``code``: the directory of the job's modules; None: variables of modules are not examined."""
 
     def __init__(self, code: Path | None = None) -> None:
         self.ignored: dict[str, str] = {}
@@ -135,8 +137,9 @@ class HiddenState:
         self._scanned: tuple[int, str] | None = None  # number of all modules and the newest one, when these were found
 
     def note_built(self, roots: Roots, *, undo: bool) -> None:
-        """Note what ``roots`` hold as built by the script: storable changes count from now. ``undo``: copy contents, except
-        of large tensors and arrays, for undoing changes before ``begin``."""
+        """Record the objects in ``roots`` as the script has built them, except those recorded before. Storable changes of these
+        objects count from now. ``undo``: also copy their contents, except of large tensors and arrays, so that ``restore`` can
+        undo changes."""
         before = self._roots
         self._roots = replace(roots, separate_optimizers=before.separate_optimizers)
         if self._noted is None:
@@ -164,8 +167,8 @@ class HiddenState:
         }
 
     def begin(self, roots: Roots) -> None:
-        """Record what ``roots`` hold at the beginning of training. Changes count from this call, except storable ones of objects
-        that ``note_built`` noted."""
+        """Record the objects in ``roots`` at the beginning of training. Changes count from this call. But storable changes of
+        objects recorded by ``note_built`` count from that earlier call."""
         before, self._roots = self._roots, roots
         self._imported = frozenset(sys.modules)
         self._built = self._walk_roots()
@@ -182,8 +185,8 @@ class HiddenState:
                 walked.nodes[path], walked.paths[id(node.item)] = node, path
 
     def changes(self) -> Changes:
-        """Return the changes up to now. Storable ones of objects that ``note_built`` noted count since then, others since
-        ``begin``."""
+        """Return the changes up to now. Storable changes of objects recorded by ``note_built`` count from that call, all other
+        changes from ``begin``."""
         now = self._walk_roots()
         self._add_new_modules(now)
         found = self._compare(self._built, now)
@@ -254,8 +257,8 @@ class HiddenState:
 
 
 def _largest_container(walked: Walked) -> str:
-    """Return the path of the outermost list, dictionary or set, or else of the attribute of a root, below which the most objects
-    of a walk are."""
+    """Return the path below which a walk has found the most objects. It is the path of an outermost list, dictionary or set, or
+    of an attribute of a root."""
     outer = ((path.partition("[")[0].partition(UNORDERED)[0], path) for path in walked.nodes)
     paths = (at if at != path else ".".join(path.split(".")[:2]) for at, path in outer)
     return Counter(path for path in paths if "." in path or path not in walked.nodes).most_common(1)[0][0]
@@ -324,7 +327,7 @@ class _Unstorable(Exception):
 
 class _Recorder:
     """Compares two walks, once, and makes the changes storable. ``with_state``: paths of objects with a ``state_dict``.
-    ``imported``: modules imported before a restore."""
+    ``imported``: names of the modules that were imported at ``HiddenState.begin``."""
 
     def __init__(self, built: Walked, now: Walked, with_state: Collection[str], imported: Collection[str]) -> None:
         self._built, self._now, self._with_state, self._imported = built, now, with_state, imported
@@ -378,7 +381,8 @@ class _Recorder:
         return Changes({"changed": changed, "new": self._new} if changed else {}, sorted(self._unsaved))
 
     def _changed_paths(self, path: str, before: Node, now: Node) -> Iterator[str]:
-        """Yield the paths of the changes that count in an object that cannot be stored: variables, or ``path`` itself."""
+        """Yield the paths of the changes in an object whose changes cannot be stored: those of its variables, or ``path`` itself.
+        Omits changes that do not count, such as those of a list that training only writes into."""
         if now.kind in _LEAVES:
             yield path
             return
@@ -402,7 +406,7 @@ class _Recorder:
         return node.kind != "module" or job_modules.is_set_by_functions(node.item, name)
 
     def _is_equal(self, old: Any, new: Any, depth: int = 0) -> bool:
-        """True if both are the same object, or ``new`` equals ``old`` as the walk ``built`` has it."""
+        """True if both are the same object, or if ``new`` as it is now equals ``old`` as it was in the earlier walk."""
         if is_same(old, new):
             return True
         a, b = self._built.path_of(old), self._now.path_of(new)
@@ -428,7 +432,8 @@ class _Recorder:
         return other or a.keys() != b.keys() or any(self._is_other_argument(a[key], b[key]) for key in a)
 
     def _is_other_argument(self, old: Any, new: Any) -> bool:
-        """True if ``new`` is another object of those that the script has built, or differs from ``old``."""
+        """True if ``new`` is not equal to ``old``, or is another object that the script has built. Functions and the like are
+        compared by ``_is_other_code``. Two iterators of a ``DataLoader`` count as equal."""
         # A script makes an iterator of a DataLoader for each epoch.
         if is_same(old, new) or (_is_loader_iterator(old) and _is_loader_iterator(new)):
             return False
@@ -509,8 +514,8 @@ class _Recorder:
         return self._new_reference(path, node)
 
     def _code_in_new(self, path: str, node: Node) -> Reference:
-        """Return a reference to a lock, function, class, logger or bound method. Raises ``_Unstorable`` for anything else, and if
-        the next attempt cannot find it by name, as a lambda."""
+        """Return a reference to a lock, function, class, logger or bound method. Raises ``_Unstorable`` for any other object.
+        Also raises it for an object that the next attempt cannot find by name, such as a lambda."""
         item: Any = node.item
         if _lock_kind(item) is not None:
             return self._new_reference(path, node)
@@ -524,7 +529,8 @@ class _Recorder:
         return code
 
     def _new_reference(self, path: str, node: Node) -> Reference:
-        """Return a reference to an object that training made. Its content is added to ``_new`` once; raises if that fails."""
+        """Return a reference to an object that training made. The first call for an object adds its content to ``_new``. Raises
+        ``_Unstorable``, or what the object's code raises, if the content cannot be stored."""
         key = id(node.item)
         if key in self._unstorable:
             raise _Unstorable(path + self._unstorable[key])
@@ -565,8 +571,8 @@ class _Recorder:
         return self._arrays[_memory_of(item)] > (1 if isinstance(item, np.ndarray) else 0)
 
     def _view(self, path: str, node: Node) -> Reference | None:
-        """Return a reference to a view of a covered tensor; None for another tensor. Raises ``_Unstorable`` if such a reference
-        would not suffice."""
+        """Return a reference to a tensor as a view of a parameter or buffer that is saved separately. Return None for a tensor
+        that is no such view. Raises ``_Unstorable`` if offset, shape and strides do not fully describe the view."""
         tensor: torch.Tensor = node.item
         owner = self._now.storage_paths.get(storage_id(tensor)) if tensor.numel() else None
         if owner is None:
@@ -577,8 +583,8 @@ class _Recorder:
         return "view", owner, tensor.storage_offset(), list(tensor.shape), list(tensor.stride())
 
     def _content(self, path: str, node: Node, *, new: bool = False) -> Any:
-        """Return an object's whole content, with references to what it holds. ``new``: enough to create the object. Raises
-        ``_Unstorable``."""
+        """Return an object's whole content, with references in place of the objects that it holds. ``new``: include what the next
+        attempt needs to create the object. Raises ``_Unstorable``."""
         item: Any = node.item
         kind = node.kind
         if kind == "tensor":
@@ -640,8 +646,8 @@ class _Recorder:
         return content
 
     def _key(self, path: str, key: Any) -> Reference:
-        """Return a reference to a dictionary's key; if it is a visited object's ``id``, to that object's ``id``. Raises
-        ``_Unstorable``."""
+        """Return a reference to a dictionary's key. If the key is the ``id`` of an object that the walk has visited, the
+        reference is to the ``id`` of this object. Raises ``_Unstorable``."""
         found = self._now.paths.get(key) if type(key) is int else None
         return (
             self._reference(path, key)
@@ -673,8 +679,8 @@ class _Recorder:
 
 
 def _changed_code(path: str, before: Node, now: Node) -> Iterator[str]:
-    """Yield a path for another class (``path.__class__``), other parts of a module, and other hooks of the user's
-    (``path._forward_hooks``)."""
+    """Yield a path for each part of an object's code that has changed: its class (``path.__class__``), a module's submodules
+    (``path.parts``), or the user's hooks of one table (such as ``path._forward_hooks``)."""
     (old_class, old), (new_class, new) = before.mark, now.mark
     if old_class is not new_class:
         yield f"{path}.__class__"
@@ -696,7 +702,8 @@ def _bound_to(item: Any) -> dict[Any, Any]:
 
 
 def _code_reference(item: Any) -> Reference | None:
-    """Return a reference by name to a function, a class or None. The result is None if no name finds it."""
+    """Return a reference by which the next attempt finds the function or class ``item`` by name. Return None if the name does not
+    lead to ``item``. If ``item`` is None, return a reference to the constant None."""
     if item is None:
         return "value", None
     name = _name_of(item)
@@ -704,14 +711,16 @@ def _code_reference(item: Any) -> Reference | None:
 
 
 def _method_name(method: MethodType) -> str | None:
-    """Return the name by which the class of a bound method's object has the function; None if it has not."""
+    """Return the name under which the class of the method's object has the method's function. Return None if the class does not
+    have it."""
     owner: type = type(method.__self__)
     held = (name for base in owner.__mro__ for name, one in vars(base).items() if one is method.__func__)
     return next((name for name in held if getattr(owner, name, None) is method.__func__), None)
 
 
 def _lock_kind(item: Any) -> str | None:
-    """Return the name of the function in ``threading`` that makes such a lock; None for anything else."""
+    """Return the name of the function in ``threading`` that makes locks like ``item``. Return None if ``item`` is no such
+    lock."""
     return next((name for name, make in _LOCKS.items() if type(item) is type(make())), None)
 
 
@@ -789,7 +798,8 @@ def _generator_source(path: str, generator: Any) -> Any:
 
 
 def _qualified_name(path: str, item: Any, imported: Collection[str]) -> tuple[str, str]:
-    """Return module and name of a class or factory, empty for None. Raises ``_Unstorable`` if they would not find it."""
+    """Return module and qualified name of a class or factory; two empty strings for None. Raises ``_Unstorable`` if the next
+    attempt could not find ``item`` by these names."""
     if item is None:
         return "", ""
     name = _name_of(item)
@@ -814,8 +824,8 @@ def _new_instance(kind: type) -> Any:
 
 
 def _built_in_base(kind: type) -> Any:
-    """Return the first of ``kind`` and its bases that was not made at run time (``_HEAP_TYPE_FLAG``); ``object`` if there is no
-    other."""
+    """Return the first class among ``kind`` and its bases, in the order of ``__mro__``, that is built in: it was not made at run
+    time (``_HEAP_TYPE_FLAG``). This is ``object`` if no other one is built in."""
     return next(base for base in kind.__mro__ if not base.__flags__ & _HEAP_TYPE_FLAG)
 
 

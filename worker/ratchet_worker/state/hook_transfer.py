@@ -21,9 +21,10 @@ HookState = tuple[Tensors, Any]
 
 @dataclass(frozen=True)
 class StateTransfer:
-    """How a checkpoint's state is transferred into this group. ``recorded``: the hook that made it. ``change``, ``reset``,
-    ``layout``: the hook's change, why it starts again, why buckets differ; or None. ``averaged``, ``kept_per_rank``: reasons by
-    component."""
+    """How a checkpoint's state is transferred into this group. ``recorded``: the hook that made the checkpoint. ``change``: the
+    change to this attempt's hook, if it is another one. ``reset``: why the hook's state is reset, if it is. ``layout``: why DDP
+    has other buckets than the recorded ones, if it has. ``averaged``: by component, how different replicas became one.
+    ``kept_per_rank``: by component, why each rank keeps its own state."""
 
     recorded: HookSpec | None = None
     change: HookChange | None = None
@@ -41,8 +42,8 @@ class StateTransfer:
 def restore_hook(
     ddp: ManagedDDP, hook: ManagedHook, states: Sequence[HookState], transfer: StateTransfer, *, resized: bool
 ) -> tuple[ComponentStatus, str | None]:
-    """Restore the hook's state, if it continues; return status and reason for the report. ``states``: this rank's, or
-    with ``resized`` all old ranks'. Raises ``HookStateError`` if they do not fit."""
+    """Restore the hook's state, unless the hook starts again; return status and reason for the report. ``states``: this rank's
+    state alone, or the states of all old ranks if ``resized``. Raises ``HookStateError`` if the states do not fit."""
     change = transfer.change
     if transfer.reset is not None:
         return "reset", transfer.reset

@@ -26,8 +26,8 @@ def installed_folders() -> tuple[Path, ...]:
 
 
 def undo_import_draws() -> None:
-    """From now on, undo what imports of installed packages in the main thread draw from ``random``, unless they seed it
-    (``_MAX_DRAWS``)."""
+    """From now on, undo what installed packages draw from ``random`` while the main thread imports them. Nothing is undone for a
+    package that seeds ``random`` or draws more than ``_MAX_DRAWS`` words."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
 

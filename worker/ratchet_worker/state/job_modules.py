@@ -45,7 +45,8 @@ def _assigned(code: CodeType) -> frozenset[str]:
 
 
 def is_set_by_functions(module: ModuleType, name: str) -> bool:
-    """True if a change of the module's variable counts; in the main script, only if a ``global`` statement names it."""
+    """True if a change of the module's variable counts. In the main script, a change counts only if a ``global`` statement names
+    the variable; in other modules, every change counts."""
     # Other names of the main script are like a loop's local variables. Top-level code of other modules has ended before training.
     if module.__name__ != "__main__":
         return True

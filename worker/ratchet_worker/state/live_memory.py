@@ -62,8 +62,8 @@ def live_bytes(tensor: torch.Tensor) -> Bytes:
 
 
 class LiveTensors(Mapping[str, torch.Tensor]):
-    """Views of tensors, by name, at a step boundary. ``addresses``, ``versions``: theirs at that moment, in the order of
-    ``tensors``."""
+    """Views of tensors, by name, at a step boundary. ``addresses``: the tensors' addresses at the boundary; ``versions``: torch's
+    counts of their in-place changes at the boundary. Both are in the order of ``tensors``."""
 
     def __init__(self, names: Sequence[str], tensors: Sequence[torch.Tensor]) -> None:
         # Views: giving a parameter other memory (``parameter.data = ...``) does not free this one.
@@ -101,7 +101,8 @@ class LiveTensors(Mapping[str, torch.Tensor]):
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory, for comparison only; 0 if it has none that torch names."""
+    """Return the address of a tensor's memory, for comparison only. Return 0 if torch gives no address, as for a sparse
+    tensor."""
     if type(tensor) in _PLAIN_TYPES:
         return tensor.data_ptr() if tensor.layout is torch.strided else 0
     try:

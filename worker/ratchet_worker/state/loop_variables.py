@@ -36,16 +36,16 @@ def find_carried(frame: FrameType | None) -> tuple[str, list[str]]:
 
 
 def calls_next(frame: FrameType | None) -> bool:
-    """True if the user's code in ``frame`` is calling ``next``, except as ``next(iter(...))``, and the innermost loop or function
-    around the call is no ``while``."""
+    """True if the user's code in ``frame`` is calling ``next``, and the innermost loop or function around the call is not a
+    ``while`` loop. ``next(iter(...))`` does not count."""
     return (
         frame is not None and _is_users(frame) and any(not isinstance(one, ast.While) for one in _enclosing_next(frame))
     )
 
 
 def _enclosing_next(frame: FrameType) -> list[ast.AST]:
-    """Return, in a list, the innermost loop, function, class or module around the running call of ``next``; empty without one,
-    and for ``next(iter(...))``."""
+    """Return, in a list, the innermost loop, function, class or module around the running call of ``next``. The list is empty if
+    ``next`` is not being called, and for ``next(iter(...))``."""
     place = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
     for node, above in parsed(frame.f_code.co_filename):
         if isinstance(node, ast.Call) and (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset) == place:

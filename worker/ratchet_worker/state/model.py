@@ -20,8 +20,9 @@ _METHODS: Final = frozenset(("state_dict", "_save_to_state_dict", "get_extra_sta
 
 
 def capture(module: Walked, layout_key: object = None) -> dict[str, Any]:
-    """Return, as JSON, what is needed to build the model's ``state_dict`` without the user's code, or why it is not known; do not
-    change it. ``layout_key``: another object whenever shapes or strides differ; None: not known."""
+    """Return, as JSON, what is needed to build the model's ``state_dict`` without the user's code. If calling ``state_dict``
+    fails, the result has the error instead. The result may be cached: do not change it. ``layout_key``: an object that is
+    replaced whenever shapes or strides change; None if there is none."""
     walk = as_walk(module)
     if not _has_default_keys(walk):
         return _capture(walk)

@@ -1,5 +1,5 @@
-"""Records a module's parameters and buffers when DDP wraps it. Later, other parameters are refused, and changes of buffers
-saved."""
+"""Records a module's parameters and buffers when DDP wraps it. Later, parameters that differ from this record are refused, and
+changes of buffers are saved."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class Built:
 
 @dataclass(frozen=True)
 class Origin:
-    """A model's parameters (``id``, and whether it is trained) and buffers when DDP wrapped it, by path."""
+    """A model's parameters and buffers when DDP wrapped it, by path. ``parameters``: the ``id`` of each parameter, and whether it
+    is trained."""
 
     parameters: dict[str, tuple[int, bool]]
     buffers: dict[str, Built]
@@ -88,8 +89,8 @@ def trained_flags(walk: Walk) -> list[bool]:
 
 
 def changed_buffers(module: Walked, before: Origin) -> dict[str, Any]:
-    """Return the changes of buffers since ``before``, by kind. ``parted``: those that share their new memory; a resume does
-    not restore the sharing."""
+    """Return the changes of buffers since ``before``, by kind. The kind ``parted`` has the names of buffers with new memory that
+    another buffer or parameter shares; a resume does not restore the sharing."""
     now = dict(_buffers(module))
     built: dict[int, str] | None = None  # computed only if a buffer is another tensor
     # made: another tensor than the built one (True: in state_dict); moved: a built buffer under another name; same: an earlier
@@ -151,7 +152,8 @@ def make_buffers(module: nn.Module, changed: dict[str, Any], saved: dict[str, to
 
 
 def _resize(buffer: torch.Tensor, form: torch.Tensor, own: bool) -> None:
-    """Give ``buffer`` the shape and dtype of ``form``, without its elements. ``own``: in its own memory, if the dtype allows."""
+    """Give ``buffer`` the shape and dtype of ``form``; the elements are not set. ``own``: keep the buffer's storage, unless the
+    dtype changes."""
     if own and buffer.dtype is form.dtype:
         buffer.resize_(form.shape)
     else:

@@ -45,7 +45,8 @@ class Walk:
         return object() if self._structure is None else self._structure.attributes
 
     def cached(self, name: str, make: Callable[[], T]) -> T:
-        """Return the result of ``make``, computed once per ``name``: it must follow from parts, names and types alone."""
+        """Return the result of ``make``, which is called only once per ``name``. The result must depend only on parts, names and
+        types."""
         if name not in self._derived:
             self._derived[name] = make()
         found: T = self._derived[name]
@@ -97,7 +98,8 @@ class Walk:
 
     @cached_property
     def _buffers(self) -> list[tuple[str, _Vars, str]]:
-        """Name and place of each buffer, not the buffer: one that is replaced is not kept alive here."""
+        """The name of each buffer, the table that holds it, and its key there. The buffers themselves are not in the list, so
+        that it does not keep a replaced buffer alive."""
         found = dict[int, tuple[str, _Vars, str]]()
         for name, held, key in _buffers(self._parts):
             found.setdefault(id(held[key]), (name, held, key))
@@ -105,13 +107,13 @@ class Walk:
 
     @cached_property
     def _all_buffers(self) -> list[tuple[str, _Vars, str]]:
-        """Name and place of each buffer under each of its names."""
+        """The name, table and key of each buffer, once for each of its names."""
         return _buffers(self.module.named_modules(remove_duplicate=False))
 
 
 class _Stand:
-    """The attributes of all parts at one time, for comparison. ``attributes``: replaced when ``matches`` finds a changed
-    attribute."""
+    """The attributes of all parts of a module at one time, to notice later changes. ``attributes``: an object that ``matches``
+    replaces when it finds a changed attribute."""
 
     def __init__(self, parts: list[nn.Module]) -> None:
         self._parts, self._types, self._vars = parts, [*map(type, parts)], [*map(vars, parts)]

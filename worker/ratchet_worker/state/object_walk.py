@@ -1,9 +1,11 @@
 """A walk through the attributes of objects and the objects that they hold. It visits an object at most once, region by region:
 
-- ``own``: attributes of modules, optimizers, data sets and tasks. Most changes can be stored; others may be named.
+- ``own``: attributes of modules, optimizers, data sets and tasks. Most changes can be stored; others may be reported by path.
 - ``registered``: objects that are saved separately, through their ``state_dict``.
-- ``unordered``: objects that only a set in ``own`` reaches, whose order differs between processes. Changes may be named.
-- ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes may be named.
+- ``unordered``: objects that only a set in ``own`` reaches; a set's order differs between processes. Changes are not stored;
+  they may be reported by path.
+- ``shared``: variables of the job's modules and classes, and what functions keep between calls. Changes are not stored;
+  they may be reported by path.
 """
 
 from __future__ import annotations
@@ -120,8 +122,9 @@ SMALL: Final = 16 << 20
 
 
 class Node(NamedTuple):  # a save may make thousands; a frozen dataclass takes more than twice as long
-    """One object as a walk has found it. ``mark``: what two walks compare besides ``children``, the objects that it holds.
-    ``from_user``: False for most objects of packages and what they hold. ``covered``: a parameter or buffer saved separately."""
+    """One object as a walk has found it. ``mark``: what two walks compare in addition to ``children``. ``children``: the objects
+    that this object holds. ``from_user``: False for most objects of packages and what they hold. ``covered``: True for a
+    parameter or buffer that is saved separately."""
 
     item: Any
     kind: Kind
@@ -134,8 +137,9 @@ class Node(NamedTuple):  # a save may make thousands; a frozen dataclass takes m
 
 @dataclass
 class Walked:
-    """The result of a walk. ``nodes``: by path; ``paths``: by ``id``; ``storage_paths``: of covered tensors, by storage.
-    ``failed``: paths of objects that raise when they are visited. ``complete``: False if the walk has stopped early."""
+    """The result of a walk. ``nodes``: the nodes by path. ``paths``: the paths by the ``id`` of the object. ``storage_paths``:
+    the paths of tensors that are saved separately, by storage. ``failed``: paths of objects that raise when they are visited.
+    ``complete``: False if the walk has stopped early."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     paths: dict[int, str] = field(default_factory=dict)
@@ -273,8 +277,8 @@ class _Walker:
             self.shared |= {class_path(base): base for base in _user_bases(its_class)}
 
     def _visit_parts(self, path: str, module: nn.Module) -> None:
-        """Add nodes for a covered module's parameters and, unless their table is a root, buffers. Its parts go to the front of
-        the queue."""
+        """Add nodes for a covered module's parameters. Also add nodes for its buffers, unless their table is a root of the walk.
+        The module's parts go to the front of the queue."""
         # Not the buffers if their table is itself a root.
         buffers = () if id(own_buffers(module)) in self.root_ids else module.named_buffers(recurse=False)
         for name, tensor in (*module.named_parameters(recurse=False), *buffers):
@@ -298,7 +302,8 @@ class _Walker:
         )
 
     def _inner_optimizer_state(self, optimizer: Optimizer) -> Children:
-        """Return the state and the groups of an optimizer by name; empty if they are saved separately, as for a root."""
+        """Return the state and the groups of an optimizer by name. The result is empty if these are saved separately, for example
+        because the optimizer is a root of the walk."""
         held = vars(optimizer)
         if id(held.get("state")) in self.excluded_ids:
             self.result.separate_optimizers.add(id(optimizer))
@@ -327,7 +332,8 @@ def path_step(kind: Kind, key: Any) -> str:
 
 
 class ObjectKey:
-    """A key of a dictionary that is not a constant, named by its place, ``number``. In the mark of a set: such an item."""
+    """Stands for a dictionary's key that is not a constant. ``number``: the key's place in the dictionary. In the mark of a set,
+    it stands for an item that is not a constant."""
 
     def __init__(self, number: int, item: Any) -> None:
         self.number, self.item = number, item
@@ -424,8 +430,9 @@ def _is_excluded(module: str) -> bool:
 
 
 def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
-    """Return the module of the first class of ``_POSITION_MODULES`` among a Python generator's variables, or else the one whose
-    code it runs; empty if it has ended."""
+    """Return the name of the module to which a Python generator belongs. If a variable of the generator has a class of
+    ``_POSITION_MODULES``, that is the class's module. Else it is the module whose code the generator runs. Empty if the generator
+    has ended."""
     frame = generator.gi_frame
     if frame is None:
         return ""
@@ -480,8 +487,8 @@ def _user_bases(kind: type) -> tuple[type, ...]:
 
 
 def attributes(item: Any) -> dict[str, Any]:
-    """Return an object's attributes by name, slots included; of a module or optimizer, without most that torch gives each, such
-    as tables of hooks."""
+    """Return an object's attributes by name, slots included. For a module or an optimizer, most attributes that torch itself sets
+    are left out, such as tables of hooks."""
     held = {name: getattr(item, name) for name in slots_of(cast(type, type(item))) if hasattr(item, name)}
     held |= getattr(item, "__dict__", {})
     if isinstance(item, nn.Module):
@@ -548,7 +555,8 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
 
 
 def _unordered(item: Any, kind: Kind) -> list[Any]:
-    """Return a set's objects that are not constants; empty if there is only one, the set is large, or ``kind`` is another."""
+    """Return a set's objects that are not constants. The result is empty for a set with only one such object, for a large set,
+    and for an object of another ``kind``."""
     objects = [one for one in item if not is_constant(one)] if kind == "set" and len(item) <= _LARGE_ITEMS else []
     return objects if len(objects) > 1 else []
 
@@ -624,8 +632,10 @@ def _mark_of_large(item: Any) -> Any:
 
 
 def _contents(item: Any, most: int) -> Any:
-    """Return a constant as text, and the identity of anything else; with a tensor's version, and the contents of up to ``most``
-    items or attributes of a container or an object of the user's, in which ``_INNER`` of the next level count, and none below."""
+    """Return a comparable form of ``item``: a constant as text, any other object by its ``id``. The form of a tensor includes
+    torch's count of in-place changes, that of a small array its bytes. The form of a container, or of an object of the user's,
+    includes the forms of up to ``most`` items or attributes. If ``most`` is ``_SAMPLE``, these include up to ``_INNER`` items or
+    attributes of their own."""
     if is_constant(item):
         return repr(item)
     if isinstance(item, torch.Tensor):
@@ -709,7 +719,8 @@ def _mark_of_tensor(tensor: torch.Tensor) -> Any:
 
 
 def _array_digest(array: np.ndarray[Any, Any]) -> str:
-    """Return a digest of an array's elements, of a very large array's blocks spread over it; empty without elements."""
+    """Return a digest of an array's elements. For a very large array, only blocks spread over it are digested. Empty for an array
+    without elements."""
     if not array.size:
         return ""
     if isinstance(array, np.ma.MaskedArray):
@@ -760,8 +771,8 @@ def _installed_folders() -> tuple[Path, ...]:
 
 
 def is_same(old: Any, new: Any) -> bool:
-    """True if both are the same object, equal bound methods, or equal constants of one type (of floats and some others, equal as
-    text)."""
+    """True if both are the same object, equal bound methods, or equal constants of one type. Some constants, such as floats and
+    tuples, are compared as text."""
     if old is new:
         return True
     if isinstance(old, MethodType):

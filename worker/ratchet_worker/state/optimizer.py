@@ -142,8 +142,8 @@ class _Known:
         return values if self._in_order else [values[place] for place in self._places]
 
     def rest(self, optimizer: Optimizer) -> object:
-        """Return what ``capture`` returns besides shared tensors, with current options of the groups, and partly or wholly
-        encoded already."""
+        """Return the ``rest`` of ``capture``, with the current options of the groups. Some parts of it, or all of it, are encoded
+        already."""
         groups = optimizer.param_groups
         if self._groups is not None and self._groups.matches(groups):
             return self._rest

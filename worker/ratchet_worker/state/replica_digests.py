@@ -101,8 +101,9 @@ def compare_parts(
     is_enough: Callable[[], bool],
     reader: SafeReader | None = None,
 ) -> dict[int, list[str]]:
-    """Return, by part number, digests of parts that other ranks write; beyond a minimum, only until ``is_enough`` returns True.
-    ``number``: the save's. ``total``: bytes of all parts. Raises as ``slice_digests``."""
+    """Return, by part number, digests of parts that other ranks write. After a minimum number of parts, stop as soon as
+    ``is_enough`` returns True. ``number``: the number of the save, which decides the first part. ``total``: bytes of all parts.
+    Raises the errors of ``slice_digests``."""
     parts = len(plan)
     own = range(rank * parts // world_size, (rank + 1) * parts // world_size)
     others = [part for part in range(parts) if part not in own]

@@ -26,9 +26,9 @@ class EqualState:
         self._plan: _Plan | None = None
 
     def capture(self, out: Snapshot, walk: Walk, optimizers: Mapping[str, Optimizer], equal: bool) -> object:
-        """Add the model's parameters and the optimizers' state to ``out``, as live tensors: with ``equal``, what DDP keeps equal
-        is shared, else all is private. Return an object that is the same only while the parameters' forms are the same; None if
-        changes may go unnoticed."""
+        """Add the model's parameters and the optimizers' state to ``out``, as live tensors. With ``equal``, the tensors that DDP
+        keeps equal are shared and the others private; without it, all are private. Return an object that is the same only while
+        the parameters' forms are the same; None if changes may go unnoticed."""
         names = walk.cached("names by id", lambda: {id(p): name for name, p in walk.named_parameters()})
         replicated = model.replicated_names(walk)
         captures = {component: self._capture_of(component, optimizer) for component, optimizer in optimizers.items()}
@@ -78,8 +78,9 @@ class _Key(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What follows from names and forms of the tensors. ``forms``: None if changes may go unnoticed. ``private``: names of
-    tensors that are not shared. ``own``: names of parameters that DDP does not keep equal."""
+    """How the tensors of a save are stored, as it follows from their names and forms. ``forms``: the tensors' forms; None if
+    changes may go unnoticed. ``private``: names of tensors that are not shared. ``own``: names of parameters that DDP does not
+    keep equal."""
 
     key: _Key
     forms: Forms | None

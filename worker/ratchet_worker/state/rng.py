@@ -136,7 +136,8 @@ class GeneratorState:
         return {"state": self.generator.bit_generator.state, "spawned": _spawn_count(self.generator)}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Put the generator into the saved state. Children that a numpy generator has spawned since stay counted."""
+        """Restore the generator's saved state. A numpy generator's count of spawned children is never decreased: children spawned
+        since the save stay counted."""
         if isinstance(self.generator, (torch.Generator, np.random.RandomState)):
             self.generator.set_state(state["state"])
         elif isinstance(self.generator, random.Random):

@@ -34,7 +34,7 @@ class Until(IntEnum):
 @dataclass
 class Snapshot:
     """One rank's captured state. ``shared``, ``private``: tensors by name. ``state``: the rest as JSON, by component. ``until``:
-    by tensor; missing: ``BOUNDARY``."""
+    by name, how long a tensor stays unchanged; ``BOUNDARY`` for a tensor that is not listed."""
 
     shared: Mapping[str, torch.Tensor] = field(default_factory=dict)
     private: Tensors = field(default_factory=dict)
@@ -43,8 +43,8 @@ class Snapshot:
     known_sizes: Sizes | None = None
 
     def sizes(self) -> Sizes:
-        """Return name, number of elements and bytes per element of all shared tensors. The same object means the same names and
-        shapes."""
+        """Return name, number of elements and bytes per element of all shared tensors. If two snapshots return the same list
+        object, their shared tensors have the same names and shapes."""
         if self.known_sizes is None:
             self.known_sizes = [(name, t.numel(), t.element_size()) for name, t in self.shared.items()]
         return self.known_sizes

@@ -108,7 +108,7 @@ class StepFingerprints:
     @property
     def has_drawn(self) -> bool:
         """True if the digest of the process-wide generators differs from that after the newest recorded step; False before the
-        first. A draw of the normal number that numpy has cached does not show."""
+        first. Taking the normal number that numpy has cached does not change the digest."""
         return self._generators_digest is not None and self._generators.digest() != self._generators_digest
 
     def record_step(self, step: int, position: tuple[int, int]) -> list[StepFingerprint]:

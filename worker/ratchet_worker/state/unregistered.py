@@ -38,7 +38,8 @@ def _averages_in_attributes(module: nn.Module) -> Iterator[AveragedModel]:
 
 
 def unattributable(registered: Iterable[object]) -> Iterator[object]:
-    """Yield the gradient scalers and averages among ``registered`` and their parts, which a later run would take for its own."""
+    """Yield the gradient scalers and averages among ``registered`` and their parts. A later run in this process cannot recognise
+    that these objects are not its own."""
     parts = (part for item in registered for part in _parts(item, _DEPTH))
     return (part for part in parts if isinstance(part, (AveragedModel, torch.amp.GradScaler)))
 

@@ -68,7 +68,8 @@ def _source_files(base: Path) -> list[str]:
 
 
 def _join(base: Path, names: list[str], limit: int, record: list[tuple[str, int, str]]) -> npt.NDArray[np.uint8]:
-    """Return the first 32 KiB of each file and a NUL byte, joined and cut to ``limit`` bytes. Appends to ``record``."""
+    """Return the first 32 KiB of each file and a NUL byte, joined and cut to ``limit`` bytes. Appends name, length and SHA-256 of
+    each file that was read to ``record``."""
     parts: list[bytes] = []
     size = 0
     for name in names:

@@ -70,9 +70,9 @@ def preserving_state(
     *,
     broadcast: bool,
 ) -> Iterator[None]:
-    """Run the block in eval mode without gradients, with differing parameters replaced by their mean and, with ``broadcast``,
-    buffers that DDP does not ignore by rank 0's. Restore all this, the process-wide generators and the data's own afterwards.
-    Entering may be a collective."""
+    """Run the block in eval mode without gradients. During the block, parameters that differ between ranks are replaced by their
+    mean. With ``broadcast``, buffers are replaced by those of rank 0, except buffers that DDP ignores. Afterwards restore all
+    this, the process-wide generators and the data's own. Entering may be a collective."""
     modes = [(module, module.training, _own_buffers(module)) for module in ddp.modules()]
     synced = ddp.require_forward_param_sync
     named = sorted(ddp.module.named_buffers())

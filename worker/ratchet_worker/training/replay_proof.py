@@ -54,8 +54,9 @@ Ranges = list[list[int]]
 
 
 class Redone(NamedTuple):
-    """What all ranks have agreed to compare. ``steps``: number of steps after the base that all had done before.
-    ``compared``: those with all ranks' fingerprints. ``reason``: why others are not compared."""
+    """What all ranks have agreed to compare. ``steps``: number of steps after the base that every rank had already done in
+    earlier attempts. ``compared``: the steps for which every rank has a fingerprint. ``reason``: why the other steps are not
+    compared."""
 
     steps: int
     compared: frozenset[int]
@@ -63,8 +64,9 @@ class Redone(NamedTuple):
 
 
 class ReplayProof:
-    """Records one rank's fingerprints and compares them with earlier ones. ``ring``: their file, if it can be written.
-    ``earlier``: by step. ``on_difference``: called at the first difference."""
+    """Records one rank's fingerprints and compares them with those of earlier attempts. ``ring``: the file for this attempt's
+    fingerprints; None if it could not be created. ``earlier``: fingerprints of earlier attempts, by step. ``on_difference``:
+    called at the first difference."""
 
     def __init__(
         self,
@@ -182,7 +184,8 @@ def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
 
 
 class _Attempt(NamedTuple):
-    """An earlier attempt of the job or of the run that it adopted. ``facts``: those required for a comparison."""
+    """An earlier attempt of the job or of the run that it adopted. ``facts``: facts that the attempt's ring must have for a
+    comparison."""
 
     name: str
     paths: AttemptPaths
@@ -197,15 +200,15 @@ def _attempts(launch: LaunchFile) -> Iterator[AttemptPaths]:
 
 
 class _Earlier(NamedTuple):
-    """What this rank knows of steps after the base. ``last``: the last step done before, or 0. ``fingerprints``: by step.
-    ``reason``: why they cannot be compared."""
+    """What this rank knows of steps that earlier attempts have done after the base. ``last``: the last such step; 0 if there is
+    none. ``fingerprints``: by step. ``reason``: why these steps cannot be compared; None if they can."""
 
     last: int
     fingerprints: dict[int, StepFingerprint]
     reason: str | None
 
     def message(self) -> dict[str, Any]:
-        """The content as JSON for the other ranks, with ranges of steps in place of the fingerprints."""
+        """Return these fields as JSON for the other ranks, with ranges of steps in place of the fingerprints."""
         return {"last": self.last, "has": _ranges(self.fingerprints), "reason": self.reason}
 
 
@@ -246,8 +249,8 @@ def _why_incomparable(name: str, report: ResumeReport, found: RingHeader | None,
 
 
 def describe_inexact(report: ResumeReport) -> str:
-    """Return a part of a sentence on what is not exact in a resume: the first differences, and a component that lost something
-    or, without differences, is not exact."""
+    """Return a part of a sentence on what is not exact in a resume: the first differences, and at most one component. With
+    differences, a component is named only if it lost something; without them, any inexact component."""
     found = []
     if report.differences:
         found.append(describe_differences(report.differences, _MAX_NAMED))

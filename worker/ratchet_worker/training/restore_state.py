@@ -1,4 +1,4 @@
-"""Restores recorded state into this group's objects, also that of a group of another size or under another hook."""
+"""Restores a checkpoint's state into this group's objects, also if the number of ranks or the hook has changed."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _needs_mean(manifest: Manifest, transfer: StateTransfer, *, resized: bool) -
 def _average_replicas(
     runtime: Runtime, manifest: Manifest, saved: Snapshot, transfer: StateTransfer
 ) -> tuple[Snapshot, StateTransfer]:
-    """Return ``saved`` with one merged replica in place of this rank's own, and ``transfer`` with its record. Raises
-    ``UserError`` if that is impossible."""
+    """Return ``saved`` with the replicas of all ranks merged into one, in place of this rank's own. Also return ``transfer`` with
+    the reasons for the report. Raises ``UserError`` if the replicas cannot be merged."""
     components = {"model", *runtime.state.optimizers, *runtime.state.group_components()}
     try:
         mean = _mean(runtime, manifest, components)

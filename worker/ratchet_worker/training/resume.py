@@ -52,8 +52,9 @@ _MODEL: Final = f"{SHARED_PREFIX}{MODEL}/"
 
 @dataclass
 class Notes:
-    """What wrapping and restoring have changed or found, for the report; None: nothing. ``layout``: why DDP has other buckets;
-    ``reset``: why another hook or layout resets the hook's state; ``total``, ``unregistered``: sentences."""
+    """What wrapping and restoring have changed or found, for the report. A field is None if there is nothing to report.
+    ``layout``: why DDP has other buckets; ``reset``: why the hook's state is reset after a change of hook or layout; ``total``,
+    ``unregistered``: sentences for the report."""
 
     layout: str | None = None
     reset: str | None = None
@@ -203,8 +204,8 @@ def restore(runtime: Runtime) -> ResumeReport:
 
 
 def total_difference(runtime: Runtime) -> EnvironmentDifference | None:
-    """Return the difference between the steps requested and those of the attempt that saved the base; None without one that
-    counts."""
+    """Return the difference between the number of steps requested now and that of the attempt that saved the base. Return None if
+    the numbers are equal or cannot be compared."""
     before, now = runtime.earlier_total, runtime.total
     # A schedule made for the old number does not adapt to the new one.
     if before is None or now is None or before == now:
@@ -219,8 +220,8 @@ def _not_exact_since(chosen: Chosen) -> str | None:
 
 
 def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
-    """Return a list with one report if the checkpoint lacks what its step changed, or was to change, after ``checkpoint()``; else
-    an empty list."""
+    """Return a list with one report if the script called ``checkpoint()`` within the loop body, and the checkpoint lacks changes
+    that this body has made. There is also a report if the body did not reach its end. Else return an empty list."""
     directory, manifest = runtime.chosen.directory, runtime.chosen.manifest
     assert directory is not None and manifest is not None
     what = read_changed_marker(directory)
@@ -236,7 +237,8 @@ def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
 
 
 def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
-    """If ``components`` report late changes, mark this job's checkpoint with the file ``CHANGED``, which copies keep."""
+    """If ``components`` report late changes, create the marker file ``CHANGED`` in this job's checkpoint. Copies of the
+    checkpoint include the marker."""
     what = next((c.reason for c in components if c.component == "checkpoint"), None)
     directory, own = runtime.chosen.directory, JobPaths(Path(runtime.launch.job_root)).checkpoints
     if what is not None and directory is not None and directory.parent == own:
@@ -244,8 +246,8 @@ def _persist_mark(runtime: Runtime, components: list[ComponentReport]) -> None:
 
 
 def _report_import(runtime: Runtime) -> list[ComponentReport]:
-    """Load the optimizer's state from the file of ``start_from``, if wanted, and return reports on what the components start
-    with. Raises ``UserError`` if the model was not loaded, or the state does not fit."""
+    """Load the optimizer's state from the file of ``start_from``, if the spec requests it. Return reports that say which
+    components were imported. Raises ``UserError`` if the model was not loaded from the file, or the state does not fit."""
     found, state = runtime.notes.imported, runtime.state
     if found is None:
         raise UserError(

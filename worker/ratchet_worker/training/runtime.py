@@ -59,8 +59,8 @@ Item = TypeVar("Item")
 
 
 class Runtime:
-    """One rank's run of the job. ``step``: number of completed steps, with those in the restored checkpoint. ``total``: of all
-    steps, None if unknown; over epochs, only expected."""
+    """One rank's run of the job. ``step``: number of completed steps, including those in the restored checkpoint. ``total``:
+    number of steps of the whole job, None if unknown; in a loop over epochs, only an expected number."""
 
     def __init__(
         self,
@@ -294,8 +294,9 @@ class Runtime:
         self.counter.start_step(self.step + 1)
 
     def set_total(self, total: int | None) -> None:
-        """Set the number of steps of the script's loop. If none was known before, a number unlike the base's makes the run
-        inexact, or raises ``UserError`` under ``determinism: strict``."""
+        """Set the number of steps of the script's loop. If no number was set before, and this number differs from that of the
+        attempt that saved the base, the run is marked as inexact. Under ``determinism: strict`` this raises ``UserError``
+        instead."""
         unknown, self.total = self.total is None, total
         if unknown and (odd := resume.total_difference(self)) is not None:
             text = f"not exact: {odd.sentence()}"
@@ -463,7 +464,7 @@ class Runtime:
             self.reporter.note("changed-behind-checkpoint", text, step=step)
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
-        """Log metrics of the open step, or between two steps of the last one. Only rank 0's count."""
+        """Log metrics of the open step; between two steps, log metrics of the last step. Does nothing on ranks other than 0."""
         if self.rank == 0:
             step, found = self.open_step, {k: metric_value(k, v) for k, v in values.items()}
             self.reporter.report_metrics(step, found)
@@ -479,8 +480,8 @@ class Runtime:
                 self._finish()
 
     def _wait_for_last_step(self) -> None:
-        """In another thread, wait until the thread that does the steps has done the last one or was stopped. Raises
-        ``RuntimeError`` if that thread ends earlier, or is idle in a pool."""
+        """If another thread does the steps, wait until it has done the last one or was stopped. Raises ``RuntimeError`` if that
+        thread ends earlier, or is idle in a pool."""
         trainer = self.trainer
         if trainer is None or trainer is threading.current_thread():
             return
@@ -651,8 +652,8 @@ class Runtime:
         return grace - self.agreement.seconds_since_stop()
 
     def _save_if_new(self, reason: Reason, remaining_seconds: float | None = None) -> str | None:
-        """Save this step unless it is saved. Return the error message if that failed, else None. Raises ``CheckpointError`` at
-        the third failure in a row, except at a stop, and as ``Checkpointer.drain``."""
+        """Save this step unless it is saved already. Return the error message if the save failed, else None. Raises
+        ``CheckpointError`` at the third failure in a row, except at a stop. Also raises the errors of ``Checkpointer.drain``."""
         self.checkpointer.drain()
         if self.step == self.checkpointer.last.step:
             self.checkpointer.wait_for_retention()
@@ -715,5 +716,5 @@ def start_runtime(
 
 
 def _may_save_early(launch: LaunchFile, chosen: Chosen) -> bool:
-    """True if this attempt may save before the first scheduled checkpoint, since it starts from none of this job."""
+    """True if this attempt may save before the first scheduled checkpoint: it does not start from a checkpoint of this job."""
     return chosen.manifest is None or chosen.manifest.job_id != launch.job_id

@@ -24,8 +24,8 @@ _MAX_STEPS: Final = 1000
 
 @dataclass
 class Exercised:
-    """What a trial has reached: steps done at ends of epochs and at evaluations, first steps of the hook's phases, most
-    ``batches`` in a step."""
+    """What a trial has reached. ``epoch_ends``, ``evaluations``: numbers of the steps at which an epoch ended or an evaluation
+    ran. ``phases``: by phase of the hook, its first step. ``batches``: the largest number of batches in one step."""
 
     epoch_ends: list[int] = field(default_factory=list)
     evaluations: list[int] = field(default_factory=list)
@@ -97,8 +97,8 @@ class Trial:
     # --- the end -------------------------------------------------------------------------------------------------------
 
     def is_over(self, step: int) -> bool:
-        """True if the trial ends after ``step``: at ``trial.end_at``, or with ``auto`` some steps after everything expected was
-        exercised, at the latest after ``_MAX_STEPS``."""
+        """True if the job is a trial and ends after ``step``. It ends at ``trial.end_at``. If that is ``auto``, it ends some
+        steps after everything expected was exercised, and at the latest after ``_MAX_STEPS`` steps."""
         if self._spec is None:
             return False
         if self._spec.end_at != "auto":
@@ -119,8 +119,8 @@ class Trial:
     def inject_fault(
         self, step: int, drain: Callable[[], object], start_step: Callable[[int], None], agreement: Agreement
     ) -> None:
-        """Inject the fault that is planned for this rank after ``step`` steps, if any: a kill of the rank or its agent, where
-        this never returns, or a stop."""
+        """Inject the fault that is planned for this rank after ``step`` steps, if any. The fault is a kill of the rank, a kill of
+        its agent, or a stop. After a kill, this call never returns."""
         if self._due(step, "kill-rank"):
             drain()
             _kill_self()

@@ -125,7 +125,8 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint, or of all committed ones, and compare it with its digests. Exit code 1 if any is damaged.
 
-    PATH: a checkpoint's directory, or one of several, on this machine and without a service; nothing is written or moved then.
+    PATH: a checkpoint's directory on this machine, or a directory that contains checkpoints. No service is used, and nothing is
+    written or moved.
     """
     if is_path(job):
         paths = [job] if checkpoint is None else [job, checkpoint]
@@ -149,8 +150,8 @@ def verify(
 
 
 def _verify_all(client: RatchetClient, job: str, as_json: bool) -> Iterator[views.VerifyResult]:
-    """Verify the job's committed checkpoints one after the other; print each result (with ``as_json`` only damage), and yield it.
-    Checkpoints deleted meanwhile are skipped."""
+    """Verify the job's committed checkpoints one after the other, and yield the results. Each result is printed; with ``as_json``
+    only damage is printed. Checkpoints that are deleted meanwhile are skipped."""
     from ratchet_contract.errors import Conflict, NotFound
 
     wanted = [c for c in client.checkpoints(job) if c.state == "committed"]

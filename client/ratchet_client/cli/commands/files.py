@@ -109,8 +109,8 @@ def print_outputs(client: RatchetClient, job: views.JobView) -> None:
 
 
 def outputs_text(client: RatchetClient, job: views.JobView) -> str | None:
-    """Return, as text, the names or number, and the size, of files that a job has written. None if there are none or the request
-    fails."""
+    """Return a text with the names and the total size of the files that a job has written. For many files the text has their
+    number instead of the names. Return None if there are none or the request fails."""
     from ratchet_contract.errors import RatchetError
 
     try:

@@ -111,9 +111,9 @@ def init(
 
 
 def _patch(words: list[str]) -> None:
-    """Print the diff that patches the script, if there is one, and on standard error remarks or the next commands. Raise
-    ``typer.Exit`` if the script needs changes that the diff does not make, or no place for a change is found; ``Refused`` if
-    the script is not below the current directory or not valid Python."""
+    """Print the diff that patches the script, if there is one. Remarks and, for a complete diff, the next commands are printed on
+    standard error. Raise ``typer.Exit`` if the script needs changes that the diff does not make, or if no place for a change is
+    found. Raise ``Refused`` if the script is not below the current directory or not valid Python."""
     from ratchet_client.init import project
     from ratchet_client.init.advice import training_place
     from ratchet_client.init.command_line import parse_command
@@ -174,7 +174,7 @@ def _with_ranks(words: list[str]) -> str:
 
 
 def _document(proposal: Proposal, target: Path | None) -> str:
-    """Return the JSON text for ``--json``. ``target``: the spec file that was written; None: none."""
+    """Return the JSON text for ``--json``. ``target``: the spec file that was written; None if no file was written."""
     import json
     from dataclasses import asdict
 
@@ -196,8 +196,8 @@ def _print_notes(notes: list[Note], command: Command) -> None:
 
 
 def _print_next_steps(ctx: typer.Context, target: Path, *, exact: bool) -> None:
-    """Print the next commands, and what a running service says about the spec in ``target``. ``exact``: suggest ``ratchet prove``
-    too if no service runs. The check may upload the code."""
+    """Print the next commands, and what a running service says about the spec in ``target``. For this the service checks the
+    spec, and the code may be uploaded to it. ``exact``: if no service runs, suggest ``ratchet prove`` too."""
     from ratchet_client.cli.commands.submit import print_warnings
     from ratchet_client.http.errors import ServiceUnreachable
     from ratchet_client.resources.spec_file import read_spec

@@ -189,8 +189,9 @@ def _count_of_limit(count: int, limit: int | None) -> str:
 def attempts(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
     """Show every launch of a job: how it ended and why, what it resumed from, steps done and lost.
 
-    BASE: the step it started from. LAST: its last step. DONE: the number of its steps. LOST: those of them in no checkpoint,
-    which a later attempt redoes. RESUMED: whether it continued with the same bits, and whether redone steps confirm it.
+    BASE: the step from which the launch started. LAST: its last step. DONE: the number of its steps. LOST: how many of these
+    steps are in no checkpoint; a later attempt redoes them. RESUMED: whether the launch continued with the same bits, and whether
+    redone steps confirm this.
     """
     with open_client(ctx) as client:
         found = client.attempts(job)

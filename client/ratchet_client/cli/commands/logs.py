@@ -91,7 +91,7 @@ def _no_lines_message(
 
 
 def _check_rank(client: RatchetClient, job: str, rank: int) -> None:
-    """Raise ``typer.BadParameter`` if the job has no rank of this number and no logs of one."""
+    """Raise ``typer.BadParameter`` if the number ``rank`` is too large for the job and no attempt has a log of that rank."""
     view = client.view(job)
     world = view.spec.get("world", {})
     ranks = world.get("nodes", 1) * world.get("ranks_per_node", 1)
@@ -140,8 +140,8 @@ def events(
 ) -> None:
     """Print the events of a job, oldest first.
 
-    Consecutive checkpoints are one line, as are the events of an attempt's end. With --follow the first is printed at once, and
-    the combined line when another event occurs. With --json each event is printed.
+    Consecutive checkpoints are combined into one line, and so are the events of an attempt's end. With --follow the first
+    checkpoint is printed at once, and the combined line when another event occurs. With --json each event is printed separately.
     """
     with open_client(ctx, PATIENCE if follow else RETRY_FOR) as client:
         found: Iterable[views.EventView] = (
@@ -169,8 +169,8 @@ def _print(events: Iterable[views.EventView]) -> None:
 
 
 class ErrorsOnce:
-    """Shortens texts that repeat an error: call the object with each text in turn, and earlier errors are replaced by ``(as
-    above)``."""
+    """Shortens texts that repeat an error. Call the object with each text in turn: where a text repeats an error of an earlier
+    text, ``(as above)`` replaces the error."""
 
     def __init__(self) -> None:
         self._printed: list[str] = []
@@ -225,8 +225,8 @@ class EventFold:
         return [*self._fold_checkpoints(), *self._results, *([] if self._ended is None else [self._ended])]
 
     def _fold_checkpoints(self) -> list[views.EventView]:
-        """Return the checkpoints that are held back, several as one event. With ``follow`` a single one has been shown and is
-        omitted."""
+        """Return the checkpoint events that are held back; several are combined into one event. With ``follow`` a single one is
+        left out, since it has already been shown."""
         run = self._checkpoints
         if len(run) < 2:
             return [] if self._follow else list(run)

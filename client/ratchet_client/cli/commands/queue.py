@@ -23,8 +23,8 @@ def queue(
     limit: Annotated[int, typer.Option(min=1, max=100, help="Number of jobs to list.")] = 50,
     as_json: JsonFlag = False,
 ) -> None:
-    """List the queued jobs of all owners in the order in which they start, without those in a back-off, and why each waits; with
-    JOB, its position."""
+    """List the queued jobs of all owners in the order in which they start, and why each waits. Jobs in a back-off are left out.
+    With JOB, list only this job, with its position."""
     with open_client(ctx) as client:
         view = client.queue_view(limit, job)
     found = view.items

@@ -97,7 +97,7 @@ def submit(
 
 
 def _warn_duplicate_name(client: RatchetClient, job: JobView) -> None:
-    """Print a note if another job has the same name, which may then not select ``job``."""
+    """Print a note if another job has the same name, since the name may then not select ``job``."""
     from ratchet_contract.errors import RatchetError
 
     with suppress(RatchetError):
@@ -121,8 +121,9 @@ def print_warnings(warnings: Sequence[Warning_]) -> None:
 
 
 def apply_overrides(spec: dict[str, Any], sets: list[str], labels: dict[str, str]) -> None:
-    """Set the keys of ``sets``, items ``a.b=value`` with YAML values, in ``spec``, and add ``labels``, unless
-    the spec's own are no mapping. Raise ``typer.BadParameter`` or ``SpecError`` for an item that cannot be applied."""
+    """Change ``spec`` in place: set the keys of ``sets``, and add ``labels`` to its labels. ``sets``: items ``a.b=value`` with
+    YAML values. Nothing is added to labels of a wrong type. Raise ``typer.BadParameter`` or ``SpecError`` for an item that cannot
+    be applied."""
     from ratchet_client.resources.spec_file import json_value
     from ratchet_contract.spec.parse import load_spec_text
 

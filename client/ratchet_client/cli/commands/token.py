@@ -34,7 +34,7 @@ def create(
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Create a token and print it once. The first one of a service: python -m ratchet_service token create."""
+    """Create a token and print it once. For the first token of a service, use: python -m ratchet_service token create."""
     days = _days(expires)
     with open_client(ctx) as client:
         made = client.create_token(name, owner=owner, role=role, scopes=scope, expires_days=days)

@@ -119,7 +119,8 @@ def _draw(table: _Table, every: float) -> None:
 
 @dataclass
 class _Table:
-    """Reads the matching jobs, at most ``limit``, and keeps jobs that ended while they were watched for ``_ENDED_STAY``."""
+    """Reads the matching jobs, at most ``limit``. A job that ends while it is watched is kept until ``_ENDED_STAY`` after its
+    end."""
 
     client: RatchetClient
     phases: list[str]

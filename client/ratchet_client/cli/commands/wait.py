@@ -49,9 +49,10 @@ class View(Protocol):
 def poll(
     fetch: Callable[[], T], interval_seconds: float, on_gap: Callable[[str], object] = print_disconnect
 ) -> Iterator[T]:
-    """Yield the result of ``fetch`` every ``interval_seconds``, without an end. ``on_gap``: called with the error when the
-    service stops responding, and at each further failure if it returns True. Raise ``ServiceUnreachable`` or ``ServiceFault``
-    if it does not respond for too long, or at first no service has been started."""
+    """Yield the result of ``fetch`` every ``interval_seconds``, without an end. ``on_gap``: called with the error if the service
+    stops responding after a first result; if it returns True, it is called again at the next failure. Raise
+    ``ServiceUnreachable`` or ``ServiceFault`` if the service does not respond for too long. Raise it at once if another program
+    responds, or if no service is found before the first result."""
     from ratchet_client.http.discovery import NEVER_STARTED
     from ratchet_client.resources.poll import Outage, retry_poll
 
@@ -70,9 +71,9 @@ def poll(
 
 def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), deadline: float | None = None,
          as_json: bool = False) -> None:  # fmt: skip
-    """Wait until the job has ended or is in a phase of ``until``, print its changes, then the job as JSON or an ended job's
-    results. Raise ``typer.Exit`` unless the job is in such a phase (default: SUCCEEDED), ``DeadlineReached`` after ``deadline``
-    seconds."""
+    """Wait until the job has ended or is in a phase of ``until``, and print its changes on standard error. Then print the job as
+    JSON if ``as_json`` is set, else the results of a job that has ended. Raise ``typer.Exit`` unless the job is in a phase of
+    ``until`` (default: SUCCEEDED). Raise ``DeadlineReached`` after ``deadline`` seconds."""
     from ratchet_client.resources.client import TERMINAL
 
     once = ErrorsOnce()
@@ -268,7 +269,8 @@ class PlainView:
         self._print_line(event_line(event))
 
     def on_progress(self, snapshot: Snapshot) -> None:
-        """Print a progress line if the interval has passed or the job has ended, and more than the phase has changed."""
+        """Print a progress line, at most one per interval. When the job has ended, the interval is not awaited. No line is
+        printed if nothing but the phase has changed."""
         if time.monotonic() < self._next and not snapshot.job.phase.terminal:
             return
         eta = eta_text(snapshot)
@@ -285,7 +287,7 @@ class PlainView:
         self._last, self._next = text, time.monotonic() + self._interval_seconds
 
     def on_disconnect(self, detail: str) -> bool:
-        """Print ``detail``, the error. Return False: it is not to be printed again while the service does not respond."""
+        """Print the error ``detail``. Return False, so that further failures are not passed until the service responds again."""
         print_disconnect(detail)
         return False
 

@@ -26,7 +26,7 @@ class Diagnosis:
     gpus: list[str] = field(default_factory=list)
 
     def failed(self, name: str) -> bool:
-        """Return True if a check with this name failed, or if none ran."""
+        """Return True if a check with this name failed, or if no check with this name has a finding."""
         found = [f.status for f in self.findings if f.name == name]
         return not found or "failed" in found
 

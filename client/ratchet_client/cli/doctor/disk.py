@@ -132,8 +132,8 @@ def file_system(place: Path, mountinfo: str) -> str | None:
 
 
 def _kind(place: Path, *, sqlite: bool) -> Finding:
-    """Return the finding on the file system's type: a warning for one in memory, and for one over a network if ``sqlite``: the
-    database is a file there."""
+    """Return the finding on the type of the file system at ``place``. A file system in memory gives a warning, and with
+    ``sqlite`` also a network file system. ``sqlite``: the database is an SQLite file there."""
     try:
         kind = file_system(place.resolve(), Path("/proc/self/mountinfo").read_text())
     except OSError:

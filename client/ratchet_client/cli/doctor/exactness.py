@@ -45,9 +45,10 @@ _MAX_NAMES: Final = 10
 
 @dataclass
 class Proof:
-    """The result for one hook on one device. ``undisturbed``, ``killed``: ids of the two jobs. ``struck``: a rank was killed.
-    ``identical``: None if undecided. ``tensors``: number compared. ``lost``: steps done again. ``problems``: why the proof
-    failed."""
+    """The result for one hook on one device: of two jobs, one is undisturbed, and one has a rank killed. ``undisturbed``,
+    ``killed``: ids of the two jobs. ``struck``: True if a rank was killed. ``identical``: whether the final checkpoints are
+    equal; None if undecided. ``tensors``: number of compared tensors. ``lost``: number of steps that were done again.
+    ``problems``: why the proof failed."""
 
     hook: str
     device: Device
@@ -193,8 +194,9 @@ def _run(
 def _wait_until_ended(
     client: RatchetClient, paths: HomePaths, proofs: list[Proof], report_progress: Progress
 ) -> dict[str, JobView]:
-    """Block until all jobs of ``proofs`` have ended, or none has for ``TIMEOUT_SECONDS``; return the jobs as last read, by id.
-    Meanwhile kill a rank of each job ``killed`` once and set ``struck``, unless the moment is missed."""
+    """Block until all jobs of ``proofs`` have ended, or until no job has ended for ``TIMEOUT_SECONDS``. Return the jobs by id, as
+    last read. Meanwhile kill a rank of the job ``killed`` of each proof once, and then set ``struck``. A job may end before its
+    rank is killed."""
     ids = [job for proof in proofs for job in (proof.undisturbed, proof.killed)]
     end, ended, asked, shown = time.monotonic() + TIMEOUT_SECONDS, 0, 0.0, ""
     jobs: dict[str, JobView] = {}
@@ -251,8 +253,8 @@ def _pid(spool: Path) -> int | None:
 
 
 def _evaluate(client: RatchetClient, proof: Proof, jobs: dict[str, JobView]) -> None:
-    """Fill in the results of ``proof`` from its two jobs. What contradicts exactness, or an unfinished job, is appended to
-    ``problems``."""
+    """Fill in the results of ``proof`` from its two jobs. If a job has not succeeded, only a text on that is appended to
+    ``problems``. Otherwise a text is appended for each result that contradicts exactness."""
     bad = proof.problems.append
     unfinished = [job for job in (jobs[proof.undisturbed], jobs[proof.killed]) if job.phase is not JobPhase.SUCCEEDED]
     for job in unfinished:

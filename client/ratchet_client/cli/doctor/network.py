@@ -1,4 +1,5 @@
-"""Checks loopback, proxies and the service: whether one runs, whether it is of this Ratchet, and whether the clocks agree."""
+"""Checks loopback, proxies and the service: whether one runs, whether its version is that of this installation, and whether the
+clocks agree."""
 
 from __future__ import annotations
 
@@ -79,8 +80,8 @@ def proxies() -> list[Finding]:
 
 
 def service(settings: Settings) -> list[Finding]:
-    """Return findings on the service: a running one must respond, be ready and use this Ratchet's protocol; none is ok, too,
-    unless an address is set. May block for some seconds."""
+    """Return findings on the service. A running service must respond, be ready and use this Ratchet's protocol. It is ok if no
+    service runs, unless an address is set. May block for some seconds."""
     home = HomePaths(home_directory(settings.home))
     try:
         target = find_target(settings.server, settings.home)

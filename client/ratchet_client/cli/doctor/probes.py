@@ -29,8 +29,8 @@ ProbeResult: TypeAlias = Callable[[], ProbeReport]
 
 @dataclass(frozen=True)
 class Probe:
-    """A command that prints a ``ProbeReport`` within ``seconds``. ``name``: of the finding if the command fails; ``extra``: the
-    extra of ratchet-train that it needs."""
+    """A command that prints a ``ProbeReport`` within ``seconds``. ``name``: the name of the finding that replaces the report if
+    the command fails. ``extra``: the extra of ratchet-train that the command needs."""
 
     name: str
     command: list[str]
@@ -146,8 +146,8 @@ def _only(finding: Finding) -> ProbeReport:
 
 
 def with_timeout(seconds: float, name: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of ``check``, or a single finding if it raises an exception, or takes longer than ``seconds`` and
-    continues in its thread."""
+    """Return the findings of ``check``, which runs in a thread. If it raises an exception or takes longer than ``seconds``,
+    return a single finding, with the name ``name``. A check that takes longer continues in its thread."""
     box: list[Finding] = []
 
     def run() -> None:

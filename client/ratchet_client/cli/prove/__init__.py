@@ -109,7 +109,8 @@ def prove(
 
 
 def _objects_without_session(spec: dict[str, Any]) -> list[str]:
-    """Return the objects with state that the script of ``spec`` uses in its loop without its Session: no checkpoint has them."""
+    """Return, as texts, the objects that the script of ``spec`` uses in its training loops and its Session does not have. These
+    are copies of models and objects of the script's own classes; no checkpoint contains their state."""
     from pathlib import Path
 
     from ratchet_client.init.patch.diff import objects_without_session

@@ -15,8 +15,8 @@ Status = Literal["exercised", "not exercised", "none seen"]
 
 
 class Exercise(BaseModel):
-    """Whether a proof's runs exercised one part of the spec. ``none seen``: Ratchet knows of no such part in the job. ``detail``:
-    the reason."""
+    """Whether a proof's runs exercised one part of the spec. ``status``: "none seen" means that Ratchet knows of no such part in
+    the job. ``detail``: the reason for the status."""
 
     name: str
     status: Status
@@ -24,8 +24,8 @@ class Exercise(BaseModel):
 
 
 def exercises(facts: Facts, hook: Mapping[str, Any], faults: list[Fault]) -> list[Exercise]:
-    """Return whether each part of the spec, such as the hook, was exercised. ``facts``: of an undisturbed run; ``faults``: the
-    interruptions carried out."""
+    """Return for each part of the spec, such as the hook, whether it was exercised. ``facts``: the facts of an undisturbed run.
+    ``faults``: the interruptions that were carried out."""
     last = max((fault.step for fault in faults), default=0)
     return [
         _hook(facts, hook, last),
@@ -83,7 +83,8 @@ def _epoch(facts: Facts) -> Exercise:
 
 
 def _evaluation(facts: Facts, faults: list[Fault]) -> Exercise:
-    """Return whether the runs made an evaluation, with the step at which a rank was killed in one."""
+    """Return whether the runs made an evaluation. The detail names the step of the evaluation in which a rank was killed, if
+    there was one."""
     if facts.evaluations:
         killed = [f.step for f in faults if f.kind == "kill-in-evaluation"]
         text = f"after step {', '.join(map(str, facts.evaluations[:5]))}" + (

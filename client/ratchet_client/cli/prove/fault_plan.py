@@ -18,8 +18,8 @@ _WORDS: Final = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A planned interruption of the attempt ``attempt`` when ``step`` steps are done. ``rank``: which one is struck; ``kind``: a
-    key of ``_WORDS``."""
+    """A planned interruption of the attempt ``attempt`` when ``step`` steps are done. ``rank``: the rank that is interrupted,
+    itself or through its agent. ``kind``: the kind of interruption, a key of ``_WORDS``."""
 
     attempt: int
     rank: int
@@ -45,8 +45,8 @@ class FaultPlan:
 
 
 def fault_plan(facts: Facts, ranks: int) -> FaultPlan | None:
-    """Return the plan with the most interruptions that fit into a run, kills among them; None if no kill fits. ``facts``: of an
-    undisturbed run."""
+    """Return the plan with the most interruptions that fit into a run; None if no kill is among them. ``facts``: the facts of an
+    undisturbed run. ``ranks``: number of ranks."""
     plans = [FaultPlan(every, _faults(facts, ranks, every)) for every in (EVERY, *range(3, 2 * EVERY))]
     best = max(plans, key=lambda plan: len(plan.faults))  # the first of equal ones
     return best if any(fault.kind.startswith("kill") for fault in best.faults) else None

@@ -30,9 +30,10 @@ _CAUSES: Final[dict[str, frozenset[Cause]]] = {
 
 
 class Proof(BaseModel):
-    """The result of a proof. ``what``: the job or spec. ``redone``: steps done again. ``metrics``: number of series compared.
-    ``times``: series that are not judged. ``reports``: remarks on resumes. ``lost``: a component that a resume lost. ``unseen``:
-    state that was not compared."""
+    """The result of a proof. ``what``: the examined job or spec. ``redone``: number of steps that were done again.
+    ``metrics``: number of compared series of metrics. ``times``: series that are not judged, since they differ even between
+    undisturbed runs. ``reports``: remarks on the resumes. ``lost``: a component whose state a resume lost. ``unseen``: state
+    that was not compared."""
 
     verdict: Verdict
     what: str
@@ -51,9 +52,9 @@ class Proof(BaseModel):
 
 
 def prove_spec(trials: Trials, spec: Mapping[str, Any], steps: int | None, upload: bool | None) -> Proof:
-    """Run two undisturbed jobs of ``spec`` and, if they are equal, an interrupted one; block until they have ended and return the
-    result. ``steps``: the last step, None: chosen. Raise ``TrialFailed``, ``SpecError``, or ``Refused`` if the runs are too
-    short for a kill."""
+    """Run two undisturbed jobs of ``spec`` and, if they are equal, an interrupted one. Block until the jobs have ended, and
+    return the result. ``steps``: the last step of the runs; None: it is chosen automatically. Raise ``TrialFailed`` if a run
+    fails, ``SpecError`` for an invalid spec, and ``Refused`` if the runs are too short for a kill."""
     client = trials.client
     client.plan(spec, upload=upload, note=trials.say)  # errors must refer to the user's spec, not to the trial's
 
@@ -117,8 +118,9 @@ def _too_few(job: JobView, stored: int) -> str:
 
 
 def prove_job(trials: Trials, job_id: str) -> Proof:
-    """Train from a checkpoint of the job to its newest one again, in a fork; block until it has ended and return the result. Both
-    checkpoints are pinned meanwhile. Raise ``Conflict`` if the job has too few of them, ``TrialFailed`` if a fork fails."""
+    """Fork the job from an earlier checkpoint, and train again up to the step of its newest checkpoint. Block until the fork has
+    ended, and return the result. If only metrics differ, this is done a second time. Both checkpoints are pinned meanwhile. Raise
+    ``Conflict`` if the job has too few checkpoints, ``TrialFailed`` if a fork fails."""
     client = trials.client
     job = client.view(job_id)
     stored = [c for c in client.checkpoints(job_id) if c.state == "committed" and c.lineage == "current"]
@@ -201,7 +203,8 @@ def _proof(verdict: Verdict, run: Run, comparison: ComparisonView, **more: Any) 
 def _comparable(
     a: Mapping[str, Mapping[int, float]], b: Mapping[str, Mapping[int, float]], steps: range
 ) -> tuple[dict[str, dict[int, float]], dict[str, dict[int, float]]]:
-    """Return the values of ``a`` and ``b`` at those of ``steps`` where they can be compared."""
+    """Return the values of ``a`` and ``b``, by name and step, at those of ``steps`` for which both have a value. If ``b`` has no
+    values of a series, all those of ``a`` are kept. Series that ``a`` does not have are left out."""
     # The service thins long series: only steps that both have count, unless ``b`` lacks the series.
     theirs = {name: {step: v for step, v in points.items() if step in steps} for name, points in b.items()}
     first = {

@@ -42,8 +42,9 @@ class TrialFailed(RatchetError):
 
 @dataclass(frozen=True)
 class Facts:
-    """What a trial has passed through; steps are counts. ``phases``: first step of each hook phase. ``epoch_ends``,
-    ``evaluations``: steps after which there was one. ``batches``: most in a step. ``epochs``: the data have epochs."""
+    """What a trial has passed through. Each step is given as the number of steps done. ``phases``: the first step of each phase
+    of the hook. ``epoch_ends``, ``evaluations``: the steps after which an epoch ended or an evaluation was made. ``batches``: the
+    largest number of batches in a step. ``epochs``: True if the data have epochs."""
 
     step: int
     total: int | None
@@ -79,8 +80,8 @@ class Run:
 def trial_spec(
     spec: Mapping[str, Any], role: str, end_at: int | None, every: int, faults: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return a copy of the user's spec as a trial, which saves every ``every`` steps and injects ``faults``. ``role``: goes into
-    its name; ``end_at``: its last step, None: chosen."""
+    """Return a copy of the user's spec, changed to a trial that saves every ``every`` steps and injects ``faults``. ``role``: the
+    last part of the trial's name. ``end_at``: the trial's last step; None: it is chosen automatically."""
     out = deepcopy(dict(spec))
     out["name"] = f"{str(spec.get('name', 'job'))[:42].rstrip('-')}-prove-{role}"
     out |= changes(out, role, end_at, every, faults)
@@ -113,8 +114,8 @@ def changes(
 
 
 class Trials:
-    """The jobs of a proof, obtained from the context manager ``trials``. ``client``: of their service; ``say``: prints the
-    current step."""
+    """The jobs of a proof; the context manager ``trials`` creates the object. ``client``: a client of the service that runs the
+    jobs. ``say``: a function that prints the current step."""
 
     def __init__(self, client: RatchetClient, report_progress: Progress) -> None:
         self.client, self.say = client, report_progress
@@ -122,7 +123,8 @@ class Trials:
         self._cleanup_actions: list[Callable[[], object]] = []
 
     def on_cleanup(self, action: Callable[[], object]) -> None:
-        """Register an action that ``cleanup`` runs last, even if a job could not be deleted; its ``RatchetError`` is ignored."""
+        """Register an action that ``cleanup`` runs last, even if a job could not be deleted. A ``RatchetError`` that the action
+        raises is ignored."""
         self._cleanup_actions.append(action)
 
     def add(self, job: JobView) -> str:

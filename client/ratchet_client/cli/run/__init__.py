@@ -193,7 +193,8 @@ def _spec(words: list[str], nproc: str | None, name: str | None, sets: list[str]
 
 
 def _own_options(ctx: typer.Context, words: list[str]) -> list[str]:
-    """Return those of ``words`` that look like options of ``ratchet run``; they have no effect there."""
+    """Return those of ``words`` that look like options of ``ratchet run``. They have no effect on ``ratchet run``, since they are
+    part of the training command."""
     own = {option for parameter in ctx.command.params for option in parameter.opts}
     return [word for word in words if word.startswith("--") and word.partition("=")[0] in own]
 
@@ -357,5 +358,5 @@ def _print_results(
 
 
 def _short_path(path: Path) -> str:
-    """Return ``path`` relative to the current directory if it is below it, else unchanged."""
+    """Return ``path`` relative to the current directory. A path that is not below this directory is returned unchanged."""
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

@@ -42,7 +42,8 @@ _LOGS: Final = (".log", ".out", ".err")
 
 @dataclass(frozen=True)
 class SelectedJob:
-    """The job that this command trains. ``attempt``, ``event``: the last ones before this command; 0 and None for a new job."""
+    """The job that this command trains. ``attempt``: number of the job's last attempt before this command; 0 for a new job.
+    ``event``: id of the job's last event before this command; None for a new job."""
 
     job: JobView
     attempt: int = 0
@@ -57,9 +58,10 @@ def command_digest(command_parts: Mapping[str, Any]) -> str:
 def begin(
     client: RatchetClient, home: HomePaths, spec: dict[str, Any], mark: str, *, new: bool, adopt: Path | None
 ) -> SelectedJob:
-    """Return the job to train: the newest job of this command, resumed, if it ``is_resumable``, else a new one. ``mark``: the
-    command's digest; ``new``: cancel a job that has not ended, and submit; ``adopt``: a run's directory that a new job continues.
-    Raise ``Refused`` for ``adopt`` without ``new`` while a job is resumable, ``Conflict`` or ``SpecError``."""
+    """Return the job to train. This is the newest job of this command, resumed, if it ``is_resumable``; otherwise it is a new
+    job. ``mark``: the command's digest. ``new``: submit a new job in any case, and first cancel the old one if it has not ended.
+    ``adopt``: the directory of a run without a service, which a new job continues. Raise ``Refused`` if ``adopt`` is set, ``new``
+    is not, and the old job is resumable. Raise errors of the service, such as ``Conflict`` and ``SpecError``."""
     known = next(client.jobs(label={LABEL: mark}, page_size=1), None)
     if known is not None and adopt is not None and not new and is_resumable(known):
         raise Refused(
@@ -89,7 +91,8 @@ def begin(
 
 
 def _warn_changed_spec(spec: dict[str, Any], job: JobView) -> None:
-    """Print a warning if keys of ``spec`` that may come from the script's text differ from those of the continued ``job``."""
+    """Print a warning if ``spec`` differs from the spec of the continued ``job`` in keys whose values may come from the script's
+    text."""
     now = parse_spec(spec).model_dump(mode="json")
     odd = [leaf for key in _READ for leaf in differing_leaves(key, job.spec.get(key), now[key])]
     if odd:
@@ -103,9 +106,9 @@ def is_resumable(job: JobView) -> bool:
 
 
 def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> SelectedJob:
-    """Resume ``job`` and return it. If its code has changed, it resumes with the new code; a queued or running job is suspended
-    first, which blocks. If the change fails, a job suspended for it resumes with its old code. Raise the error, such
-    as ``Conflict``."""
+    """Resume ``job`` and return it. If its code has changed, it resumes with the new code. A queued or running job is first
+    suspended for that, which blocks. If the resume with the new code fails, a job that was suspended for it resumes with its old
+    code. Raise errors such as ``Conflict``."""
     event = max((event.id for event in client.events(job.id)), default=None)
     changed = _changed_code(home, job)
     words = ""
@@ -179,8 +182,8 @@ def _newest_step(paths: JobPaths, job: JobView) -> int:
 
 
 def _changed_code(home: HomePaths, job: JobView) -> list[str]:
-    """Return the files of the job's code that have changed since its snapshot, without files such as logs and ignored ones.
-    Empty, possibly after a warning, if that is unknown."""
+    """Return the files of the job's code that have changed since its snapshot. Some files, such as logs and ignored files, are
+    left out. Return an empty list, possibly after a warning, if the changes are unknown."""
     code, copied = job.spec.get("code") or {}, job.resolved.code_digest
     if code.get("source") != "snapshot" or copied is None:
         return []

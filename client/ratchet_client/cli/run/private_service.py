@@ -58,8 +58,9 @@ class RunService:
         wait_ready(self._process, self.paths)
 
     def restart_if_ended(self) -> bool:
-        """If a private service has ended, start it again, unless a start has just failed, and return True, even if that fails;
-        else return False. May wait for its end first."""
+        """Start a private service again if it has ended. Return True if it had ended, even if it does not start again. Return
+        False if it still runs, or if the service is not private. For some seconds after a failed start, no start is tried. May
+        wait for a moment, since the service may be about to end."""
         if self._process is None:
             return False
         try:
@@ -97,9 +98,9 @@ class RunService:
 
 @contextmanager
 def run_service(base: Path, name: str) -> Iterator[RunService]:
-    """Yield an independent, ready service of ``base`` or ``run/NAME`` below it; without one, start a private service in
-    ``run/NAME`` and stop it on exit. Raise ``CannotStart``, the errors of ``_lock``, or ``DeadlineReached`` if the service of a
-    killed command does not end."""
+    """Yield the service to use. This is a ready service of ``base``, or of ``run/NAME`` below it, that does not end with a
+    ``ratchet run``. If there is none, a private service is started in ``run/NAME``, and stopped on exit. Raise ``CannotStart``,
+    the errors of ``_lock``, or ``DeadlineReached`` if the service of a killed command does not end."""
     paths = HomePaths(HomePaths(base).runs / name)
     for shared in (HomePaths(base), paths):
         if _owner(shared) == "" and _is_responding(shared):
@@ -120,8 +121,8 @@ def run_service(base: Path, name: str) -> Iterator[RunService]:
 
 @contextmanager
 def _lock(paths: HomePaths) -> Iterator[None]:
-    """Create the run directory and lock it for this command. Raise ``Refused`` if another command has locked it, or if that
-    fails."""
+    """Create the run directory, and lock it for this command during the block. Raise ``Refused`` if another command has locked
+    it, or if it cannot be created or locked."""
     with ExitStack() as stack:
         try:
             paths.home.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -150,8 +151,8 @@ def _is_responding(paths: HomePaths) -> bool:
 
 
 def _owner(paths: HomePaths) -> str | None:
-    """Return the ``ratchet run`` process with which this run directory's service ends; "" for an independent service, None if
-    none is known."""
+    """Return the name of the ``ratchet run`` process with which this run directory's service ends. Return "" for a service that
+    ends with no command. Return None if no service runs or its environment cannot be read."""
     found = service_file(paths)
     if found is None or start_time(found.pid) is None:
         return None

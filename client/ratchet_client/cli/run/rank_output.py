@@ -18,8 +18,9 @@ _BLOCK: Final = 1 << 16
 
 
 class RankOutput:
-    """A context manager that copies the ranks' output from their logs to standard output (or ``to``) in a thread, on exit
-    what remains. Unless one rank is selected, each line is prefixed with ``ATTEMPT.RANK | ``."""
+    """A context manager that copies the ranks' output from their logs to standard output, or to ``to``. A thread copies new
+    output as it arrives; on exit it copies what remains. The prefix ``ATTEMPT.RANK | `` is put before each line, unless one rank
+    is selected."""
 
     def __init__(
         self, job: JobPaths, ranks: Collection[int] | None, last_displayed_attempt: int, to: BinaryIO | None = None
@@ -98,8 +99,8 @@ class RankOutput:
             self._write(b"\n")
 
     def _copy_lines(self, path: Path, prefix: bytes, is_over: bool) -> None:
-        """Copy the new lines of a log, each with ``prefix``. ``is_over``: nothing more of this attempt is copied, so an
-        incomplete line is, too."""
+        """Copy the new lines of a log, each with ``prefix``. ``is_over``: nothing more of this attempt is copied later, so an
+        incomplete last line is copied too."""
         while data := self._read(path, _BLOCK):
             end = data.rfind(b"\n") + 1
             if not end:

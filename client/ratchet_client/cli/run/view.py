@@ -30,8 +30,9 @@ def private_commands(text: str, job_id: str, home: str) -> str:
 
 
 class RunView(PlainView):
-    """Prints events, progress and a failed rank's last log lines. ``revive``: called when the service does not respond, returns
-    True if it has ended. ``ranks``: whose output is shown anyway; None: all. ``say``: prints a line."""
+    """Prints events, progress, and the last log lines of a failed rank whose output is not shown. ``ranks``: the ranks whose
+    output is shown; None: all. ``adapt_message``: returns an event's message as it is printed. ``revive``: called when the
+    service does not respond; returns True if the service has ended. ``say``: prints a line."""
 
     def __init__(
         self,
@@ -52,8 +53,8 @@ class RunView(PlainView):
             super().on_progress(snapshot)
 
     def on_event(self, event: EventView) -> None:
-        """Print the event unless ``ratchet run`` reports it otherwise, and the last log lines of a failed rank whose output is
-        not shown."""
+        """Print the event, unless ``ratchet run`` or its progress lines report it in another way. If a rank has failed whose
+        output is not shown, also print its last log lines."""
         if event.type in _KNOWN:
             return
         super().on_event(event.model_copy(update={"message": self._adapt_message(event.message)}))
@@ -71,8 +72,8 @@ class RunView(PlainView):
         return self._ranks is None or rank in self._ranks
 
     def on_disconnect(self, detail: str) -> bool:
-        """Start a private service again if it has ended; otherwise print the first ``detail`` since the service responded. Return
-        True, so that later failures are passed, too."""
+        """Start a private service again if it has ended. Otherwise print the error ``detail``, unless an error was printed since
+        the service last responded. Return True, so that the next failure is passed too."""
         if not self._revive() and not self._reported:
             super().on_disconnect(detail)
             self._reported = True

@@ -43,7 +43,8 @@ def console() -> Console:
 
 
 def style_of(word: str) -> str:
-    """Return rich's style for a word of ``_STYLES``, also before ", " or " (" and a remark; "" for other words."""
+    """Return rich's style for ``word`` if it is in ``_STYLES``, else "". A remark that follows the word after ", " or " (" is
+    ignored."""
     return _STYLES.get(word.partition(", ")[0].partition(" (")[0], "")
 
 
@@ -105,9 +106,10 @@ def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[str] = (), drop: Sequence[str] = (),
     cut: str | None = None, empty: str = "",
 ) -> list[str]:  # fmt: skip
-    """Print a table on standard output; return the omitted columns. ``right``: columns to align right. ``drop``: columns to omit
-    in this order on a narrow terminal. ``cut``: a column of text; with it, cells are shortened on a terminal to keep each row
-    on one line, elsewhere only that column's. ``empty``: printed on standard error if there are no rows."""
+    """Print a table on standard output, and return the omitted columns. ``right``: columns that are aligned right. ``drop``:
+    columns that may be omitted on a narrow terminal, in this order. ``cut``: a column whose long cells are shortened. If it is
+    set and standard output is a terminal, cells of all columns are shortened where needed, to keep each row on one line.
+    ``empty``: printed on standard error if there are no rows."""
     body = [[" ".join(cell.split()) if "\n" in cell else cell for cell in row] for row in rows]
     if not body and empty:
         note(empty)
@@ -165,8 +167,8 @@ def render_table(
 def _columns_to_omit(
     columns: Sequence[str], rows: Sequence[Sequence[str]], drop: Sequence[str], width: int
 ) -> list[str]:
-    """Return the columns of ``drop``, from its beginning, that are omitted so that the table fits in ``width`` characters, if
-    possible. A column counts with at most ``_TEXT``."""
+    """Return the columns to omit so that the table fits in ``width`` characters, if possible. They are taken from ``drop``, in
+    its order. A column that is wider than ``_TEXT`` counts as ``_TEXT`` characters wide."""
     needs = {c: min(max(len(c), *(len(row[i]) for row in rows), 0), _TEXT) for i, c in enumerate(columns)}
     missing: list[str] = []
     for column in drop:

@@ -63,8 +63,9 @@ def _add_remarks(
     keep: str = "",
     kept: str = "kept",
 ) -> None:
-    """Add a remark for each carried variable that is not in ``saved``, and if it is not only displayed, what to do by hand.
-    ``keep``: how to keep variables, with the placeholder ``{names}``, "": by ``_keep``; ``kept``: the variable with them."""
+    """Add a remark for each carried variable that is not in ``saved``. Unless the variable is only displayed, the remark says
+    what to do by hand. ``keep``: a text on how to keep variables, with the placeholder ``{names}``; if empty, the text of
+    ``_keep``. ``kept``: the name of the variable that has the kept values."""
     loop = carrying.loop
     cures: list[tuple[ast.Name, str, str, str, bool]] = []  # place, variable, what is the case, cure, needed
     for name, node in carrying.needed.items():
@@ -102,7 +103,8 @@ def _add_remarks(
 
 
 def _keep(patching: Patching, loop: Loop | StepLoop, session: str, names: list[str]) -> tuple[str, str]:
-    """Return how to keep ``names``, as text that may have the placeholder ``{names}``, and the variable with them."""
+    """Return a text on how to keep ``names``, and the name of the variable that then has their values. The text may have the
+    placeholder ``{names}``."""
     # An existing call is extended, since a second one would replace its variable.
     found: list[tuple[int, str, str]] = []
     for node in ast.walk(patching.source.scope(loop.node)):
@@ -186,8 +188,8 @@ class _Carrying:
                 yield one.value
 
     def _is_changed_elsewhere(self, name: str) -> bool:
-        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``, or the loop's own as ``global`` and
-        must keep that."""
+        """Return True if another function declares ``name`` as ``global`` or ``nonlocal``. Return True also if the loop's own
+        function declares it as ``global`` and it cannot become a local variable."""
         others = (
             n for n in ast.walk(self._source.tree) if isinstance(n, ast.Global | ast.Nonlocal) and name in n.names
         )
@@ -197,8 +199,8 @@ class _Carrying:
         )
 
     def _can_be_local(self, name: str) -> bool:
-        """Return True if the global variable ``name`` can become a local variable of the loop's function, with its constant as
-        first value."""
+        """Return True if the global variable ``name`` can become a local variable of the loop's function. Its first value is then
+        the constant that the module assigns."""
         uses = [n for n in _names(self._source.tree) if n.id == name and self._source.scope(n) is not self._scope]
         # It must become local, because a change of a module's variable is never restored.
         alone = [one.names for one in self.declarations if name in one.names] == [[name]]
@@ -235,8 +237,8 @@ class _Carrying:
                     yield n
 
     def _is_within_steps(self, around: ast.stmt, change: ast.Name) -> bool:
-        """Return True if saving the variable works although ``around``, a training statement of the loop's body, changes it at
-        ``change``."""
+        """Return True if the variable can be kept although a training statement of the loop's body changes it. ``around``: this
+        statement. ``change``: the place of the change in the statement."""
         if isinstance(around, _SIMPLE):
             return not any(change in _names(call) for call in _calls(around) if self._loops.trained_by(call))
         return isinstance(around, ast.For) and isinstance(change.ctx, ast.Load)

@@ -17,8 +17,9 @@ Arguments = dict[str, ast.expr]
 
 @dataclass(frozen=True)
 class Pass:
-    """A loop over batches. ``loader``: what it iterates over, without the ``calls`` (``enumerate``, ``tqdm``) around it; None if
-    unknown. ``aliases``: names replaced to find it, with their assignments."""
+    """A loop over batches. ``loader``: the expression that it iterates over, without the calls around it; None if unknown.
+    ``calls``: these calls, of ``enumerate`` and ``tqdm``. ``aliases``: the names that were followed to find the loader, each with
+    a statement that assigns it."""
 
     node: ast.For
     loader: ast.expr | None
@@ -28,8 +29,9 @@ class Pass:
 
 @dataclass(frozen=True)
 class Loop:
-    """A ``for`` loop around passes over data. ``range``: None if it is not over a known ``range(...)``. ``passes``: the loops
-    over batches in it. ``outer``: another such loop is nested in it."""
+    """A ``for`` loop that contains loops over batches. ``range``: the range that it iterates over; None if this is no supported
+    form of ``range(...)``. ``passes``: the loops over batches. ``outer``: True if another loop that contains loops over batches
+    is nested in it."""
 
     node: ast.For
     range: Range | None

@@ -16,8 +16,9 @@ _OPERANDS: Final = (ast.Name, ast.Constant, ast.Attribute, ast.Call, ast.Subscri
 
 
 def set_last_number(patching: Patching, loop: Loop | StepLoop) -> None:
-    """If the loop's range or count is known and the script reads the iteration variable after it, record an assignment of the
-    last value before the loop, or add a remark if that is not enough."""
+    """Record an assignment that gives the iteration variable its last value before the loop, for an attempt that runs no
+    iteration. If that is not enough, add a remark instead. Do nothing if the script does not read the variable after the loop, or
+    if the loop's range or count is unknown."""
     node, over = loop.node, loop.over if isinstance(loop, StepLoop) else loop.range
     target = node.target if isinstance(node, ast.For) else over.counter if isinstance(over, Counted) else None
     if not isinstance(target, ast.Name) or over is None or not is_read_after(patching.source, node, target.id):

@@ -11,8 +11,8 @@ from ratchet_client.init.analysis.source_edits import Source
 
 @dataclass(frozen=True)
 class Range:
-    """The ``range(...)`` call of a loop. ``total``: number of iterations, as source text. ``first``: 0 or 1. ``start``: where a
-    script with its own resume code starts; None if there is none."""
+    """The ``range(...)`` call of a loop. ``total``: number of iterations, as source text. ``first``: the first number of a new
+    run, 0 or 1. ``start``: the expression for the first number in a script with its own resume code; None if there is none."""
 
     call: ast.Call
     total: str
@@ -30,7 +30,8 @@ class Range:
 
 
 def begins_by_itself(patching: Patching, loop: ast.stmt, start: ast.expr, counted: str) -> None:
-    """Add an optional remark that ``start``, where ``loop`` began, has no effect any more."""
+    """Add an optional remark that ``loop`` no longer begins at ``start``, but at Ratchet's last checkpoint. ``counted``: the
+    function whose result the loop iterates over, such as ``session.epochs``."""
     text = (
         f"it began at {ast.unparse(start)}; {counted} begins at the last checkpoint of Ratchet. Do not have the script "
     )

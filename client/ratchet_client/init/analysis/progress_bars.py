@@ -30,7 +30,8 @@ def add_remarks(patching: Patching, loop: Loop, session: str) -> None:
 
 
 def _numbers(patching: Patching, one: Pass, session: str) -> None:
-    """Add a remark if the pass has ``enumerate`` around ``tqdm``, which counts from 0 after a resume within an epoch."""
+    """Add a remark if the pass has ``enumerate`` around ``tqdm``. Such an ``enumerate`` counts from 0 if a resume continues
+    within an epoch."""
     kinds = [called_as(call) for call in one.calls]
     target = one.node.target.elts[0] if isinstance(one.node.target, ast.Tuple) else one.node.target
     used = {n.id for s in one.node.body for n in ast.walk(s) if isinstance(n, ast.Name)}

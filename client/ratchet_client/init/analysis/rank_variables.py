@@ -32,8 +32,8 @@ class RankVariables:
         return name if any("cuda" in ast.unparse(value) for value in made) else None
 
     def is_text(self, name: str | None) -> bool:
-        """Return True if the script tests ``... in device``, or uses a method of strings other than ``index``, as in
-        ``device.startswith``; for the device variable ``name``."""
+        """Return True if the script uses the device variable ``name`` like a string, as in ``"cuda" in device`` or
+        ``device.startswith("cuda")``."""
         for node in ast.walk(self._source.tree):
             match node:
                 case ast.Compare(comparators=[ast.Name(id=used)], ops=[ast.In() | ast.NotIn()]) if used == name:
@@ -85,8 +85,9 @@ class RankVariables:
     # --- variables -----------------------------------------------------------------------------------------------------
 
     def reads(self) -> Iterator[tuple[ast.expr, str]]:
-        """Yield each ``os.environ["RANK"]``, or the same with LOCAL_RANK or WORLD_SIZE, including an ``int(...)`` around it, with
-        the Session's attribute that has the value; not within an ``if`` whose test has the variable's name."""
+        """Yield each ``os.environ["RANK"]``, and each such expression for LOCAL_RANK or WORLD_SIZE. Each comes with the name of
+        the Session's attribute that has the value. An ``int(...)`` around the expression is included. Expressions within an
+        ``if`` whose test has the variable's name are left out."""
         for node in ast.walk(self._source.tree):
             name = self._name(node)
             if name is None or not isinstance(node, ast.Subscript):
@@ -118,8 +119,9 @@ class RankVariables:
         return False
 
     def needs_session(self, statement: ast.stmt, gone: list[ast.AST]) -> bool:
-        """Return True if the Session must exist before ``statement``: it chooses the rank's device, or is a plain assignment from
-        RANK, LOCAL_RANK or WORLD_SIZE that is read outside of ``gone``, the nodes that the patch removes."""
+        """Return True if the Session must exist before ``statement``. This is so if the statement chooses the rank's device. It
+        is also so if the statement assigns the number in RANK, LOCAL_RANK or WORLD_SIZE, and the patched script still needs it.
+        ``gone``: the nodes that the patch removes."""
         if self.device(statement) is not None:
             return True
         reads = {id(read) for read, _ in self.reads() if self.is_whole(read)}

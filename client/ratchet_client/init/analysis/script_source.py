@@ -56,7 +56,8 @@ class Patching:
         )
 
     def imports_of(self, wanted: frozenset[str]) -> list[ast.stmt]:
-        """Return the statements that import a dotted name in ``wanted`` itself, or by ``import`` a package or module with it."""
+        """Return the statements that import one of the dotted names in ``wanted``. These are ``from`` imports of the name itself,
+        and ``import`` statements of a package or module that contains the name."""
         found: list[ast.stmt] = []
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.Import):
@@ -68,8 +69,9 @@ class Patching:
         return found
 
     def add_import(self, line: str, statements: list[ast.stmt], used: int | None = None) -> None:
-        """Record the insertion of the import ``line`` after the leading imports and ``statements``, or in the functions that
-        contain all ``statements``; first if there is neither. ``used``: only leading imports above this line count."""
+        """Record the insertion of the import ``line`` into the module. If all ``statements`` are in functions, insert it into
+        these functions instead. The line is inserted after the leading imports and ``statements``, or first if there are none.
+        ``used``: only leading imports above this line number count."""
         scopes = {id(scope): scope for scope in map(self.source.scope, statements)}
         functions = [s for s in scopes.values() if isinstance(s, ast.FunctionDef | ast.AsyncFunctionDef)]
         inside = bool(functions) and len(functions) == len(scopes)

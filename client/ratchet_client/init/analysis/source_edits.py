@@ -192,8 +192,9 @@ class Source:
     def insert(
         self, text: str, *, before: ast.stmt | None = None, behind: ast.stmt | None = None, blank: bool = False
     ) -> None:
-        """Record the insertion of the line ``text``, indented alike, before or after a statement, of which one is given.
-        ``blank``: with an empty line between them."""
+        """Record the insertion of the line ``text`` before the statement ``before``, or after the statement ``behind``.
+        Exactly one of the two is given. The line gets the statement's indentation. ``blank``: also insert an empty line
+        between the two."""
         statement = before or behind
         assert statement is not None
         line = self.lines[statement.lineno - 1]

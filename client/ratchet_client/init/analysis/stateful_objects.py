@@ -62,7 +62,7 @@ def add_remarks(patching: Patching, loop: Loop | StepLoop, session: str, known: 
 
 
 def is_stepped(loop: Loop | StepLoop, name: str) -> bool:
-    """Return True if the loop calls ``name.step(...)``, which detects a scheduler that was created by a function."""
+    """Return True if the loop calls ``name.step(...)``. This also detects a scheduler that a function has created."""
     calls = (n.func for n in ast.walk(loop.node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute))
     return any(func.attr == "step" and ast.unparse(func.value) == name for func in calls)
 
@@ -118,7 +118,7 @@ def _used_with_state(patching: Patching, loop: Loop | StepLoop, node: ast.AST) -
 
 
 def _is_changed_copy(patching: Patching, loop: Loop | StepLoop, use: ast.Name) -> bool:
-    """Return True if ``use`` names the result of a ``deepcopy``, and the loop uses it as a model there."""
+    """Return True if ``use`` names the result of a ``deepcopy`` and is used as a model, for example in ``ema.parameters()``."""
     copies = [made for made in _makers(patching, use.id, loop) if ast.unparse(made).rpartition(".")[2] == "deepcopy"]
     parent = next(patching.source.ancestors(use))
     of_weights = isinstance(parent, ast.Attribute) and parent.attr in ("parameters", "buffers", "load_state_dict")

@@ -28,8 +28,9 @@ _PACKAGES: Final = frozenset({"ratchet", "ratchet_worker", "ratchet_hooks"})
 
 @dataclass
 class Patch:
-    """The result of ``patch_of``. ``diff``: empty if nothing is changed. ``known``: the script uses something that a patch
-    handles. ``starts_ranks``: Lightning starts the ranks. ``encoding``: of script and diff."""
+    """The result of ``patch_of``. ``diff``: empty if nothing is changed. ``known``: True if the script uses DDP or a framework
+    that a patch handles. ``starts_ranks``: True if Lightning starts the ranks. ``encoding``: the encoding of the script and of
+    the diff."""
 
     diff: str
     known: bool

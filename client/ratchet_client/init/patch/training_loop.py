@@ -95,7 +95,8 @@ class _Change:
         self._patching.add_import(f"from ratchet import Session{renamed}", [], self._made[1])
 
     def _shuffled(self, loop: Loop | StepLoop) -> None:
-        """Add an optional remark if the script's DistributedSampler gave all epochs the same order until now."""
+        """Add an optional remark if the script has a DistributedSampler but never calls ``set_epoch``: the patch then changes the
+        order of the samples. Does nothing for a loop over steps."""
         samplers = self._patching.calls(frozenset({
             "torch.utils.data.DistributedSampler", "torch.utils.data.distributed.DistributedSampler",
         }))  # fmt: skip
@@ -207,16 +208,17 @@ class _Change:
         return None
 
     def _before(self, made: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``_outermost(made, end)`` for the statement that creates the DDP model. Raise ``_Unknown`` if it cannot be moved
-        there."""
+        """Return ``_outermost(made, end)``: ``made``, the statement that creates the DDP model, or an ``if`` around it. Raise
+        ``_Unknown`` if there is none, or if ``made`` is in such an ``if`` and is not of the form ``model = DDP(model)``."""
         outer = self._outermost(made, end)
         if outer is not made and self._rebound_name(made) is None:
             self._add_remark(made, "it stands in a block of its own: session.prepare takes the module without DDP")
         return outer
 
     def _outermost(self, statement: ast.stmt, end: ast.stmt) -> ast.stmt:
-        """Return ``statement``, or else the innermost ``if`` around it, that stands in a block which also contains ``end``. Raise
-        ``_Unknown`` if there is none."""
+        """Return ``statement`` if its block also contains ``end``, at any depth. Otherwise return the innermost ``if`` around
+        ``statement`` whose block does. Raise ``_Unknown`` if the search reaches a statement that is no ``if``, such as a loop or
+        the function."""
         found = statement
         while id(self._source.siblings(found)) not in self._blocks(end):
             around = next(self._source.ancestors(found))
@@ -229,8 +231,9 @@ class _Change:
     # --- the session ---------------------------------------------------------------------------------------------------
 
     def _insert_session(self, start: ast.Call, where: Scope, end: ast.stmt) -> None:
-        """Record the edits that create the session in place of ``start``, the call of ``init_process_group``. ``where``: the
-        scope of the DDP model; ``end``: a statement in it. Raise ``_Unknown`` if there is no place."""
+        """Record the edits that remove ``start``, the call of ``init_process_group``, and create the session at this place or
+        earlier. ``where``: the scope of the DDP model. ``end``: a statement in this scope that needs the session. Raise
+        ``_Unknown`` if no place is suitable."""
         statement, scope = self._source.statement(start), self._source.scope(start)
         if not isinstance(statement, ast.Expr):
             self._add_remark(start, "not a statement of its own: session = Session() takes its place")
@@ -252,8 +255,9 @@ class _Change:
             self._source.remove(statement)
 
     def _find_removed(self, where: Scope, starts: Scope, place: ast.stmt) -> None:
-        """Find the code whose reads of variables the patch removes: set ``_devices``, ``_set`` and ``_gone``. ``where``,
-        ``starts``: scopes of the DDP model and of ``init_process_group``; ``place``: where the session is created."""
+        """Find the code that the patch removes or replaces, so that the variables that it reads do not count as needed. Sets
+        ``_devices``, ``_set`` and ``_gone``. ``where``: the scope of the DDP model. ``starts``: the scope of
+        ``init_process_group``. ``place``: the statement at which the session is created."""
         home, block = self._source.scope(place), self._source.siblings(place)
         known = [s for s in self._statements(home) if s.lineno > place.lineno or s in block]
         known += [] if where is home else self._statements(where)
@@ -297,8 +301,9 @@ class _Change:
                 self._patching.add_remark(read, f"{ast.unparse(read)}: {text}", needed=False)
 
     def _path_to(self, origin: Scope, target: Scope, there: ast.stmt) -> ast.stmt:
-        """Record the edits that pass the session to ``target``, and return the statement of ``origin`` that calls it; ``there``
-        and no edit if both are the same. Raise ``_Unknown`` if the call is not clear."""
+        """Return the statement of ``origin`` that calls ``target``, and record the edits that pass the session to ``target`` as
+        an argument. If both scopes are the same, return ``there`` and record nothing. Raise ``_Unknown`` if ``target`` is not a
+        plain function whose only use is a call in ``origin``."""
         if origin is target:
             return there
         call = self._only_call(target)
@@ -324,8 +329,9 @@ class _Change:
     # --- model and devices ---------------------------------------------------------------------------------------------
 
     def _unwrap(self, name: str, made: ast.stmt, end: ast.stmt, prepared: ast.stmt) -> str | None:
-        """Record the edits that remove DDP from ``made``, and return the name of the module for ``session.prepare`` after
-        ``prepared``; None if the model is prepared at ``made``. ``end``: the loop or its call."""
+        """Record the edits that remove DDP from ``made``, the statement that creates the DDP model. Return the name of the module
+        that must be passed to ``session.prepare`` at the statement ``prepared``. Return None if earlier code needs the DDP model:
+        ``session.prepare`` is then called at ``made``. ``end``: the loop, or the call of its function."""
         before, after = list[ast.AST](), list[ast.AST]()
         for node in self._between(made, end):
             (before if getattr(node, "lineno", 0) <= (prepared.end_lineno or 0) else after).append(node)
@@ -357,7 +363,8 @@ class _Change:
         return None if early else taken
 
     def _is_of_parameters(self, use: ast.Name) -> bool:
-        """Return True if ``use`` works equally with and without DDP, like ``model.parameters()``, or is removed."""
+        """Return True if this use of the DDP model does not need DDP, as in ``model.parameters()``, or if the patch removes
+        it."""
         parent, above = list(self._source.ancestors(use))[:2]
         if not isinstance(parent, ast.Attribute):
             return False
@@ -411,8 +418,9 @@ class _Change:
     # --- session.prepare ----------------------------------------------------------------------------------------------
 
     def _prepare(self, model: str, made: ast.stmt, end: ast.stmt, loop: Loop | StepLoop) -> set[str]:
-        """Insert the call of ``session.prepare`` before the loop, and return the names of the objects that the Session then has.
-        ``made``: creates ``model``; ``end``: the loop or its call. Raise ``_Unknown`` if that is not possible."""
+        """Record the call of ``session.prepare`` before the loop. Return the names of the model and of all other objects that the
+        Session then manages. ``made``: the statement that creates ``model``. ``end``: the loop, or the call of its function.
+        Raise ``_Unknown`` if the call is not possible."""
         taken: dict[str, list[str]] = {kind: [] for kind in _ORDER}
         taken["model"], last, loaders = [model], made, self._loaders(loop) if isinstance(loop, Loop) else set[str]()
         for statement in self._statements(self._source.scope(made)):
@@ -456,7 +464,8 @@ class _Change:
         return {*known}
 
     def _loaders(self, loop: Loop) -> set[str]:
-        """Return the names of the loaders of the loop's passes in the function of the DDP model; "" for an unnamed one."""
+        """Return the names of the loaders that the loop's passes iterate over; "" stands for a loader without a name. If the loop
+        is in another function than the DDP model, these are the names that its only call passes."""
         found: set[str] = set()
         function = self._source.scope(loop.node)
         call = None if function is self._source.scope(self._models[0]) else self._only_call(function)
@@ -467,8 +476,8 @@ class _Change:
         return found
 
     def _kind(self, target: ast.expr, value: ast.expr, model: str, loop: Loop | StepLoop) -> str | None:
-        """Return the kind, as in ``_ORDER``, of the object that ``value`` creates for ``session.prepare``; None if there is none.
-        ``target``: what it is assigned to."""
+        """Return the kind of the object that the expression ``value`` creates: one of ``_ORDER``, except "model". Return None if
+        ``session.prepare`` does not take the object. ``target``: the expression that the object is assigned to."""
         origins = self._patching.origins.origins_of(value.func) if isinstance(value, ast.Call) else set()
         if origins & LOADERS:
             return "loader"

@@ -154,8 +154,8 @@ class _Square:
     def is_reusable(
         self, buffer: torch.Tensor, flat: torch.Tensor | None, p: torch.Tensor | None, q: torch.Tensor | None
     ) -> bool:
-        """Return True if this square fits the bucket ``buffer`` and uses the tensors ``flat``, ``p`` and ``q``. None: any
-        fits."""
+        """Return True if this square fits the bucket ``buffer`` and uses the tensors ``flat``, ``p`` and ``q``. A tensor given as
+        None is not compared."""
         same = all(want is None or want is have for want, have in ((flat, self.flat), (p, self.p), (q, self.q)))
         return same and self.length == buffer.numel() and self.flat.dtype is buffer.dtype
 
@@ -170,8 +170,8 @@ class _Square:
             padding.zero_()
 
     def store(self, buffer: torch.Tensor, product: torch.Tensor) -> None:
-        """Compute P Q^T in ``product`` and copy it into the bucket. ``flat`` becomes the remainder, unless it is ``product``
-        itself."""
+        """Compute P Q^T in ``product``, and copy it without its padding into ``buffer``, the bucket. Then subtract ``product``
+        from ``flat``, unless both are the same tensor."""
         torch.mm(self.p, self.q.t(), out=product.view(self.matrix.shape))
         buffer.copy_(product[: self.length])
         if product is not self.flat:

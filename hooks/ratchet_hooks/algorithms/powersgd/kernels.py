@@ -43,7 +43,8 @@ class TransposedProduct:
             self._columns.compute(self._transposed, self._p, self._q)
 
     def _choose(self) -> _Columns | None:
-        """Return the memory for a product by columns if a trial gave the same bits; None: use the matrix product."""
+        """Return memory for the product column by column, if a trial has shown that it gives the bits of the matrix product.
+        Otherwise return None: ``compute`` then uses the matrix product."""
         transposed, rank = self._transposed, self._p.shape[-1]
         one = transposed.dim() == 2 or len(transposed) == 1
         full = transposed.device.type == "cpu" and transposed.dtype in (torch.float32, torch.float64)
@@ -170,8 +171,8 @@ class OuterProduct:
         self._blocked = False
 
     def compute(self) -> None:
-        """Compute the product of P and Q into ``average``. May run a trial, at first and when the number of threads has
-        changed."""
+        """Compute ``P Q^T`` into ``average``. The first call may run a trial to choose between two ways to compute the product.
+        So may a call after the number of threads has changed."""
         threads = torch.get_num_threads()
         if threads != self._threads:  # the order of additions may depend on it
             self._threads = threads

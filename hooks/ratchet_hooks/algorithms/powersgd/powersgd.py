@@ -1,5 +1,5 @@
 """PowerSGD (Vogels et al., arXiv 1905.13727) as torch's ``powerSGD_hook`` computes it: the same bits in less time, with torch's
-``PowerSGDState``. The thread that calls the hook issues all collectives, in an order that depends only on that of the buckets."""
+``PowerSGDState``. The thread that calls the hook issues all collectives. Their order depends only on the order of the buckets."""
 
 from __future__ import annotations
 
@@ -84,7 +84,8 @@ class LowRank(Algorithm):
         return begun.average, sent * buffer.element_size()
 
     def _advance_previous(self, *, last: bool) -> None:
-        """Run the next stage of the second newest bucket. ``last`` True: also of the newest, and then complete all buckets."""
+        """Run the next stage of the second newest bucket, if there are at least two. ``last``: the newest bucket is the last one
+        of the backward pass. If it is, also run the newest bucket's next stage, and then complete all buckets."""
         for begun in self._in_flight[-2:] if last else self._in_flight[-2:-1]:
             begun.advance()
         if last:
@@ -130,7 +131,7 @@ class LowRank(Algorithm):
     def factors(
         self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``(key, view)`` under which the bucket's P and Q are stored."""
+        """Yield ``(key, view)`` for each part of the bucket's P and Q. A part is stored under its key."""
         raise NotImplementedError
 
     def norm_of(self, tensors: Mapping[str, torch.Tensor]) -> float | None:
@@ -198,7 +199,9 @@ class PowerSGD(LowRank):
         return plan.elements_sent, self._stages(plan, index)
 
     def _stages(self, plan: Plan, index: int) -> Stages:
-        """Compress one bucket: yield the all-reduces of P and Q (or None), which the caller waits for; then store the average."""
+        """Compress one bucket, and store the average in its buffer. Yields twice: the all-reduce of P, then the all-reduce of Q.
+        Both are None if the bucket has no compressed parameter. The caller waits for each all-reduce before it continues the
+        generator."""
         state, small = self.state, None
         if plan.uncompressed.numel():
             torch.cat(plan.uncompressed_sources, out=plan.uncompressed)

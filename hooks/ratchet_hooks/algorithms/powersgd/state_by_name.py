@@ -1,6 +1,6 @@
-"""Cuts torch's flat bucket tensors of PowerSGD into named tensors, and copies these into another layout's. The callers in
-``powersgd`` and ``batched`` name them, such as ``residual/<parameter>`` and ``p/<parameter>``. The rest of
-``PowerSGDState.__getstate__()`` is JSON, and tensors ``state/<path>``."""
+"""Splits torch's flat PowerSGD tensors of each bucket into named tensors, and copies such named tensors into flat tensors, also
+of another bucket layout. The classes in ``powersgd`` and ``batched`` choose the names, such as ``residual/<parameter>`` and
+``p/<parameter>``. The rest of ``PowerSGDState.__getstate__()`` is stored as JSON; tensors in it get names ``state/<path>``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def make_state(spec: PowerSGDSpec | BatchedPowerSGDSpec, group: dist.ProcessGrou
 
 @dataclass(frozen=True)
 class LowRankPlace:
-    """Where the P and Q of one compressed parameter are in those of its bucket. Starts are in elements."""
+    """The position of one compressed parameter's P and Q in the flat P and the flat Q of its bucket. ``p_start``, ``q_start``:
+    offsets in elements."""
 
     name: str
     p_start: int
@@ -50,8 +51,8 @@ class LowRankPlace:
 
 
 def low_rank_places(state: PowerSGDState, shapes: Mapping[str, torch.Size]) -> list[LowRankPlace]:
-    """Return the places of a bucket's compressed parameters, in the order of ``powerSGD_hook``. ``shapes``: those of all its
-    parameters."""
+    """Return the places of a bucket's compressed parameters, in the order of ``powerSGD_hook``. ``shapes``: the shapes of all
+    parameters of the bucket, by name."""
     by_shape: dict[tuple[int, int], list[str]] = {}
     for name, shape in shapes.items():
         n = shape[0]
@@ -77,7 +78,7 @@ def factor_numels(places: Sequence[LowRankPlace]) -> tuple[int, int]:
 def factor_views(
     places: Sequence[LowRankPlace], p: torch.Tensor, q: torch.Tensor
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return views of P and of Q of every place, in the flat P and Q of the bucket."""
+    """Return two lists of views, with one view per place: parts of the bucket's flat ``p``, and parts of its flat ``q``."""
     return [_slice_view(p, a.p_start, a.p_shape) for a in places], [
         _slice_view(q, a.q_start, a.q_shape) for a in places
     ]
@@ -91,7 +92,8 @@ def residual_views(
 
 
 class Shelf(Protocol):
-    """Names and views under which a hook stores the flat tensors of one bucket. ``LowRank`` implements it."""
+    """Divides the flat residual, P and Q of one bucket into parts, and gives each part the key under which it is stored.
+    ``LowRank`` implements this protocol."""
 
     unused: frozenset[str]
     """Slots of torch's state that the hook does not use: they may differ from the recorded ones."""

@@ -20,7 +20,8 @@ from ratchet_hooks.algorithms.powersgd.state_by_name import (
 
 @dataclass(frozen=True)
 class Product:
-    """Views of a matrix M, or of a batch of equal shape, and of factors P and Q; ``P Q^T`` approximates the average."""
+    """Tensors for the compression of one matrix M, or of ``b`` matrices of equal shape as a batch. ``P Q^T`` approximates the
+    average of M over the ranks."""
 
     matrix: torch.Tensor
     """``b x n x m``: a view of the sum of gradients and residual; for several matrices, memory for a copy of them."""
@@ -89,8 +90,8 @@ class Plan:
     def _product(
         self, group: Sequence[LowRankPlace], inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]
     ) -> Product:
-        """Return the views of a group of equal shape. ``inputs``: each parameter's part of ``total``; ``outputs``: of the
-        bucket."""
+        """Return the views for ``group``, parameters that are compressed together. ``inputs``: each parameter's part of
+        ``total``, by name. ``outputs``: each parameter's part of the bucket, by name."""
         first, count = group[0], len(group)
         (n, rank), m = first.p_shape, first.q_shape[0]
         p = self.p.narrow(0, first.p_start, count * n * rank).view(count, n, rank)

@@ -89,7 +89,8 @@ def list_checkpoints(
     "/v1/jobs/{job_id}/checkpoints/{checkpoint_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a checkpoint"
 )
 def get_checkpoint(service: ServiceDep, job_id: str, checkpoint_id: str) -> CheckpointDetail:
-    """One checkpoint, with its manifest; null for a quarantined checkpoint, or if the disk has no valid one."""
+    """One checkpoint, with its manifest. The manifest is null if the checkpoint is quarantined, or if the disk has no valid
+    manifest of it."""
     with service.database.read() as session:
         return checkpoints.checkpoint_detail(session, job_id, checkpoint_id, service.settings.paths)
 
@@ -145,10 +146,10 @@ def compare(
     checkpoint: Annotated[str | None, Query(description="Checkpoint of the first job. Default: see above.")] = None,
     with_checkpoint: Annotated[str | None, Query(description="Checkpoint of the second job.")] = None,
 ) -> ComparisonView:
-    """Compares every tensor and every rank's state of two checkpoints. By default they are those of the first step at which the
-    jobs differ, of the steps at which both have a checkpoint; if the jobs are identical at all of these, those of the newest one.
-    If one checkpoint is named, it is compared with the other job's checkpoint of the same step. It takes as long as reading the
-    files takes, unless the recorded digests are the same."""
+    """Compares every tensor and every rank's state of two checkpoints. By default these are the checkpoints of the first common
+    step at which the jobs differ, or of the newest common step if they are identical at all of them. A common step is one at
+    which both jobs have a checkpoint. If one checkpoint is named, it is compared with the other job's checkpoint of the same
+    step. It takes as long as reading the files takes, unless the recorded digests are the same."""
     return service.comparer.compare(job_id, with_job_id, checkpoint, with_checkpoint)
 
 
@@ -161,8 +162,8 @@ def compare(
 )
 def verify(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) -> Response:
     """Reads the whole checkpoint, and takes as long as that. A damaged checkpoint is moved to the quarantine (`state:
-    quarantined`), and no attempt starts from it. While an attempt may be using it, it is not moved until that attempt has ended;
-    nor while a fork is still to start from it."""
+    quarantined`), and no attempt starts from it. It stays in its place as long as an attempt may be using it, or a
+    fork is still to start from it."""
     poster, data = post
     parse(Nothing, data)
     paths = service.settings.paths
@@ -203,7 +204,7 @@ def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Respo
     """Deletes the branches that a resume from an earlier step left behind (`lineage: abandoned`), the checkpoints that
     attempts wrote after they had lost their lease, and the remains of saves. Pinned checkpoints stay, and so do files that a
     running attempt may be writing. With `quarantined`, all quarantined checkpoints are deleted, too, even pinned ones. With
-    `dry_run`, nothing is deleted, and the response has what would be."""
+    `dry_run`, nothing is deleted, and the response lists what would be deleted."""
     poster, data = post
     request = parse(PruneRequest, data)
     paths = service.settings.paths

@@ -69,8 +69,8 @@ def list_files(
     cursor: Annotated[str | None, Query(max_length=16_384, description="`next_cursor` of the previous page.")] = None,
 ) -> Page[FileView]:
     """The files in the job's working directory, sorted by name, each directory before its content. Unchanged files of the job's
-    code are left out by default. Symbolic links are listed and not followed. Also for a job that was deleted without its
-    outputs."""
+    code are left out by default. Symbolic links are listed and not followed. The list is also available for a
+    job that was deleted without its outputs."""
     response.headers.update(_NO_SNIFFING)  # names are users' own text
     return service.files.page(
         job_id, path, recursive=recursive, include_unchanged=everything, limit=limit, cursor=cursor

@@ -159,7 +159,8 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
 )
 def fork_job(service: ServiceDep, post: SpecPost, caller: Caller, job_id: str) -> Response:
     """Creates a new job with the parent's spec and `spec` merged over it (RFC 7396; another hook replaces the parent's whole
-    hook). It starts from a checkpoint of the parent, or the one that the parent was forked from; that checkpoint is pinned.
+    hook). It starts from a committed checkpoint of the parent. If the parent is a fork without a checkpoint of its own, the
+    new job starts from the checkpoint that the parent was forked from. That checkpoint is pinned.
 
     The code is the parent's snapshot; set `code` in `spec`, even to the same path, to take a new one.
     """

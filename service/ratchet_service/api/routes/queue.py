@@ -39,7 +39,7 @@ Owner = Annotated[
 
 @router.get("/v1/quotas", dependencies=[needs(Scope.JOBS_READ)], summary="List quotas")
 def list_quotas(service: ServiceDep) -> Page[QuotaView]:
-    """All quotas that were set, on one page, each with its owner's current use; `*` has none."""
+    """All quotas that were set, on one page, each with its owner's current use. The quota of `*` has no use."""
     with service.database.read() as session:
         return quotas.list_quotas(session)
 

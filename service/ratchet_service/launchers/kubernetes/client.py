@@ -1,5 +1,5 @@
-"""Requests to the API server over HTTP with plain JSON; address, credentials and connections are from the official client. Its
-typed objects lack fields that are newer than it."""
+"""Requests to the API server as plain JSON over HTTP. Address, credentials and connections come from the official client. Its
+typed objects are not used: they lack fields that are newer than the client."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Kills an attempt, and proves that it is dead, by the server's own answer: the Job does not exist, and no pod runs. A Job that
-has ended by itself is kept for inspection. By force a pod is removed only after ``lost_after``, on a machine that does not
-answer."""
+"""Kills an attempt, and proves that it is dead: the server has neither its Job nor a pod that runs. An attempt is also dead if
+its Job has ended by itself and all its pods have ended; this Job is kept for inspection. A pod on a machine that does not answer
+is deleted by force, but only after the setting ``lost_after``, if there is one."""
 
 from __future__ import annotations
 

@@ -38,8 +38,9 @@ _FORBIDDEN: Final = re.compile(rf"is forbidden: (?!{QUOTA_EXCEEDED})|denied the 
 
 @dataclass(frozen=True)
 class ObservedState:
-    """What is known of an attempt. ``deleted``: the Job existed and no longer does. ``warnings``: name of the Job or a pod ->
-    last warning event. ``forbidden_since``: since when the cluster has been seen to forbid the Job's pods, monotonic."""
+    """What is known of an attempt. ``deleted``: the Job existed and no longer does. ``warnings``: name of the Job or of a pod ->
+    text of its last warning event. ``forbidden_since``: monotonic time since which the cluster has been seen to forbid the Job's
+    pods."""
 
     job: Json | None = None
     deleted: bool = False
@@ -137,8 +138,9 @@ def _is_revoked(observed: ObservedState, has_started: Callable[[], bool]) -> boo
 def _engine_ends(
     observed: ObservedState, has_result: Callable[[int], bool], now: float, patience: Patience, revoked: bool
 ) -> tuple[EngineEnd, ...]:
-    """Return what somebody did to the Job, then the ends of the attempt's pods, causes before consequences; without any, what the
-    Job's condition or warnings show."""
+    """Return why the attempt ends or has ended, as far as Kubernetes shows it. First comes a suspension or deletion of the Job by
+    somebody else, then the ends of the pods, causes before consequences. If there is none of these, return what the Job's
+    condition or, failing that, the pods' last warnings show."""
     found: list[tuple[str, bool, EngineEnd]] = []
     for pod in observed.pods:
         by_hand = (
@@ -161,7 +163,7 @@ def _engine_ends(
 
 def _pod_end(pod: Pod, has_result: Callable[[int], bool], now: float, patience: Patience) -> tuple[Cause, str] | None:
     """Return why the pod ended, will end, cannot start or does not answer: cause and message from the first source that has them.
-    None if there is none, or the agent's result explains it."""
+    None if no reason is known, or if the agent's result explains the pod's end."""
     announced = disruption(pod)
     if announced is not None:
         return announced
@@ -202,7 +204,7 @@ def _ended_before_deletion(job: Json) -> bool:
 
 
 def _is_deleted_by_hand(observed: ObservedState, pod: Pod) -> bool:
-    """True if, as far as is known, a deletion of the pod ends or ended it, and not one by the Job controller. An announced
+    """True if, as far as is known, the pod ends or ended because it was deleted, but not by the Job controller. An announced
     disruption, such as an eviction, also counts. False while the Job is suspended or being deleted."""
     job, requested_at = observed.job, pod.deletion_requested_at
     if (

@@ -92,8 +92,8 @@ class KubernetesLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json``, as root give the job's files to the pods' user, and create the attempt's objects in the cluster.
-        Raises ``LaunchError``, ``EngineFull`` and ``EngineUnreachable``."""
+        """Write ``launch.json``, and create the attempt's objects in the cluster. A service that runs as root first gives the
+        job's files to the pods' user. Raises ``LaunchError``, ``EngineFull`` and ``EngineUnreachable``."""
         values = planning.secret_values(self._environ, plan.secrets)
         try:
             attempt_files.write_launch(plan.ref.paths, plan.launch)
@@ -111,7 +111,8 @@ class KubernetesLauncher:
         cache.add_job(job, job["metadata"]["namespace"])
 
     def poll(self, ref: AttemptRef) -> AttemptState:
-        """Return the attempt's state. A Job that was suspended after its first pod is deleted. Raises ``EngineUnreachable``."""
+        """Return the attempt's state. If the Job is suspended although it has pods or an agent has started, delete the Job.
+        Raises ``EngineUnreachable``."""
         observed = self._observe(ref)
         view = self._evaluate(ref, observed)
         # Two watches are not ordered: the pods' may be ahead, and a change of the Job may not have been received yet.
@@ -156,8 +157,8 @@ class KubernetesLauncher:
         return "\n".join(parts)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Delete the objects of live attempts in the cluster that ``known`` does not return, and return their names. Raises
-        ``EngineUnreachable``."""
+        """Find live attempts of this service in the cluster that ``known`` does not return, delete their objects, and return
+        their names. Raises ``EngineUnreachable``."""
         cache = self._started_cache()
         cache.wait_ready()
         found = cache.live_attempts()

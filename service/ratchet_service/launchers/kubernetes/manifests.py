@@ -232,13 +232,14 @@ def _with_disk_limit(template: Manifest) -> Manifest:
 
 
 def _container_security() -> dict[str, Any]:
-    """Return the security context of every container, unless the site allows jobs another one; the pod's applies, too."""
+    """Return the restrictions that each container's security context has by default. The pod's security context applies, too.
+    Added containers do not get them if the site allows host access."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def _restrict_added_containers(pod: dict[str, Any]) -> None:
-    """Give the containers that the job's patch has added to ``pod`` the settings of ``_container_security``, where
-    they set none; a list of capabilities that they drop gets ``ALL``."""
+    """Apply ``_container_security`` to the init containers of ``pod``, all of which the job's patch has added. Settings of their
+    own stay. If such a container drops other capabilities, ``ALL`` is added to its list."""
     for container in pod.get("initContainers", ()):
         context = merge(_container_security(), container.get("securityContext", {}))
         dropped = dropped_capabilities(context)
@@ -272,7 +273,8 @@ def _pod_security(site: Site, launcher: KubernetesLauncherSpec) -> dict[str, Any
 
 
 def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return the rules by which pods are spread over machines: ``launcher.topology_spread``, or else evenly where possible."""
+    """Return the rules by which pods are spread over machines: ``launcher.topology_spread`` if it is set. Otherwise several nodes
+    are spread evenly where possible; for one node there is no rule."""
     labels = labels_of(site, launch)
     selector_fields = {"labelSelector": {"matchLabels": {key: labels[key] for key in (JOB_ID, ATTEMPT, INSTANCE)}}}
     if launcher.topology_spread is not None:
@@ -283,7 +285,8 @@ def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLaunche
 
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:
-    """Return the job's tolerations and, for other keys, Ratchet's: for GPU machines and machines that do not answer."""
+    """Return the job's tolerations, and then Ratchet's own for GPU machines and for machines that do not answer. One of Ratchet's
+    is left out if the job has a toleration with the same key."""
     given = {toleration.get("key") for toleration in launcher.tolerations}
     gpu = launch.spec.resources.gpu
     # Machines with GPU slices (nvidia.com/mig-1g.5gb) have the taint of the whole GPU.

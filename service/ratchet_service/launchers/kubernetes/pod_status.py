@@ -81,7 +81,8 @@ class Patience:
 
 @dataclass(frozen=True)
 class Pod:
-    """One pod of an attempt. ``object``: its JSON, or its last state. ``state_since``: times from ``first_seen_times``."""
+    """One pod of an attempt. ``object``: the pod as JSON; for a deleted pod, its last state. ``state_since``: result of
+    ``first_seen_times`` for the pod."""
 
     object: Json
     deleted: bool = False
@@ -196,8 +197,8 @@ class Pod:
 
 
 def first_seen_times(object_: Json, previous: Mapping[str, float], now: float) -> dict[str, float]:
-    """Return the monotonic times when this process first saw the pod's current states, by state. ``previous``: the last such
-    result."""
+    """Return state -> monotonic time when this process first saw it, for the pod's current states. ``previous``: the result of
+    the previous call for this pod."""
     ended = Pod(object_).terminated is not None
     scheduled = _condition(object_, "PodScheduled") is not None
     claimless = _NO_CLAIM.search(_unschedulable_message(object_)) is not None
@@ -372,6 +373,7 @@ def _message_suffix(message: Any) -> str:
 
 
 def _deletion_state(object_: Json) -> str | None:
-    """Return the name of the state "being deleted at this time", for ``first_seen_times``; otherwise None."""
+    """Return a name, for ``first_seen_times``, for the state of being deleted; it contains the time of the deletion. None if the
+    object is not being deleted."""
     at = object_["metadata"].get("deletionTimestamp")
     return None if not at else f"leaves at {at}"

@@ -65,8 +65,8 @@ class Settings(SpecModel):
     )
     lost_after: Seconds | None = Field(
         300.0,
-        description="Seconds after the end of its grace that a pod on a node that does not answer counts as fenced, and the "
-        "job continues; null: never, until an administrator deletes the pod.",
+        description="Seconds until a pod on a node that does not answer counts as fenced, and the job continues. They begin "
+        "10 s after the end of the pod's grace. null: never, until an administrator deletes the pod.",
     )
     result_patience: float = Field(
         15.0, ge=0, description="Seconds that a file system may take to show an ended pod's last file."

@@ -158,8 +158,9 @@ def _check_volumes(site: Site, spec: JobSpec) -> Iterator[tuple[str, str]]:
 def _check_manifest(
     site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec, *, has_other_faults: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each part of the patch that Ratchet refuses; if none, for faults found in the Job as it would
-    be sent, such as privileges. ``has_other_faults``: True leaves out faults that these may have caused."""
+    """Yield (pointer, message) for each part of the patch that Ratchet refuses. If there is none, yield them for faults in the
+    Job as it would be sent, such as privileges. ``has_other_faults``: other checks have found faults; then faults that these may
+    have caused are left out."""
     launch = _example_launch(site, spec)
     template = manifests.pod_template(site, launch)
     patch = launcher.pod_patch
@@ -192,8 +193,9 @@ def _unpatched(job: dict[str, Any], template: dict[str, Any]) -> dict[str, Any]:
 def _check_privileges(
     pod: dict[str, Any], added: list[dict[str, Any]], patch: dict[str, Any]
 ) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for settings in the patch, and volumes ``added`` by it, that require ``allow_host_access``; for
-    missing restrictions only if no such setting is found."""
+    """Yield (pointer, message) for each setting in the patch that requires ``allow_host_access``. If there is none, yield them
+    for restrictions that ``pod`` lacks. In both cases, also yield them for volumes in ``added``, which the patch has added, that
+    require ``allow_host_access``."""
     may = "it requires allow_host_access in the service's launchers file"
     found = []
     for path, key, value in _walk(patch.get("spec"), ()):
@@ -257,8 +259,8 @@ def _is_other_group(value: Any) -> bool:
 
 
 def _check_foreign_files(pod: dict[str, Any], added: list[dict[str, Any]], site: Site) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for volumes ``added`` by the patch on the service's claim, and for init containers that mount the
-    run directory."""
+    """Yield (pointer, message) for volumes in ``added``, which the patch has added, that use the service's own claim. Also yield
+    them for init containers that mount the run directory."""
     for volume in added:
         if (volume.get("persistentVolumeClaim") or {}).get("claimName") == site.settings.claim:
             text = f"{site.settings.claim} is the service's own run directory, with the files of all jobs"
@@ -274,7 +276,8 @@ _ATTEMPT: Final = re.compile(r"job-[0-9a-z]{12}-a[0-9]{4,}")
 
 
 def _check_withheld_names(site: Site, spec: JobSpec, launcher: KubernetesLauncherSpec) -> Iterator[tuple[str, str]]:
-    """Yield (pointer, message) for each use, by the job, of a ``withheld`` name or the name of an attempt's Secret."""
+    """Yield (pointer, message) for each reserved name that the job uses: a name in the setting ``withheld``, or the name of an
+    attempt's Secret."""
     used: list[tuple[str, Any]] = []
     used += [
         (f"/secrets/{name}", source.from_secret.name) for name, source in spec.secrets.items() if source.from_secret

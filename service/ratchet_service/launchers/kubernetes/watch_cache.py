@@ -33,8 +33,8 @@ class _Entry:
 
 
 class Cache:
-    """Jobs and pods of one service, and the last warnings about objects with names like theirs, in memory. ``start`` starts the
-    watches. Thread-safe."""
+    """The Jobs and pods of one service, and recent warnings about objects whose names are like those of attempts, in memory.
+    ``start`` starts the watches. Thread-safe."""
 
     def __init__(self, api: Api, namespaces: tuple[str, ...], selector: str) -> None:
         self._lock = threading.Lock()

@@ -25,8 +25,8 @@ _MIN_WATCH_SECONDS: Final = 1.0
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of objects to watch. ``path``: in the API, with the namespace as ``{}``. ``query``: the parameter that selects the
-    objects. ``required``: attempts cannot be judged without it."""
+    """A kind of objects to watch. ``path``: its path in the API, with ``{}`` for the namespace. ``query``: the name of the
+    request's parameter that selects the objects. ``required``: without these objects the state of attempts is not known."""
 
     name: str
     path: str
@@ -122,7 +122,8 @@ class Watcher:
         self._warned = True
 
     def _record_failure(self, detail: str, delay: float) -> float:
-        """Record why the kind cannot be watched, and return the seconds until the next try, which grow with ``delay``."""
+        """Record why the kind cannot be watched, and return the seconds until the next try. ``delay``: the seconds before the
+        last try; the result is twice as long, within limits."""
         self._set_fault(fault=detail)
         return min(max(2 * delay, _BACKOFF[0]), _BACKOFF[1])
 

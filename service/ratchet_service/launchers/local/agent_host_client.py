@@ -1,5 +1,6 @@
-"""The local launcher where an agent host starts the agents: a separate process, which may outlive this one. Requests go over a
-socket in the run directory. Files and locks are checked here; processes, which may not be visible here, are the host's."""
+"""The local launcher for a service whose agents are started by an agent host, a separate process that may outlive the service.
+Requests to the host go over a socket in the run directory. Files and locks are checked in this process. The host finds and
+signals the processes, since they may not be visible here."""
 
 from __future__ import annotations
 
@@ -35,8 +36,9 @@ _ENDED_WITH_HOST: Final = (
 
 
 class Question(BaseModel):
-    """A request to the agent host. About one attempt: ``look`` for processes, ``start``, ``stop``, ``kill``. About all:
-    ``running``, ``sweep`` those in ``names``, ``ping``."""
+    """A request to the agent host. Requests about one attempt: ``look`` for its processes, ``start``, ``stop``, ``kill``.
+    Requests about all attempts: ``running`` returns names, ``sweep`` kills those in ``names``. ``ping`` only checks that the host
+    answers."""
 
     model_config = ConfigDict(extra="ignore")
     what: Literal["ping", "look", "start", "stop", "kill", "running", "sweep"]
@@ -46,8 +48,9 @@ class Question(BaseModel):
 
 
 class Answer(BaseModel):
-    """The agent host's answer. ``away``: why nothing was done now. ``refused``: why nothing was done, for good. ``alive``: a part
-    of the attempt lives. ``own``: this host process started its agents."""
+    """The agent host's answer. ``away``: why the host could not act now; a later request may succeed. ``refused``: why the
+    request failed; the caller does not repeat it. ``alive``: a process of the attempt may be alive. ``own``: this host process
+    started the attempt's agents. ``names``: those found or killed."""
 
     model_config = ConfigDict(extra="ignore")
     away: str = ""
@@ -61,7 +64,8 @@ M = TypeVar("M", Question, Answer)
 
 
 def socket_address(directory_fd: int) -> str:
-    """Return the address of the agent host's socket, by a descriptor of its directory, since its path may be too long."""
+    """Return the address of the agent host's socket. It names the directory by its descriptor, since the directory's path may be
+    too long."""
     return f"/proc/self/fd/{directory_fd}/{SOCKET}"
 
 
@@ -137,7 +141,8 @@ class HostedLauncher(LocalLauncher):
         return self._request("kill", ref).names
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Request the host to kill running attempts that ``known`` does not return, and return their names."""
+        """Request the host to kill the running attempts that ``known`` does not return, and return the names of the killed
+        attempts."""
         found = send_request(self._home.home, Question(what="running")).names
         orphans = sorted(set(found) - set(known(found))) if found else []
         return send_request(self._home.home, Question(what="sweep", names=orphans)).names if orphans else []

@@ -1,5 +1,6 @@
 """Agents as detached processes of this machine, which can outlive the service. An agent counts as alive while its lock is held. A
-starting agent is found by RATCHET_ATTEMPT_DIR in its environment, since probing the lock could keep the agent from it."""
+starting agent is found by RATCHET_ATTEMPT_DIR in its environment. Its lock is not tested, since the test could keep the agent
+from taking the lock."""
 
 from __future__ import annotations
 
@@ -72,8 +73,9 @@ _ONE_MACHINE: Final = "the local launcher has one machine"
 
 
 class LocalLauncher:
-    """Starts agents as processes of this machine. ``agent``: the command; None: this interpreter's. ``environ``: agents
-    inherit all of it except the service's own variables; None: this process's. ``sandbox``: their user and limits."""
+    """Starts agents as processes of this machine. ``agent``: the agent's command; None: it is run by this process's interpreter.
+    ``environ``: the environment that agents inherit, without the service's own variables; None: that of this process.
+    ``sandbox``: the user and the limits of agents."""
 
     kind = "local"
     max_nodes: int | None = 1
@@ -175,8 +177,8 @@ class LocalLauncher:
                 proc.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
-        """Send SIGKILL to all processes of the attempt; their end is not awaited. Return names of those found, and of other
-        agents whose lock is held."""
+        """Send SIGKILL to all processes of the attempt; their end is not awaited. Return the names of the processes found. The
+        names of other agents whose lock is still held are returned, too."""
         found = proc.kill_all(lambda: self._pids(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
@@ -193,8 +195,8 @@ class LocalLauncher:
         return files.agent_logs(ref, limit)
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Kill all processes of this run directory's attempts that ``known`` does not return, and return these
-        attempts' names."""
+        """Find attempts of this run directory that have processes here and that ``known`` does not return. Kill their processes,
+        and return the attempts' names."""
         for name in list(self._children):  # attempts that another reconciler supervises now
             self._reap(name)
         found = {ref.name: folders for ref, folders in self.running_attempts()}
@@ -204,7 +206,8 @@ class LocalLauncher:
         return orphans
 
     def running_attempts(self) -> list[tuple[AttemptRef, set[str]]]:
-        """Return the attempts of this run directory that have processes here, with the spellings of their directories."""
+        """Return the attempts of this run directory that have processes here. Each comes with the paths by which these processes
+        name its directory: several spellings are possible."""
         found: dict[str, tuple[AttemptRef, set[str]]] = {}
         for _, folder in proc.processes_with_variable(names.ATTEMPT_DIR):
             ref = self._ref_from_folder(Path(folder))

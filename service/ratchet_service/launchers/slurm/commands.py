@@ -22,8 +22,8 @@ _KEPT_VARIABLES: Final = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JW
 
 
 class Refused(Exception):
-    """The command failed, by its error message not because Slurm is unreachable. The exception's text is that message, or the
-    exit code."""
+    """The command failed, and its error message does not say that Slurm is unreachable. The exception's text is this message, or
+    the exit code if there is no message."""
 
 
 class CannotRun(EngineUnreachable):

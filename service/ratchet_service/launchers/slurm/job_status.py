@@ -80,7 +80,8 @@ def decode_wait_status(status: int) -> tuple[int, int]:
 
 
 def duplicate_jobs(jobs: Sequence[JobRecord]) -> list[JobRecord]:
-    """Return those jobs that certainly do not run the attempt, which may have been submitted twice. ``jobs``: sorted by id."""
+    """Return the jobs that certainly do not run the attempt, if it was submitted more than once. ``jobs``: all jobs of the
+    attempt, sorted by id."""
     began = [job for job in jobs if job.nodes and not job.is_queued]
     first = next(iter(began or jobs), None)
     return [

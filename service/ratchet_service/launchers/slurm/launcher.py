@@ -134,7 +134,7 @@ class SlurmLauncher:
         return self._state_after_end(ref, jobs, state)
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
-        """Send SIGTERM to the agents that run, and cancel a job that is pending; one whose nodes are being prepared gets neither.
+        """Send SIGTERM to the agents that run, and cancel a pending job. A job whose nodes are still being prepared gets neither.
         ``grace`` is not used."""
         for job in self._jobs(ref):
             if not job.has_ended:
@@ -156,7 +156,8 @@ class SlurmLauncher:
         return "\n".join(part for part in said if part)[-limit:]
 
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
-        """Kill this run directory's jobs of attempts that ``known`` does not return, and return the names of these attempts."""
+        """Kill this run directory's jobs whose attempts are not active, and return the names of these attempts. ``known``: gets
+        names of attempts, and returns the names of active ones."""
         self._prune()
         found: dict[str, list[JobRecord]] = {}
         for name, jobs in self._queue.jobs(since=time.monotonic()).items():
@@ -170,7 +171,8 @@ class SlurmLauncher:
         return orphans
 
     def _jobs(self, ref: AttemptRef) -> list[JobRecord]:
-        """Return the attempt's jobs, from an answer of squeue that is newer than the attempt's submission by this process."""
+        """Return the attempt's jobs, according to squeue. If this process has submitted the attempt, the answer is newer than
+        that submission."""
         since, now = self._submitted_at.get(ref.name), time.monotonic()
         if all(ref.paths.node(node).result_file.exists() for node in range(ref.nodes)):
             told = self._results_seen_at.setdefault(ref.name, now)
@@ -179,8 +181,9 @@ class SlurmLauncher:
         return self._queue.jobs(since=since).get(ref.name, [])
 
     def _state_after_end(self, ref: AttemptRef, jobs: Sequence[JobRecord], state: AttemptState) -> AttemptState:
-        """Return the state of an attempt without a live job in Slurm. It may count as alive while results can still appear. May
-        raise ``EngineUnreachable`` for some time."""
+        """Return the state of an attempt that has no live job in Slurm. For some time the attempt may count as alive, since
+        results of its agents may still appear. Raises ``EngineUnreachable`` for some time if Slurm's accounting does not
+        answer."""
         began = self._ended_seen_at.setdefault(ref.name, time.monotonic())
         if len(state.results) == ref.nodes or not (state.seen or jobs):
             return replace(state, ends=_engine_ends(jobs, state))
@@ -233,6 +236,7 @@ def _engine_ends(jobs: Sequence[JobRecord], state: AttemptState) -> tuple[Engine
 
 
 def _forgotten_end(ref: AttemptRef, why: str = "this cluster keeps no record of it") -> tuple[EngineEnd, ...]:
-    """Return the end, of unknown cause, of an attempt whose job Slurm has forgotten. ``why``: why no record helps."""
+    """Return the end of an attempt whose job Slurm has forgotten, with cause ``UNKNOWN``. ``why``: the clause of the message that
+    says why Slurm's accounting has no result either."""
     text = f"Slurm no longer has the job {ref.name} (MinJobAge), and {why}: its result is unknown"
     return (EngineEnd(Cause.UNKNOWN, text),)

@@ -1,5 +1,5 @@
-"""Queries squeue and sacct, and parses their answers into ``JobRecord``. sacct and old versions of squeue are queried for text,
-later ones of squeue for JSON."""
+"""Queries squeue and sacct, and parses their answers into ``JobRecord``. Later versions of squeue are queried for JSON. Old
+versions of squeue, and sacct, are queried for text."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def parse_squeue_json(output: str) -> list[JobRecord]:
 
 
 def parse_sacct_text(output: str) -> list[JobRecord]:
-    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``: one record per job, its newest; steps are left
-    out."""
+    """Parse the output of ``sacct --noheader --parsable2 --format=SACCT_FORMAT``. A job with several lines gives one record, from
+    its last line. Lines of job steps are left out."""
     found: dict[int, JobRecord] = {}
     for line in output.splitlines():
         number, name, state, code = [*line.split("|"), "", "", ""][:4]
@@ -145,9 +145,9 @@ class Queue:
         self._accounting_unreachable_until: tuple[float, EngineUnreachable] | None = None
 
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
-        """Return job name -> jobs of this user, sorted by id. An earlier answer that is younger than the query's
-        period is reused if it was requested after ``since``. Raises ``EngineUnreachable``, for at least 10 s after a failed query
-        without another one."""
+        """Return job name -> jobs of this user, sorted by id. An earlier answer is reused if it is younger than the ``period`` of
+        this object. ``since``: an answer that was requested before this time is not reused; None: no such limit. After a failed
+        query, no other query is made for at least 10 s. Raises ``EngineUnreachable`` if the query fails or is not made."""
         now = self._clock()
         if (
             self._fetched_at is not None
