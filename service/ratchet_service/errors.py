@@ -1,4 +1,4 @@
-"""Errors of the service."""
+"""The error of a command that cannot start or go on. Other errors are in the modules that raise them."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def _send(transport: Transport, digest: str, found: list[Entry], size: int, repo
 
 
 def _with_progress(parts: Iterator[bytes], size: int, report: Note) -> Iterator[bytes]:
-    """Yield ``parts`` unchanged; at most every five seconds, call ``report`` with the number of bytes sent until then."""
+    """Yield ``parts`` unchanged. At most every five seconds, call ``report`` with a text such as ``sent 10.0 MiB of 64.0 MiB``.
+    ``size``: bytes of all parts."""
     sent, last = 0, time.monotonic()
     for part in parts:
         yield part

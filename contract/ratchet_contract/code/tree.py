@@ -45,7 +45,7 @@ class Entry:
 
     @property
     def mode(self) -> int:
-        """The permission bits of the entry in a read-only copy."""
+        """The permission bits of the file or link in a read-only copy."""
         return 0o777 if self.link is not None else 0o555 if self.executable else 0o444
 
 

@@ -72,7 +72,8 @@ _CLAIMED_BY: Final = "claimed-by"
 
 
 class Idempotency:
-    """Runs POST requests with the same key once. ``claim_seconds``: age at which a claim without an answer may be taken over."""
+    """Runs a POST request once, even if its caller repeats it with the same key. After a server error or a limit, a repetition
+    runs again. ``claim_seconds``: age at which a claim without an answer may be taken over."""
 
     def __init__(self, database: Database, keep_seconds: float, claim_seconds: float) -> None:
         self._database = database

@@ -1,5 +1,6 @@
 """Launchers by name: Ratchet's own, and those that other packages provide by the entry point group ``ratchet.launchers``. A
-service's launchers file (YAML) maps the names of its launchers to their settings."""
+service's launchers file (YAML), if it has one, maps the names of its launchers to their settings. Without the file, the service
+has the launcher ``local``."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def early_due(spec: CheckpointSpec, step: int) -> float:
 
 class Schedule:
     """Decides on rank 0 when to save, from steps and measured durations. ``step``: the last step before the attempt starts.
-    ``interval``: steps between two saves under ``every_steps: auto``; None before a save was measured, and under other
-    settings."""
+    ``interval``: steps between two saves under ``every_steps: auto``. It is None until a scheduled save was measured, and under
+    other settings."""
 
     def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec, self._clock = spec, clock

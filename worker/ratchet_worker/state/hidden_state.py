@@ -830,7 +830,8 @@ def _built_in_base(kind: type) -> Any:
 
 
 def _memory_of(item: Any) -> int:
-    """Return the address of the whole memory block that a tensor or an array, perhaps a view, uses."""
+    """Return the address of a tensor's whole storage, or of the whole array of which ``item`` is a view. An array that uses
+    the memory of a tensor or a buffer has the address of its own first element."""
     if isinstance(item, torch.Tensor):
         return item.untyped_storage().data_ptr()
     while isinstance(item.base, np.ndarray):

@@ -230,8 +230,8 @@ class _Walker:
                     self.result.failed.add(one.path)
 
     def _visit(self, one: _Found, region: Region) -> None:
-        """Add one object's node, unless the walk leaves it out here, and queue what it holds. Raises what the object's code
-        raises."""
+        """Add one object's node, unless the walk leaves it out here, and queue most objects that it holds. Raises what the
+        object's code raises."""
         path, item = one.path, one.item
         kind = _kind(item, region)
         if kind in ("function", "class", "bound") and region == "registered":

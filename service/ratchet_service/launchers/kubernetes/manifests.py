@@ -59,7 +59,7 @@ def agent_command(launch: LaunchFile) -> list[str]:
 
 
 def labels_of(site: Site, launch: LaunchFile) -> dict[str, str]:
-    """Return the labels of all objects of this attempt, by which they are found."""
+    """Return the labels that all objects of this attempt have. The Job and its pods are found by them."""
     return _COMPONENT | MANAGED_BY | {
         INSTANCE: site.instance, JOB_ID: launch.job_id, ATTEMPT: str(launch.attempt),
     }  # fmt: skip
