@@ -312,8 +312,8 @@ class _Progress:
         return self._loaded is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the Trainer's own state, such as its counters, log and loss, and the attributes of callbacks with a state, but for
-        ``RatchetJob``."""
+        """Return the Trainer's own state, such as its counters, log and loss, and the attributes of callbacks with a state,
+        ``RatchetJob`` excepted."""
         trainer = self._trainer
         state: dict[str, Any] = {name: deepcopy(getattr(trainer.state, name)) for name in _PROGRESS}
         state["log_history"] = [_without_measurements(entry) for entry in state["log_history"]]
