@@ -23,11 +23,10 @@ from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.copy_sources import Audit, Lister
 from ratchet_worker.checkpoint.host_copy import Staging, size_of
 from ratchet_worker.checkpoint.manifest_commit import Committer, Order, write_progress
-from ratchet_worker.checkpoint.save import Save
+from ratchet_worker.checkpoint.save import Progress, Save, SaveState
 from ratchet_worker.checkpoint.save_cost import expected_seconds
 from ratchet_worker.checkpoint.saver_thread import MAX_FAILURES, Saver
 from ratchet_worker.checkpoint.schedule import Due
-from ratchet_worker.checkpoint.threads import Latch
 from ratchet_worker.coordination.reporter import Reason, Reporter
 from ratchet_worker.coordination.store_exchange import Exchange
 from ratchet_worker.host.cpu import gc_disabled, rank_cores
@@ -81,7 +80,7 @@ class Checkpointer:
         self._audit: Audit | None = None
         self._audit_done = False  # the audit is done: the state may be copied concurrently with a step
         self._save: Save | None = None
-        self._retention_done: Latch | None = None  # the latch of the last save
+        self._last_progress: Progress | None = None  # of the last save
         self._save_count = 0
         self._stall_seconds = 0.0  # seconds that the open step waited for a save
         self._failure: str | None = None
@@ -183,7 +182,9 @@ class Checkpointer:
         """Wait, for at most ten seconds, until older checkpoints are deleted and their deletion is reported."""
         end = time.monotonic() + _RETENTION_TIMEOUT
         while (
-            self._retention_done is not None and not self._retention_done.wait(_TICK_SECONDS) and time.monotonic() < end
+            self._last_progress is not None
+            and not self._last_progress.wait_for(SaveState.ENDED, _TICK_SECONDS)
+            and time.monotonic() < end
         ):
             self._counter.tick()
 
@@ -271,10 +272,8 @@ class Checkpointer:
         except (RatchetError, OSError, MemoryError, torch.OutOfMemoryError) as error_:
             mine, error = None, f"rank {self._rank}: {error_}"
         stall = time.perf_counter() - begun
-        self._save = Save(
-            order, mine, staged, error, thorough, (stall, None), previous_retention_done=self._retention_done
-        )
-        self._retention_done = self._save.retention_done
+        self._save = Save(order, mine, staged, error, thorough, (stall, None), previous=self._last_progress)
+        self._last_progress = self._save.progress
         self._saver.submit(self._save)
 
     def _wait_for(self, save: Save) -> None:
@@ -282,10 +281,8 @@ class Checkpointer:
         directory = JobPaths(Path(self._launch.job_root)).checkpoint(save.order.step, self._launch.attempt)
         limit = 3 * self._launch.deadlines.step + 120  # longer than any wait of a saving thread
         seen, deadline = (-1, 0), time.monotonic() + limit
-        save.awaited.set()
-        save.drained_since = time.perf_counter()
         try:
-            while not save.done.wait(_TICK_SECONDS):
+            while not save.drain(_TICK_SECONDS):
                 self._counter.tick()
                 if (size := write_progress(directory)) != seen:
                     seen, deadline = size, time.monotonic() + limit
@@ -301,7 +298,7 @@ class Checkpointer:
         """If the save in progress has ended, process it and return the number of failed saves in a row. Otherwise return 0.
         Raises the saving thread's error, or ``UserError`` if the ranks have ended at, or saved, different steps."""
         save = self._save
-        if save is None or not save.done.is_set():
+        if save is None or not save.is_done:
             return 0
         self._save = None
         if save.failure is not None:

@@ -21,7 +21,7 @@ from ratchet_store.write.rank_file import Piece, file_order
 from ratchet_worker.checkpoint.copy_buffer import StagingBuffer
 from ratchet_worker.checkpoint.copy_chunks import Move, Work, split_copy
 from ratchet_worker.checkpoint.copy_sources import Source, Sources
-from ratchet_worker.checkpoint.threads import Latch
+from ratchet_worker.checkpoint.threads import Signal
 from ratchet_worker.state.live_memory import (
     Bytes,
     SafeReader,
@@ -163,7 +163,8 @@ class Staged:
         self._layout, self._buffer, self._stream, self._reader = layout, buffer, stream, reader
         self._bytes: Bytes = buffer.numpy()
         self._single_core = cores < 2
-        self._copied = {until: Latch() for until in Until}
+        self._copied = set[Until]()  # the kinds that no thread need wait for any more
+        self._signal = Signal()
         self._awaited: set[Until] = set()
         self._direct_copy_lock = threading.Lock()
         self._events: dict[Until, Any] = {}
@@ -187,7 +188,7 @@ class Staged:
                 for number in numbers:
                     self._copy(number, self._tensors[number])
                 self._events[Until.BOUNDARY] = self._stream.record_event()
-        self._copied[Until.BOUNDARY].set()
+        self._set_copied(Until.BOUNDARY)
         self.wait(Until.BOUNDARY)
 
     def copy(self, until: Until, *, exclusive: bool = False, is_waiting: bool = False) -> None:
@@ -206,7 +207,7 @@ class Staged:
                 if self._stream is not None:
                     self._events[until] = self._stream.record_event()
             if work.is_done:
-                self._copied[until].set()
+                self._set_copied(until)
         except BaseException:  # a thread that waits for this kind must continue, whether all of it was copied or not
             self.abandon()
             raise
@@ -270,7 +271,7 @@ class Staged:
         was not copied."""
         for until in self._work:
             self.copy(until)
-            self._copied[until].wait()
+            self._wait_until_copied(until)
         if not all(work.is_done for work in self._work.values()):
             self.error = self.error or StateError("a thread that was copying the state was interrupted")
         if self.error is not None:
@@ -280,19 +281,25 @@ class Staged:
         """Drop the copies that no thread has taken, and release all threads that wait for a copy."""
         for work in self._work.values():
             work.cancel()
-        for copied in self._copied.values():
-            copied.set()
+        self._set_copied(*Until)
+
+    def _set_copied(self, *untils: Until) -> None:
+        """Release the threads that wait for these kinds."""
+        self._copied.update(untils)
+        self._signal.notify()
+
+    def _wait_until_copied(self, until: Until) -> None:
+        self._signal.wait_for(lambda: until in self._copied)
 
     def wait(self, until: Until) -> None:
         """Wait until tensors of the kind ``until`` are copied or the copies are abandoned. On CUDA, the host waits only until the
         copies are queued; otherwise the caller takes part in the copying."""
-        copied = self._copied[until]
-        if not copied.is_set():
+        if until not in self._copied:
             self._awaited.add(until)
             try:
                 if self._stream is None:
                     self.copy(until, exclusive=self._single_core, is_waiting=True)
-                copied.wait()
+                self._wait_until_copied(until)
             finally:
                 self._awaited.discard(until)
                 with self._direct_copy_lock:  # waits for a direct copy that has begun

@@ -21,7 +21,7 @@ from ratchet_store.write.block_writer import Range
 from ratchet_store.write.rank_file import RankWriter, Written
 from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.host_copy import Staged, Staging
-from ratchet_worker.checkpoint.save import Save
+from ratchet_worker.checkpoint.save import Save, SaveState
 from ratchet_worker.checkpoint.threads import BackgroundThread, Call
 from ratchet_worker.coordination.reporter import Reporter
 from ratchet_worker.state import replica_digests
@@ -124,7 +124,7 @@ class RankPart:
         seen = None
         if save.is_hurried:  # release the loop first: else it would also wait for other threads' Python code
             seen = self._compare(save, content)
-            save.released.set()
+            save.progress.advance(SaveState.WRITING)
             time.sleep(_GIL_RELEASE_SECONDS)
         own = self._own_parts(content, staged)
         writing = self._begin_write(save, staged, content, own)
@@ -134,7 +134,7 @@ class RankPart:
             else:
                 call = self._quiet_threads[1].submit(lambda: self._compare_and_summarize(save, content, staged, seen))
                 save.wait_for_previous()
-                save.awaited.wait(_QUIET_WRITE_SECONDS)
+                save.wait_until_pressing(_QUIET_WRITE_SECONDS)
                 self._writer.help()
                 looked = call.result()
             self._writer.help()
@@ -160,7 +160,7 @@ class RankPart:
         pieces, data = staged.data_to_write()
 
         def write() -> Written:
-            """Write the file and return what was written. Sets ``save.awaited``, also after an error."""
+            """Write the file and return what was written. Calls ``save.set_file_written``, also after an error."""
             try:
                 save.wait_for_previous()
                 state = content.snapshot.state
@@ -168,7 +168,7 @@ class RankPart:
                 self._disk.check_same_device()
                 return written
             finally:
-                save.awaited.set()
+                save.set_file_written()
 
         return (self._prompt_thread if save.thorough else self._quiet_threads[0]).submit(write)
 
@@ -176,11 +176,11 @@ class RankPart:
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None
     ) -> _Looked:
         """Return digests of the parts that other ranks write, and the hook's summary. ``digests``: those computed before; None:
-        compute them now. Sets ``save.released`` when no live tensor is needed any more, also after an error."""
+        compute them now. The save goes on to ``WRITING`` when no live tensor is needed any more, also after an error."""
         try:
             digests = self._compare(save, content) if digests is None else digests
         finally:
-            save.released.set()
+            save.progress.advance(SaveState.WRITING)
         return _Looked(digests, self._summary(content, staged))
 
     def _compare(self, save: Save, content: Content) -> dict[int, list[str]]:

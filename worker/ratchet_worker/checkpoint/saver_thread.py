@@ -18,8 +18,8 @@ from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.host_copy import Staging
 from ratchet_worker.checkpoint.manifest_commit import Committer, Verdict, write_progress
 from ratchet_worker.checkpoint.rank_file import RankPart
-from ratchet_worker.checkpoint.save import Save
-from ratchet_worker.checkpoint.threads import BackgroundThread, Latch, set_long_time_slice
+from ratchet_worker.checkpoint.save import Progress, Save, SaveState
+from ratchet_worker.checkpoint.threads import BackgroundThread, set_long_time_slice
 from ratchet_worker.coordination.reporter import Reporter
 from ratchet_worker.coordination.store_exchange import Exchange
 from ratchet_worker.state import replica_divergence
@@ -60,7 +60,7 @@ class Saver:
         self._queue.put(nbytes)
 
     def submit(self, save: Save) -> None:
-        """Hand ``save`` over to the saving thread, and return at once. ``save.done`` is set when it has ended."""
+        """Hand ``save`` over to the saving thread, and return at once. ``save.is_done`` says when it has ended."""
         self._queue.put(save)
 
     def _run(self) -> None:
@@ -76,13 +76,13 @@ class Saver:
             try:
                 clearing = self._save(work)
             except BaseException as error:  # must reach the loop
-                if work.done.is_set():
+                if work.is_done:
                     self._late_error = error
                 work.failure = error
             finally:
                 _mark_done(work)
                 if not clearing:
-                    work.retention_done.set()
+                    work.progress.advance(SaveState.ENDED)
             del work  # and the state that it holds, which must not stay in memory until the next save
 
     def _save(self, save: Save) -> bool:
@@ -144,26 +144,26 @@ class Saver:
                 self._exchange.delete_broadcast(f"{name}/verdict")
             self._published_names = self._published_names[-1:]
             if not save.thorough:
-                settled = save.retention_done
-                retention_thread.submit(lambda: self._delete_older(settled))
+                progress = save.progress  # not the save, whose state must not stay in memory
+                retention_thread.submit(lambda: self._delete_older(progress))
                 return True
         elif save.verdict["failures"] >= MAX_FAILURES and not save.verdict.get("parted"):
             self._give_up()
         return False
 
-    def _delete_older(self, settled: Latch) -> None:
-        """Call ``Committer.retain``, then set ``settled``. An error is kept, and the next save raises it, if there is one."""
+    def _delete_older(self, progress: Progress) -> None:
+        """Call ``Committer.retain``, then end the save. An error is kept, and the next save raises it, if there is one."""
         try:
             self._committer.retain()
         except BaseException as error:  # must reach the loop
             self._late_error = error
         finally:
-            settled.set()
+            progress.advance(SaveState.ENDED)
 
 
 def _mark_done(save: Save) -> None:
-    """Release the loop, record the duration and set ``save.done``. Only the first of two calls has an effect."""
-    if not save.done.is_set():
+    """Release the loop, record the duration and set the state ``RETAINING``. Only the first of two calls has an effect."""
+    if not save.is_done:
         save.release()
         save.seconds = time.monotonic() - save.order.started_at
-        save.done.set()
+        save.progress.advance(SaveState.RETAINING)

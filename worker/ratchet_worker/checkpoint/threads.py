@@ -1,4 +1,4 @@
-"""Helpers for the threads of a save: calls in a background thread, scheduling, and a latch."""
+"""Helpers for the threads of a save: calls in a background thread, scheduling, and waiting for each other."""
 
 from __future__ import annotations
 
@@ -67,42 +67,37 @@ def set_long_time_slice() -> None:
 
 
 _POLL_SECONDS: Final = 0.5
-"""Seconds between two polls of the flag by a waiting thread, in case an interrupted thread holds the lock for ever."""
+"""Seconds between two checks by a waiting thread, in case the thread that was to wake it was interrupted."""
 
 
-class Latch:
-    """A flag that is set once and stays set, for which threads can wait. An interrupted thread cannot block others for long."""
+class Signal:
+    """Threads wait here for a condition on data that other threads change. Not a ``threading.Condition``: a thread that a signal
+    handler interrupts in that class may hold its lock for ever. Here it holds none."""
 
     def __init__(self) -> None:
-        self._is_set = False
-        # Not threading.Event: its condition is implemented in Python, and a thread interrupted there may hold its lock for ever.
-        self._lock = threading.Lock()
-        self._lock.acquire()
+        self._waiters: list[threading.Lock] = []
 
-    def is_set(self) -> bool:
-        """True if the latch is set."""
-        return self._is_set
+    def notify(self) -> None:
+        """Have all waiting threads check their conditions. Call it after each change of the data."""
+        for waiter in [*self._waiters]:
+            with suppress(RuntimeError):  # it is awake already
+                waiter.release()
 
-    def set(self) -> None:
-        """Set the latch, and wake the waiting threads. No effect if it is set already."""
-        self._is_set = True
-        self._wake()
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the latch is set, for at most ``timeout`` seconds. Return True if it is set."""
+    def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until ``condition()`` is true, for at most ``timeout`` seconds. Return the last value of ``condition()``."""
         end = None if timeout is None else time.monotonic() + timeout
-        while not self._is_set:
-            left = _POLL_SECONDS if end is None else min(end - time.monotonic(), _POLL_SECONDS)
-            if left <= 0:
-                break
-            if self._lock.acquire(timeout=left):
-                self._wake()  # wakes the next waiting thread
-        return self._is_set
-
-    def _wake(self) -> None:
-        """Wake one waiting thread, which wakes the next."""
-        with suppress(RuntimeError):  # another thread has released it
-            self._lock.release()
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        try:
+            while not (fulfilled := condition()):
+                left = _POLL_SECONDS if end is None else min(end - time.monotonic(), _POLL_SECONDS)
+                if left <= 0:
+                    break
+                waiter.acquire(timeout=left)
+        finally:
+            self._waiters.remove(waiter)
+        return fulfilled
 
 
 T = TypeVar("T")

@@ -25,6 +25,7 @@ from ratchet_worker.checkpoint import host_copy
 from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.checkpointer import Checkpointer
 from ratchet_worker.checkpoint.manifest_commit import Committer
+from ratchet_worker.checkpoint.save import SaveState
 from ratchet_worker.coordination.store_exchange import Exchange
 from ratchet_worker.state.live_memory import Bytes, SafeReader
 from ratchet_worker.state.replica_digests import number_of_parts
@@ -323,7 +324,8 @@ def test_reported_stall_is_complete_when_loop_wakes_after_commit(
     group.step(3)
     save = group.ranks[0]._save
     assert save is not None
-    monkeypatch.setattr(save.released, "wait", save.done.wait)
+    real = save.progress.wait_for
+    monkeypatch.setattr(save.progress, "wait_for", lambda _state, *given: real(SaveState.RETAINING, *given))
     behind = threading.Thread(target=lambda: group.step(4), daemon=True)
     behind.start()
     wait_for(lambda: save.stall > 0.2, "a loop that stands still", 10)

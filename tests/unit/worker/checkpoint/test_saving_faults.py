@@ -24,7 +24,7 @@ from ratchet_worker.checkpoint.copy_buffer import StagingBuffer
 from ratchet_worker.checkpoint.copy_sources import Source, Sources
 from ratchet_worker.checkpoint.host_copy import Staged, Staging
 from ratchet_worker.checkpoint.manifest_commit import Committer, Order
-from ratchet_worker.checkpoint.save import Save
+from ratchet_worker.checkpoint.save import Save, SaveState
 from ratchet_worker.state import replica_digests
 from ratchet_worker.state.snapshot import Snapshot, Until
 from ratchet_worker.training import runtime as runtime_module
@@ -102,7 +102,7 @@ def test_hold_waits_for_device_copies_after_host_is_done() -> None:
     waited: list[Until] = []
     order = Order(1, 1, "schedule", False, 0.0)
     save = Save(order, None, SimpleNamespace(wait=waited.append), None, False)  # type: ignore[arg-type]
-    save.released.set()
+    save.progress.advance(SaveState.WRITING)
     save.wait_until_copied(Until.STEP)
     assert Until.STEP in waited
     save.wait_until_copied(Until.BACKWARD)
@@ -126,7 +126,7 @@ def test_failed_copy_releases_loop_and_raises_error(tmp_path: Path, monkeypatch:
     def copy(self: Staged, until: Until, **rest: Any) -> None:
         if until is Until.BACKWARD:
             save = next(rank._save for rank in group.ranks if rank._save is not None and rank._save.staged is self)
-            assert save.loop_waits.wait(20)
+            wait_for(lambda: save.loop_waits, "the loop to wait", 20)
             raise RuntimeError("no memory for a copy")
         real(self, until, **rest)
 
@@ -151,7 +151,10 @@ def test_staging_reserve_failure_does_not_end_saver_thread(tmp_path: Path, monke
     group.step(1)
     assert asked.wait(10)
     group.step(2)
-    assert all(save is not None and save.done.wait(10) for save in (rank._save for rank in group.ranks))
+    assert all(
+        save is not None and save.progress.wait_for(SaveState.RETAINING, 10)
+        for save in (rank._save for rank in group.ranks)
+    )
     group.drain()
     assert group.saved() == {2: 2.0}
 

@@ -12,6 +12,7 @@ import pytest
 from ratchet_store.write import rank_file
 from ratchet_worker.checkpoint import rank_file as rank_part
 from ratchet_worker.checkpoint import threads
+from ratchet_worker.checkpoint.save import SaveState
 from ratchet_worker.state import replica_digests
 from tests.support.server import wait_for
 from tests.unit.worker.checkpoint.test_saving import Group
@@ -68,7 +69,10 @@ def test_save_during_training_runs_in_low_priority_threads(
     group = Group(tmp_path, every_steps=2)
     group.step(1)
     group.step(2)
-    assert all(save is not None and save.done.wait(20) for save in (rank._save for rank in group.ranks))
+    assert all(
+        save is not None and save.progress.wait_for(SaveState.RETAINING, 20)
+        for save in (rank._save for rank in group.ranks)
+    )
     group.drain()
     assert group.saved() == {2: 2.0} and nice() == OWN
     assert QUIET in work.seen["write"] and work.seen["compare"] == {QUIET}
@@ -90,7 +94,7 @@ def test_waiting_for_a_save_raises_writer_threads_to_normal_priority(
     group = held(tmp_path, work)
     saves = [rank._save for rank in group.ranks]
     wait_for(lambda: work.seen["write"], "a quiet thread to come to write", 10)
-    assert not any(save is None or save.done.wait(0.1) for save in saves)
+    assert not any(save is None or save.progress.wait_for(SaveState.RETAINING, 0.1) for save in saves)
     before = {*work.seen["write"]}
     waiting = threading.Thread(target=group.drain, daemon=True)
     waiting.start()

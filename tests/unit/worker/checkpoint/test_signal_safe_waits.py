@@ -18,7 +18,8 @@ from ratchet_contract.errors import StateError
 from ratchet_worker.checkpoint import host_copy
 from ratchet_worker.checkpoint.copy_sources import Source, Sources
 from ratchet_worker.checkpoint.host_copy import Staged, Staging
-from ratchet_worker.checkpoint.threads import Latch
+from ratchet_worker.checkpoint.save import Progress, SaveState
+from ratchet_worker.checkpoint.threads import Signal
 from ratchet_worker.state.snapshot import Until
 
 pytestmark = pytest.mark.usefixtures("no_small_tensors")
@@ -113,16 +114,17 @@ def test_interrupt_anywhere_in_own_copy_part_causes_no_deadlock(cores: int) -> N
     assert place > 30
 
 
-class _Waking:
-    """A latch's lock. ``closed`` is opened as soon as the loop's thread waits here."""
+class _Waiters(list[Any]):
+    """A signal's waiting threads. ``closed`` is opened as soon as the loop's thread is one of them."""
 
-    def __init__(self, lock: Any, closed: Any) -> None:
-        self._lock, self._closed, self.release = lock, closed, lock.release
+    def __init__(self, closed: Any) -> None:
+        super().__init__()
+        self._closed = closed
 
-    def acquire(self, timeout: float) -> bool:
+    def append(self, waiter: Any) -> None:
+        super().append(waiter)
         if threading.current_thread() is threading.main_thread():
             _open(self._closed)
-        return bool(self._lock.acquire(timeout=timeout))
 
 
 def _closed() -> Any:
@@ -155,8 +157,7 @@ def test_interrupt_while_waiting_for_other_copy_part_causes_no_deadlock(
             real(*to_from_bytes)
 
         monkeypatch.setattr(host_copy, "_copy_bytes", move)
-        latch = staged._copied[Until.STEP]
-        monkeypatch.setattr(latch, "_lock", _Waking(latch._lock, closed))
+        monkeypatch.setattr(staged._signal, "_waiters", _Waiters(closed))
         saves = _begun(partial(_finish, staged))
         _pass(begun)
         going_on = _interrupted(partial(staged.wait, Until.STEP), place)
@@ -165,40 +166,75 @@ def test_interrupt_while_waiting_for_other_copy_part_causes_no_deadlock(
     assert place > 20
 
 
-def test_latch_interrupted_during_set_stays_usable() -> None:
+class _Flag:
+    """Something to wait for."""
+
+    def __init__(self) -> None:
+        self.signal, self.is_set = Signal(), False
+
+    def set(self) -> None:
+        self.is_set = True
+        self.signal.notify()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.signal.wait_for(lambda: self.is_set, timeout)
+
+
+def test_signal_interrupted_during_notify_stays_usable() -> None:
     place, going_on = 0, True
     while going_on:
         place += 1
-        latch = Latch()
-        others = [_begun(latch.wait), _begun(latch.wait)]
-        going_on = _interrupted(latch.set, place)
-        latch.set()
+        flag = _Flag()
+        others = [_begun(flag.wait), _begun(flag.wait)]
+        going_on = _interrupted(flag.set, place)
+        flag.set()
         _ended(others, f"interrupted at place {place}")
-        assert latch.is_set() and latch.wait(0)
+        assert flag.is_set and flag.wait(0)
     assert place > 3
 
 
-def test_latch_interrupted_during_wait_stays_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    def setting(latch: Latch, closed: Any) -> None:
+def test_signal_interrupted_during_wait_stays_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def setting(flag: _Flag, closed: Any) -> None:
         _pass(closed)
-        latch.set()
+        flag.set()
 
     place, going_on = 0, True
     while going_on:
         place += 1
-        latch, closed = Latch(), _closed()
-        monkeypatch.setattr(latch, "_lock", _Waking(latch._lock, closed))
-        others = [_begun(latch.wait), _begun(partial(setting, latch, closed))]
-        going_on = _interrupted(latch.wait, place)
+        flag, closed = _Flag(), _closed()
+        monkeypatch.setattr(flag.signal, "_waiters", _Waiters(closed))
+        others = [_begun(flag.wait), _begun(partial(setting, flag, closed))]
+        going_on = _interrupted(flag.wait, place)
         _open(closed)
         _ended(others, f"interrupted at place {place}")
-        assert latch.is_set() and latch.wait(0)
+        assert flag.is_set and flag.wait(0)
     assert place > 8
 
 
-def test_latch_wait_respects_timeout() -> None:
-    latch = Latch()
-    assert not latch.wait(0) and not latch.wait(0.01)
-    latch.set()
-    latch.set()
-    assert latch.wait() and latch.wait(0)
+def test_signal_wakes_every_waiter_whose_condition_holds_and_no_other() -> None:
+    signal, reached = Signal(), [0]
+    waiting = [_begun(partial(signal.wait_for, lambda least=least: reached[0] >= least)) for least in (1, 1, 2)]
+    reached[0] = 1
+    signal.notify()
+    _ended(waiting[:2], "the first two")
+    assert waiting[2].is_alive()
+    reached[0] = 2
+    signal.notify()
+    _ended(waiting[2:], "the third")
+
+
+def test_signal_wait_respects_timeout() -> None:
+    flag = _Flag()
+    assert not flag.wait(0) and not flag.wait(0.01)
+    flag.set()
+    flag.set()
+    assert flag.wait() and flag.wait(0)
+
+
+def test_save_never_goes_back_to_an_earlier_state() -> None:
+    """The thread that compares replicas may be late: the save has failed meanwhile."""
+    progress = Progress()
+    progress.advance(SaveState.RETAINING)
+    progress.advance(SaveState.WRITING)
+    assert progress.state is SaveState.RETAINING and progress.wait_for(SaveState.WRITING, 0)
+    assert not progress.wait_for(SaveState.ENDED, 0.01)
