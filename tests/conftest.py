@@ -36,7 +36,9 @@ __all__ = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt."""
+    """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt.
+    OpenMP's threads spin while they wait for each other, which takes most of the time of processors that are busy anyway."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, also for what the tests start
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
