@@ -63,8 +63,8 @@ class Facts:
     """The facts that ``read_script`` finds in a script and the local modules that it imports. ``session``, ``managed``, ``ddp``,
     ``spawn``, ``lightning_cli``: the first place where it is used; None: it is not used. ``modules``: the top-level modules that
     are imported and not local, without optional imports. ``perhaps``: those of ``modules`` that are imported only within other
-    statements, and may not be needed. ``is_partial``: some local files could not be read. ``lacks_own``: one of these files is
-    directly in the script's directory."""
+    statements, and may not be needed. ``is_partial``: some local files were not read, since they could not be or are too
+    many. ``lacks_own``: one of these files is directly in the script's directory."""
 
     session: Place | None = None
     task: tuple[str, tuple[str, ...]] | None = None  # class, constructor's parameters

@@ -310,8 +310,9 @@ class RatchetClient(Following, Access):
         return self._post(self._path(job, "checkpoints", checkpoint_id, "pin"), views.CheckpointView, json=body)
 
     def prune(self, job: str | Job, *, dry_run: bool = False, quarantined: bool = False) -> views.PruneResult:
-        """Delete checkpoints of ended attempts that are unfinished, or that the job has abandoned. For example, a resume from an
-        earlier step abandons the checkpoints of later steps. Pinned checkpoints stay. Returns what was deleted.
+        """Delete unfinished checkpoints of ended attempts, and those of their checkpoints from which no attempt will start. For
+        example, after a resume from an earlier step no attempt starts from the older checkpoints of later steps. Pinned
+        checkpoints stay. Returns what was deleted.
 
         ``dry_run``: only return what would be deleted. ``quarantined``: also delete quarantined checkpoints, even pinned ones.
 

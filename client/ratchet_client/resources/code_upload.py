@@ -31,9 +31,9 @@ def with_code(
     transport: Transport, spec: dict[str, Any], upload: bool | None, note: Note | None = None, *, within: str = ""
 ) -> dict[str, Any]:
     """Upload the directory ``code.path`` of this machine unless the service has it, and return a copy of ``spec`` with the
-    directory's digest. Return ``spec`` itself if it names no such directory, or if ``upload`` or the service's address excludes
-    an upload. ``upload``, ``note``: as in ``RatchetClient.submit``. ``within``: the JSON pointer of ``spec`` in the request, for
-    error messages.
+    directory's digest. Return ``spec`` itself if it names no such directory or has a digest already, or if ``upload`` or the
+    service's address excludes an upload. ``upload``, ``note``: as in ``RatchetClient.submit``. ``within``: the JSON pointer of
+    ``spec`` in the request, for error messages.
 
     Raises ``SpecError`` if the directory cannot be read or is not allowed as code.
     """

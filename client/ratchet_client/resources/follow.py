@@ -49,8 +49,8 @@ class Following(Calls):
 
     def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
         """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Long histories are
-        thinned. If a later attempt started from an earlier checkpoint, older attempts' summaries of steps after this checkpoint
-        are left out.
+        thinned. If a later attempt started from a checkpoint or from scratch, older attempts' summaries of the steps after this
+        start are left out.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True

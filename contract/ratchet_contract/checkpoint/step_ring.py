@@ -50,9 +50,9 @@ class StepFingerprint(NamedTuple):
 
 @dataclass(frozen=True)
 class RingHeader:
-    """The header of a ring, which decides whether two rings may be compared. ``line``: the id of a series of attempts in which
-    each attempt after the first resumes exactly from an earlier one. ``facts``: the facts that the bits of the training depend
-    on."""
+    """The header of a ring, which decides whether two rings may be compared. ``line``: the name of a series of attempts that
+    must do the same steps. All attempts from scratch are in one series, and an exact resume is in the series of its base.
+    ``facts``: the facts that the bits of the training depend on."""
 
     line: str
     facts: dict[str, str | int | float | bool | None] = field(default_factory=dict)

@@ -28,8 +28,8 @@ def lineage(
 
 def _chain(bases: Mapping[int, Base], attempt: int | None, until: int | None, fork: ForkSource | None) -> list[Segment]:
     """Return the segments from ``attempt`` back to the start. ``until``: the newest step of ``attempt`` that counts; None: all
-    steps count. An attempt without a recorded base is the last one, and only the checkpoint that the previous segment started
-    from counts."""
+    steps count. An attempt without a recorded base is the last one. Only one of its checkpoints counts: the base of the
+    previous segment, or, without a previous segment, the checkpoint of the step ``until``."""
     out: list[Segment] = []
     while attempt is not None:
         base = bases.get(attempt)

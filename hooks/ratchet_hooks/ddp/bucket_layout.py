@@ -79,8 +79,8 @@ class ManagedDDP(DistributedDataParallel):
     def set_layout(self, recorded: Layout | None) -> None:
         """Replace the reducer by one with the layout ``recorded``; None means the same as for the class. Then register ``hook``,
         if it is set, on the new reducer. A collective, before the first forward with gradients; after it, raises
-        ``RuntimeError``. Raises ``UnsupportedModel`` too, and ``LayoutMismatch`` for an impossible layout. The buckets may then
-        be neither the recorded nor the former ones."""
+        ``RuntimeError``. Raises ``UnsupportedModel`` too, and ``LayoutMismatch`` for an impossible layout. After these two errors
+        the buckets may be neither the recorded nor the former ones."""
         if self._trains:
             raise RuntimeError(
                 "the buckets of a DDP that has trained cannot be rebuilt: restore into a new DDP, before its first forward"

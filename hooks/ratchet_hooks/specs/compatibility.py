@@ -26,8 +26,8 @@ _LOW_RANK = (PowerSGDSpec, BatchedPowerSGDSpec)
 @dataclass(frozen=True)
 class HookChange:
     """What happens to a recorded state when the hook has changed. ``state`` is ``none`` if the old hook keeps no state,
-    ``carried`` if some of its state continues, and ``lost`` if the new hook cannot use its state. ``averages``: True if the
-    ranks' parameters become their mean."""
+    ``carried`` if some of the recorded state continues, and ``lost`` if the new hook cannot use the recorded state.
+    ``averages``: True if the ranks' parameters become their mean."""
 
     description: str
     state: Literal["none", "carried", "lost"]

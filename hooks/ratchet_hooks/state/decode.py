@@ -142,7 +142,7 @@ class _Decoder:
 
     def _device_for(self, data: Mapping[str, Any]) -> torch.device:
         """Return the device on which a tensor is restored. A tensor that was on an accelerator goes to the ``device`` of
-        ``decode``, if that is set; any other goes to the CPU."""
+        ``decode``, if that is set. In all other cases the device is the CPU."""
         return self.device if self.device is not None and data.get("accelerator") is True else torch.device("cpu")
 
     def _view(self, data: Any, path: str) -> torch.Tensor:

@@ -75,8 +75,8 @@ class Series:
         self._rows.setdefault(name, {})[step] = row
 
     def store(self) -> list[str]:
-        """Write the collected points. If the job has too many series, points of new series are left out. Return the name of the
-        series of each point left out, so a name may occur several times."""
+        """Write the collected points. Points of new series beyond the job's limit are left out. Return the name of the series of
+        each point left out, so a name may occur several times."""
         if not self._rows:
             return []
         connection, names = self._session.connection(), list(self._rows)

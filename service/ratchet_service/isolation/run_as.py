@@ -45,8 +45,8 @@ sys.stdin.read()
 
 def parse_user(text: str | None) -> User | None:
     """Return the user that ``text``, ``USER[:GROUP]``, stands for, by names or numbers. None if ``text`` is None, or names the
-    user (and the group, if it names one) that the service runs as. Raises ``StartError`` for an unknown name, and for a user or
-    group that jobs cannot run as."""
+    user (and the group, if it names one) that the service runs as. Raises ``StartError`` for an unknown name, for an unknown
+    user number without a group, and for a user or group that jobs cannot run as."""
     if text is None:
         return None
     user, _, group = text.partition(":")
@@ -114,9 +114,10 @@ def _is_process_restricted() -> bool:
 
 
 def prepare_run_directory(paths: HomePaths, user: User | None, database: Path | None) -> None:
-    """Prepare the run directory for jobs that run as ``user``. The user can reach the directories of jobs and code in it, but not
-    the service's other files. ``user`` is recorded in a file, and it is checked that ``user`` can run the agent. If ``user`` is
-    None, only an existing record is emptied. ``database``: the database's file; None: the database is not a file.
+    """Prepare the run directory for jobs that run as ``user``. The user can then reach the directories of jobs and code in it.
+    The service's other files that exist there, and ``database``, are closed to other users. ``user`` is recorded in a file, and
+    it is checked that ``user`` can run the agent. If ``user`` is None, only an existing record is emptied. ``database``: the
+    database's file; None: the database is not a file.
 
     Raises ``StartError``, also if this process lacks what ``restrict_process`` sets. Raises ``OSError``.
     """

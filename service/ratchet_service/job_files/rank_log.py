@@ -158,7 +158,7 @@ class _Log:
 
     def tail_offset(self, lines: int) -> int:
         """Return the byte offset at which the last ``lines`` lines begin. If there is a gap among them, return the offset of the
-        last gap. Return 0 if the log has fewer lines."""
+        last gap. Return 0 if the log has fewer lines and no gap."""
         end = self._handle.seek(0, 2)
         if lines == 0 or end == 0:
             return end

@@ -25,9 +25,9 @@ from ratchet_service.lifecycle.repeated_error import repeated_error_step
 @dataclass(frozen=True)
 class Evidence:
     """What is known of an attempt's end. ``state``: the launcher's last poll. ``forced_cause``: the cause that the reconciler
-    recorded, as for its own stop or kill; None: it recorded none. ``message``: the text for it. ``killed``: the reconciler kills
-    what is left of the attempt. ``logs``: output of the launch, if no agent began. ``ran_seconds``: how long the attempt ran, by
-    a monotonic clock; None: no agent began."""
+    recorded, as for its own stop or kill; None: it recorded none. ``message``: what the reconciler recorded about the cause or
+    the kill. ``killed``: the reconciler kills what is left of the attempt. ``logs``: output of the launch, if no agent began.
+    ``ran_seconds``: how long the attempt ran, by a monotonic clock; None: no agent began."""
 
     state: AttemptState
     forced_cause: Cause | None = None

@@ -152,8 +152,8 @@ def record_signal(watch: Watch, now: float) -> None:
 
 
 def record_kill(watch: Watch, action: NextAction, text: str) -> None:
-    """Record in ``watch`` a kill that was written to the job's history. Its cause and ``text`` are recorded, too, unless the kill
-    only ends lingering agents."""
+    """Record in ``watch`` a kill that was written to the job's history. Its cause, and ``text`` as message, are recorded, too,
+    unless the kill only ends lingering agents."""
     watch.killing = True
     if action.kind is not ActionKind.KILL_LINGERING:
         watch.forced_cause, watch.message = action.cause, text

@@ -1,5 +1,5 @@
-"""GPUs and cores of the machine that trains, detected without torch. A reconciler that is a separate process writes them to
-``machine.json`` in the run directory, where the API reads them."""
+"""GPUs and cores of the machine that trains, detected without torch. An agent host, or else a reconciler that is a separate
+process, writes them to ``machine.json`` in the run directory. Other processes read them there."""
 
 from __future__ import annotations
 

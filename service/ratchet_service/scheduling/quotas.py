@@ -1,5 +1,5 @@
-"""Quotas of owners, and the check of a quota when a job enters the queue. This check compares two numbers: what the job takes
-alone, and how many of the owner's jobs have not ended. What attempts hold together is checked when they are launched
+"""Quotas of owners, and the check of a quota when a job enters the queue. Two amounts are compared with the quota: what the job
+takes alone, and how many of the owner's jobs have not ended. What attempts hold together is checked when they are launched
 (``scheduler``)."""
 
 from __future__ import annotations

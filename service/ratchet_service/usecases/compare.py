@@ -71,10 +71,11 @@ class Comparer:
     def compare(
         self, job_id: str, other_id: str, checkpoint_id: str | None = None, other_checkpoint_id: str | None = None
     ) -> ComparisonView:
-        """Compare checkpoints of two jobs. If only one is named, it is compared with the other job's checkpoint of the same step.
-        If none is named, all steps of which both jobs have a checkpoint are compared in ascending order, up to the first
-        difference. Return the last comparison. If it shows a difference, it includes the first step whose recorded fingerprints
-        differ, if there is one. Raise ``NotFound``, ``Conflict``, ``CheckpointError`` or ``Refused``."""
+        """Compare checkpoints of two jobs. If two checkpoints are named, these are compared, whatever their steps. If only one is
+        named, it is compared with the other job's checkpoint of the same step. If none is named, all steps of which both jobs
+        have a checkpoint are compared in ascending order, up to the first difference. Return the last comparison. If it shows a
+        difference, it includes the first step whose recorded fingerprints differ, if there is one. Raise ``NotFound``,
+        ``Conflict``, ``CheckpointError`` or ``Refused``."""
         pairs = self._pairs(job_id, other_id, checkpoint_id, other_checkpoint_id)
         equal: int | None = None
         with self.permits.acquire():

@@ -27,7 +27,8 @@ class Saves(NamedTuple):
 
 class Spent(NamedTuple):
     """The goodput of one attempt, and its use of the stop notice. ``notice_seconds``: the time that it had for its last save
-    before a stop; None: no stop was requested. ``notice_used``: how much of this time it used; None: no stop, or not known."""
+    before a stop; None: it received no stop request. ``notice_used``: how much of this time it used; None: no stop
+    request, or not known."""
 
     goodput: GoodputView
     notice_seconds: float | None

@@ -1,5 +1,5 @@
-"""Metrics and hook summaries over steps. Points of abandoned branches are left out: a later attempt started from a checkpoint
-before their step. If a later attempt replaced a metric's value at a step, the earlier value is shown separately
+"""Metrics and hook summaries over steps. Points of abandoned branches are left out: a later attempt started from a step before
+that of the point. If a later attempt replaced a metric's value at a step, the earlier value is shown separately
 (``superseded``)."""
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ MAX_MARKER_BYTES: Final = 4096  # bytes of the text in a marker file
 
 
 class ManifestWriter:
-    """Commits checkpoints one after another. If the list of tensors is the same as in the last manifest, it is only checked
-    against the files' sizes."""
+    """Commits checkpoints one after another. If the list of tensors equals the last valid one, it is only checked against the
+    files' sizes."""
 
     def __init__(self) -> None:
         self._structure, self._sealer = StructureCheck(), Sealer()
@@ -172,7 +172,8 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
 def checkpoint_dirs(checkpoints: Path) -> Iterator[tuple[int, int, Path]]:
     """Yield ``(step, attempt, path)`` for each entry of ``checkpoints`` that is named like a checkpoint, committed or not. The
-    highest step is first. Yield nothing if ``checkpoints`` does not exist. Raise ``CheckpointError``."""
+    newest is first: the highest step and, of equal steps, the highest attempt. Yield nothing if ``checkpoints`` does not exist.
+    Raise ``CheckpointError``."""
     refresh(checkpoints)
     try:
         found = [(parse_checkpoint_dir_name(path.name), path) for path in checkpoints.iterdir()]

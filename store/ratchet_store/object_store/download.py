@@ -91,9 +91,9 @@ def fetch_newest(
     local: Id | None,
     progress: Progress | None = None,
 ) -> FetchResult:
-    """Fetch the newest intact checkpoint of the lineage, if the store has one that is newer than ``local`` (None: any).
-    Damaged checkpoints that are found first are quarantined in the store; incomplete ones are skipped. Raises
-    ``CheckpointError`` for other errors."""
+    """Fetch the newest intact checkpoint of the lineage, if the store has one that is newer than ``local`` (None: any). A damaged
+    checkpoint met in the search is quarantined in the store; an incomplete one is skipped. Raises ``CheckpointError`` for other
+    errors."""
     notes: list[str] = []
     for (step, attempt), names in remote.list_checkpoints().items():
         if not lineage_contains(lineage, step, attempt) or (local is not None and (step, attempt) <= local):

@@ -85,9 +85,9 @@ class Mirror:
         return [checkpoint_dir_name(*one) for one in self._committed() if one not in self._uploaded]
 
     def step(self, check_interrupted: Callable[[], None] = lambda: None) -> Step:
-        """Copy the newest checkpoint that has no copy yet. If all have copies, update marker files, and delete copies of
-        deleted checkpoints. Blocks; an exception from ``check_interrupted`` ends the call. An error of one checkpoint alone is
-        part of the result; other errors are raised as ``CheckpointError``."""
+        """Copy the newest checkpoint that has no copy yet; those whose copy has failed are left out. If none is to be copied,
+        update marker files, and delete copies of deleted checkpoints. Blocks; an exception from ``check_interrupted`` ends the
+        call. An error of one checkpoint alone is part of the result; other errors are raised as ``CheckpointError``."""
         try:
             return self._step(check_interrupted)
         except BaseException:

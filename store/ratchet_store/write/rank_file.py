@@ -78,8 +78,9 @@ class RankWriter:
     ) -> Written:
         """Write the file ``rank-<rank>-of-<world_size>.safetensors`` into ``directory``, and sync both. ``pieces``: in
         ``file_order``. ``data``: the bytes of all pieces, which must not change during the call. ``ranges``: parts of ``data``
-        for ``Written.digests``. Raises ``StateError`` for state that cannot be stored. Raises ``CheckpointError`` if the file
-        cannot be written, or if the checkpoint in ``directory`` is committed or being deleted."""
+        for ``Written.digests``. Raises ``StateError`` for state or pieces that cannot be stored, for pieces in another order, and
+        for ``data`` of another size than theirs. Raises ``CheckpointError`` if the file cannot be written, or if the checkpoint
+        in ``directory`` is committed or being deleted."""
         text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
         if len(view) != layout.size:
             raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")

@@ -46,8 +46,8 @@ class ObjectStoreSync:
             self._uploader.start()
 
     def finish(self, cause: Cause, fenced: bool, remaining_grace: float) -> None:
-        """Finish the uploads, or abandon them if the attempt is ``fenced``. Blocks for about ``remaining_grace`` seconds at
-        most. If ``cause`` is a failure, it also blocks for about 10 seconds at most."""
+        """Finish the uploads, or abandon them if the attempt is ``fenced``. Blocks for about ``remaining_grace`` seconds at most.
+        If ``cause`` is a failure, it blocks for about 10 seconds at most, also if more remain."""
         if self._messages is None:
             return
         if fenced:

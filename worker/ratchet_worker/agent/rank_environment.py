@@ -74,8 +74,8 @@ def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interf
 
 
 def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> None:
-    """Set the network interface of gloo and NCCL in ``env``. With one node, gloo gets the loopback interface. With several
-    nodes, both get ``interface``. If ``world.interface`` is not set, values that ``env`` has already are kept."""
+    """Set the network interface of gloo and NCCL in ``env``. With one node, gloo gets the loopback interface. With several nodes,
+    both get ``interface``; if ``world.interface`` is not set, values that ``env`` has already are kept instead."""
     # By default gloo resolves the host name, which on many machines leads to the loopback interface, and NCCL takes the first
     # interface that suits it.
     if world.nodes == 1:

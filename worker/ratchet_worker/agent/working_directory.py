@@ -83,7 +83,8 @@ def _remove_leftovers(work: Path, prefix: str) -> None:
 
 def _update(code: Path, work: Path, digest: str | None, prefix: str) -> list[str]:
     """Update ``work`` to ``code``, except files that the job has changed. Returns the files that both the job and the new code
-    have changed. A file that the job has deleted is copied if the new code has changed it."""
+    have changed; none if ``work`` has the code of this ``digest`` already. A file that the job has deleted is copied if the new
+    code has changed it."""
     copied = _read_record(work)
     same = copied.digest == digest
     if digest is None or (same and not copied.begun and all(_form_in(work, p) is not None for p in copied.left)):

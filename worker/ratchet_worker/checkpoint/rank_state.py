@@ -58,7 +58,7 @@ _BUILT_IN_COMPONENTS: Final = frozenset({
 
 
 def _describe_unsaved(names: Sequence[str]) -> str:
-    """Return a message about changes that cannot be saved, with advice. ``names``: ``Changes.unsaved``, not empty."""
+    """Return a message, with advice, about changes that are not saved. ``names``: ``Changes.unsaved``, not empty."""
     *changed, last = names
     if not last.startswith(NOT_VISITED):
         return f"{', '.join(names[:5])} changed in training and cannot be saved. {_advice(names[0])}"
@@ -161,7 +161,7 @@ class JobState:
 
     def capture(self) -> Snapshot:
         """Return this rank's state as views of live tensors; ``Snapshot.until`` says how long each stays unchanged. From
-        ``on_evaluation_begin`` until ``on_step_begin``, part of the state is the copy made at the evaluation's begin. The first
+        ``on_evaluation_begin`` until ``on_step_begin``, part of the state is the copy made when the evaluation began. The first
         call after a step may be a collective, so all ranks must make it. Raises ``HookStateError``, ``StateError`` or
         ``UserError`` for state that cannot be stored, ``UserError`` for changed parameters (``check_parameters_unchanged``), and
         ``RuntimeError`` inside a backward pass."""

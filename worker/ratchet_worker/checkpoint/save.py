@@ -6,7 +6,7 @@ A save goes through these states, one after the other (``SaveState``); a failure
        |        from here on the live tensors may change: a loop that waits for them continues
     WRITING     the file is written (that began during COPYING), synced and reported to rank 0
        |        the verdict is there: the manifest is committed, or the save has failed
-    RETAINING   rank 0 deletes older checkpoints
+    RETAINING   rank 0 deletes older checkpoints (for a ``thorough`` save, it has deleted them during WRITING)
        |        the next save may write
     ENDED
 """

@@ -52,8 +52,8 @@ def early_due(spec: CheckpointSpec, step: int) -> float:
 
 class Schedule:
     """Decides on rank 0 when to save, from steps and measured durations. ``step``: the last step before the attempt starts.
-    ``interval``: steps between two saves under ``every_steps: auto``. It is None until a scheduled save was measured, and under
-    other settings."""
+    ``interval``: steps between two saves under ``every_steps: auto``. It is None under other settings, and as long as the cost
+    of a save or the duration of a step is not known."""
 
     def __init__(self, spec: CheckpointSpec, step: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._spec, self._clock = spec, clock
@@ -150,9 +150,9 @@ class Schedule:
         return max(1, round(steps) if steps < 4 else int(steps / 2))
 
     def _allowed_interval(self) -> int | None:
-        """Return the number of steps between two saves for ``every_steps: auto``; None without measurements. Saves then cost at
-        most about ``max_overhead`` of the time, and end before the next one begins. If that takes more than an hour, the interval
-        is an hour."""
+        """Return the number of steps between two saves for ``every_steps: auto``; None without measurements. At this
+        interval, saves cost at most about ``max_overhead`` of the time, and each ends before the next one begins. A longer
+        interval than an hour is shortened to an hour."""
         step = self._step_seconds()
         if not self._costs or step <= 0:
             return None

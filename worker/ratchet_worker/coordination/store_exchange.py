@@ -163,7 +163,7 @@ class Exchange:
         recurs: tuple[str, float] | None = None,
     ) -> None:
         """Wait until all ``keys`` are in the store. ``recurs``: for a recurring wait, its kind and a factor. The first pause is
-        about this factor times the duration of the last wait of that kind."""
+        about this factor times the duration of the last wait of that kind, but at most ``_LONGEST_PAUSE``."""
         kind, share = recurs or ("", 0.0)
         first = min(max(_FIRST_PAUSE, share * self._last_wait_seconds.get(kind, 0.0)), _LONGEST_PAUSE)
         limit = self._timeout if timeout is None else timeout

@@ -188,8 +188,8 @@ class TrainStream:
         return source
 
     def _next(self, source: Iterator[Any], taken: int) -> Any:
-        """Return batch number ``taken`` (from 0) of ``source``. From its second batch on, a repeatable stream draws from states
-        of the process-wide generators that are separate from the training's."""
+        """Return batch number ``taken`` (from 0) of ``source``. From the epoch's second batch on, a repeatable stream draws from
+        states of the process-wide generators that are separate from the training's."""
         if self._resume_mode != "skip":
             return next(source)
         if taken == 0:

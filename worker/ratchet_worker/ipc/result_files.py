@@ -70,8 +70,8 @@ class Evidence:
 
 
 class Conclusion(NamedTuple):
-    """Why an attempt ended. ``rank``: the rank whose end or hang decided it; None: no single rank. ``began_at``: when that end or
-    hang began (Unix seconds), if known. ``secondary``: this node's part ended only because another node had failed."""
+    """Why an attempt ended. ``rank``: the rank whose end or hang decided it; None: no single rank. ``began_at``: when the end,
+    hang or kill began (Unix seconds), if known. ``secondary``: this node's part ended only because another node had failed."""
 
     cause: Cause
     rank: int | None

@@ -69,7 +69,8 @@ def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:
 
 def _read_visible(chosen: Chosen, directory: Path, digest: str, timeout: float) -> Chosen:
     """Return ``chosen`` with the checkpoint in ``directory``, whose manifest must have ``digest``. If this node does not see that
-    checkpoint yet, retries for ``timeout`` seconds. Raises ``CheckpointError`` if it stays invisible or is another one."""
+    checkpoint yet, retries for ``timeout`` seconds. Raises ``CheckpointError`` if it stays invisible or damaged, is
+    another one, or cannot be read."""
     end = time.monotonic() + timeout
     while True:
         for folder in (directory.parent, directory):

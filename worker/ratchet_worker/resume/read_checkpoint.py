@@ -147,8 +147,8 @@ def _spec_with_recorded_ranks(manifest: Manifest, launch: LaunchFile, updates: M
 
 def _spec_differences(manifest: Manifest, directory: Path, launch: LaunchFile) -> list[EnvironmentDifference]:
     """Return the differences between the specs of the checkpoint and of this attempt, without ``ranks_per_node``. Mostly there is
-    one difference for each field that differs. If the checkpoint's spec cannot be read, the result is only the difference of the
-    digests."""
+    one difference for each field that differs. If the fields of the checkpoint's spec are not known, the result is only the
+    difference of the digests."""
     now = _spec_with_recorded_ranks(manifest, launch, {})
     if now.digest() == manifest.spec_digest:
         return []

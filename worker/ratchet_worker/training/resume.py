@@ -220,8 +220,9 @@ def _not_exact_since(chosen: Chosen) -> str | None:
 
 
 def _report_late_changes(runtime: Runtime) -> list[ComponentReport]:
-    """Return a list with one report if the script called ``checkpoint()`` within the loop body, and the checkpoint lacks changes
-    that this body has made. There is also a report if the body did not reach its end. Else return an empty list."""
+    """Return a list with one report if the script called ``checkpoint()`` within the loop body and a resume is therefore not
+    exact: the next step had begun, the body made changes after the call, or it did not reach its end. Else return an empty
+    list."""
     directory, manifest = runtime.chosen.directory, runtime.chosen.manifest
     assert directory is not None and manifest is not None
     what = read_changed_marker(directory)

@@ -125,8 +125,8 @@ def verify(
 ) -> None:
     """Read every byte of a checkpoint, or of all committed ones, and compare it with its digests. Exit code 1 if any is damaged.
 
-    PATH: a checkpoint's directory on this machine, or a directory that contains checkpoints. No service is used, and nothing is
-    written or moved.
+    PATH: a checkpoint's directory on this machine, or a directory that contains checkpoints. With a PATH no service is used, and
+    nothing is written or moved.
     """
     if is_path(job):
         paths = [job] if checkpoint is None else [job, checkpoint]

@@ -95,8 +95,9 @@ def set_value(
     """Set the server, or the token for it.
 
     `config set server URL` names the server. `config set token` asks for the token without showing it, or reads one line of
-    standard input: an argument could be seen by others (ps). The token is stored for the server of --server, RATCHET_SERVER or
-    `config set server`, else for your running service on this machine. It is sent to no other server.
+    standard input: an argument could be seen by others (ps). The token is stored for the server that commands use. This
+    is the server of --server, RATCHET_SERVER or `config set server`, or a running service of this machine. The token is sent to
+    no other server.
     """
     from ratchet_client.http.config_file import config_path, normalise_url, read_config, write_config
     from ratchet_client.http.discovery import find_target
@@ -123,9 +124,9 @@ def set_value(
 
 
 def _token_server(ctx: typer.Context) -> str:
-    """Return the address of the server for which a new token is stored. This is the server that is set by option, variable or
-    configuration file. If none is set, it is the running service, if this has a loopback address. Raise ``typer.BadParameter`` if
-    there is no such server."""
+    """Return the address of the server for which a new token is stored. This is the server that ``find_target`` takes from
+    option, variable or configuration file. If it takes none, it is the running service, if this has a loopback address. Raise
+    ``typer.BadParameter`` if there is no such server."""
     from ratchet_client.http.config_file import normalise_url
     from ratchet_client.http.discovery import find_target, is_loopback
     from ratchet_contract.errors import RatchetError

@@ -18,8 +18,8 @@ _WORDS: Final = {
 
 @dataclass(frozen=True)
 class Fault:
-    """A planned interruption of the attempt ``attempt`` when ``step`` steps are done. ``rank``: the rank that is interrupted,
-    itself or through its agent. ``kind``: the kind of interruption, a key of ``_WORDS``."""
+    """A planned interruption of the attempt ``attempt`` when ``step`` steps are done. ``rank``: the rank that is killed, itself
+    or with its agent, or that requests the preemption of all ranks. ``kind``: the kind of interruption, a key of ``_WORDS``."""
 
     attempt: int
     rank: int

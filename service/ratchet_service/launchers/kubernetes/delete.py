@@ -1,6 +1,6 @@
 """Kills an attempt, and proves that it is dead: the server has neither its Job nor a pod that runs. An attempt is also dead if
 its Job has ended by itself and all its pods have ended; this Job is kept for inspection. A pod on a machine that does not answer
-is deleted by force, but only after the setting ``lost_after``, if there is one."""
+is deleted by force after ``lost_after`` seconds. If this setting is None, such a pod is never deleted by force."""
 
 from __future__ import annotations
 

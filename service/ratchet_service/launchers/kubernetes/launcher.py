@@ -92,8 +92,8 @@ class KubernetesLauncher:
         )
 
     def submit(self, plan: LaunchPlan) -> None:
-        """Write ``launch.json``, and create the attempt's objects in the cluster. A service that runs as root first gives the
-        job's files to the pods' user. Raises ``LaunchError``, ``EngineFull`` and ``EngineUnreachable``."""
+        """Write ``launch.json``, and create the attempt's objects in the cluster. Between the two, a service that runs as root
+        gives the job's files to the pods' user. Raises ``LaunchError``, ``EngineFull`` and ``EngineUnreachable``."""
         values = planning.secret_values(self._environ, plan.secrets)
         try:
             attempt_files.write_launch(plan.ref.paths, plan.launch)

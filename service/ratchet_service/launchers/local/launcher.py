@@ -74,7 +74,7 @@ _ONE_MACHINE: Final = "the local launcher has one machine"
 
 class LocalLauncher:
     """Starts agents as processes of this machine. ``agent``: the agent's command; None: it is run by this process's interpreter.
-    ``environ``: the environment that agents inherit, without the service's own variables; None: that of this process.
+    ``environ``: agents inherit its variables, except the service's own; None: the environment of this process.
     ``sandbox``: the user and the limits of agents."""
 
     kind = "local"

@@ -87,8 +87,8 @@ def _check_time_limit(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldP
 
 
 def _check_gpus(spec: JobSpec, launcher: SlurmLauncherSpec) -> list[FieldProblem]:
-    """Return a problem if ``resources.gpu`` does not have the form of a gres type, or if a job with device cuda requests no GPU.
-    With ``launcher.gres`` there is no problem."""
+    """Return a problem if ``resources.gpu`` is set, but does not have the form of a gres type. Return one, too, if a job with
+    device cuda requests no GPU. With ``launcher.gres`` there is no problem."""
     kind = spec.resources.gpu
     if kind is not None and launcher.gres is None and _GRES_TYPE.fullmatch(kind) is None:
         text = f"{kind!r} is not a gres type: name one of `sinfo -o %G`, such as a100, or gpu for any"

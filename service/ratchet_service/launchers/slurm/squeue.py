@@ -147,7 +147,8 @@ class Queue:
     def jobs(self, *, since: float | None = None) -> dict[str, list[JobRecord]]:
         """Return job name -> jobs of this user, sorted by id. An earlier answer is reused if it is younger than the ``period`` of
         this object. ``since``: an answer that was requested before this time is not reused; None: no such limit. After a failed
-        query, no other query is made for at least 10 s. Raises ``EngineUnreachable`` if the query fails or is not made."""
+        query, no other query is made for at least 10 s. Raises ``EngineUnreachable`` if the query fails, or is not made because
+        an earlier one failed."""
         now = self._clock()
         if (
             self._fetched_at is not None
