@@ -4,7 +4,7 @@ A save goes through these states, one after the other (``SaveState``); a failure
 
     COPYING     the loop captured the state; tensors are copied, and compared with other ranks', while training continues
        |        from here on the live tensors may change: a loop that waits for them continues
-    WRITING     the file is written (that began during COPYING), synced and reported to rank 0
+    WRITING     the file is written (that mostly began during COPYING), synced and reported to rank 0
        |        the verdict is there: the manifest is committed, or the save has failed
     RETAINING   rank 0 deletes older checkpoints (for a ``thorough`` save, it has deleted them during WRITING)
        |        the next save may write
@@ -45,7 +45,7 @@ class Progress:
         self._lock = threading.Lock()  # not taken by the loop's thread, which a signal handler may interrupt
 
     def advance(self, state: SaveState) -> None:
-        """Go on to ``state``, unless the save is as far already. Only the save's own threads may call it."""
+        """Go on to ``state``, unless the save is as far already. The loop's thread must not call it."""
         with self._lock:
             self.state = max(self.state, state)
         self.signal.notify()
@@ -164,9 +164,11 @@ class Save:
 
     def drain(self, timeout: float) -> bool:
         """Wait for the end of the save, for at most ``timeout`` seconds, which count as a stall. Return True if it has ended.
-        The save hurries from now on."""
-        self.is_awaited, self.drained_since = True, self.drained_since or time.perf_counter()
-        self.progress.signal.notify()
+        From now on its file is also written by threads that do not give way to the training."""
+        self.drained_since = self.drained_since or time.perf_counter()
+        if not self.is_awaited:
+            self.is_awaited = True
+            self.progress.signal.notify()
         return self.progress.wait_for(SaveState.RETAINING, timeout)
 
     def release(self) -> None:

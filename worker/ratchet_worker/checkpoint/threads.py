@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 _NICE: Final = 5
@@ -75,26 +75,25 @@ class Signal:
     handler interrupts in that class may hold its lock for ever. Here it holds none."""
 
     def __init__(self) -> None:
-        self._waiters: list[threading.Lock] = []
+        self._waiters: list[SimpleQueue[None]] = []
 
     def notify(self) -> None:
         """Have all waiting threads check their conditions. Call it after each change of the data."""
         for waiter in [*self._waiters]:
-            with suppress(RuntimeError):  # it is awake already
-                waiter.release()
+            waiter.put(None)
 
     def wait_for(self, condition: Callable[[], bool], timeout: float | None = None) -> bool:
         """Wait until ``condition()`` is true, for at most ``timeout`` seconds. Return the last value of ``condition()``."""
         end = None if timeout is None else time.monotonic() + timeout
-        waiter = threading.Lock()
-        waiter.acquire()
+        waiter = SimpleQueue[None]()
         self._waiters.append(waiter)
         try:
             while not (fulfilled := condition()):
                 left = _POLL_SECONDS if end is None else min(end - time.monotonic(), _POLL_SECONDS)
                 if left <= 0:
                     break
-                waiter.acquire(timeout=left)
+                with suppress(Empty):
+                    waiter.get(timeout=left)
         finally:
             self._waiters.remove(waiter)
         return fulfilled

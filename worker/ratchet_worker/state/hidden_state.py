@@ -19,6 +19,7 @@ from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
+from operator import is_not
 from pathlib import Path, PosixPath, PurePosixPath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -134,7 +135,7 @@ class HiddenState:
         self._copies: dict[int, Any] = {}  # copies of these, by the id of an object that can be changed in place
         self._visited: set[str] = set()
         self._modules: dict[str, ModuleType] = {}  # the job's
-        self._scanned: tuple[int, str] | None = None  # number of all modules and the newest one, when these were found
+        self._all_modules: list[ModuleType] = []  # those among which they were found
 
     def note_built(self, roots: Roots, *, undo: bool) -> None:
         """Record the objects in ``roots`` as the script has built them, except those recorded before. Storable changes of these
@@ -215,10 +216,11 @@ class HiddenState:
         return found
 
     def _job_modules(self) -> dict[str, ModuleType]:
-        """Return the job's modules by name. Looks through all modules, which are thousands, only after an import."""
-        names = [*sys.modules]
-        if self._scanned != (newest := (len(names), names[-1])):
-            self._scanned, self._modules = newest, job_modules.modules_below(self._code)
+        """Return the job's modules by name. Reads the files' names of all modules, which are thousands, only if
+        ``sys.modules`` has changed."""
+        every = [*sys.modules.values()]
+        if len(every) != len(self._all_modules) or any(map(is_not, every, self._all_modules)):
+            self._all_modules, self._modules = every, job_modules.modules_below(self._code)
         return self._modules
 
     def _add_new_modules(self, now: Walked) -> None:

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from ratchet_contract.errors import StateError
-from ratchet_worker.checkpoint import host_copy
+from ratchet_worker.checkpoint import host_copy, threads
 from ratchet_worker.checkpoint.copy_sources import Source, Sources
 from ratchet_worker.checkpoint.host_copy import Staged, Staging
 from ratchet_worker.checkpoint.save import Progress, SaveState
 from ratchet_worker.checkpoint.threads import Signal
 from ratchet_worker.state.snapshot import Until
+from tests.support.server import wait_for
 
 pytestmark = pytest.mark.usefixtures("no_small_tensors")
 
@@ -211,16 +212,20 @@ def test_signal_interrupted_during_wait_stays_usable(monkeypatch: pytest.MonkeyP
     assert place > 8
 
 
-def test_signal_wakes_every_waiter_whose_condition_holds_and_no_other() -> None:
+def test_signal_wakes_every_waiter_whose_condition_holds_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_POLL_SECONDS", 60.0)
     signal, reached = Signal(), [0]
     waiting = [_begun(partial(signal.wait_for, lambda least=least: reached[0] >= least)) for least in (1, 1, 2)]
+    wait_for(lambda: len(signal._waiters) == 3, "three threads to wait")
     reached[0] = 1
     signal.notify()
     _ended(waiting[:2], "the first two")
+    waiting[2].join(0.1)
     assert waiting[2].is_alive()
     reached[0] = 2
     signal.notify()
     _ended(waiting[2:], "the third")
+    assert signal._waiters == []
 
 
 def test_signal_wait_respects_timeout() -> None:

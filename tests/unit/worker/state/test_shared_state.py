@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -271,6 +271,21 @@ def step():
         "scheduler._schedulers[0].lr_lambdas[0].__self__.n",
         "scheduler._schedulers[1].lr_lambdas[0].n",
     ]
+
+
+def test_module_that_replaces_another_in_place_is_looked_at(code: Path) -> None:
+    """As by Python's recipe for importing a file, and by lazy imports."""
+    first = imported(code, f"{HEAD}\nRATE = 0.1\ndef step():\n    global RATE\n    RATE = 0.2\n", "replaced")
+    hidden = HiddenState(code)
+    hidden.note_built(Roots({"model": first.net}), undo=False)
+    spec = importlib.util.spec_from_file_location("replaced", code / "replaced.py")
+    assert spec is not None and spec.loader is not None
+    second: Any = importlib.util.module_from_spec(spec)
+    sys.modules["replaced"] = second
+    spec.loader.exec_module(second)
+    hidden.begin(Roots({"model": first.net}))
+    second.step()
+    assert hidden.changes().unsaved == ["replaced:RATE"]
 
 
 def test_module_imported_during_training_is_tracked_from_import(code: Path) -> None:
