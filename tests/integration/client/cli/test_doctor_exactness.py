@@ -78,12 +78,13 @@ def test_doctor_exactness_detects_a_hook_that_loses_its_residuals(
 
 
 @pytest.mark.slow
-def test_hook_whose_job_is_refused_says_why_and_other_hooks_are_proved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("others", [[], pytest.param(["allreduce"], marks=full)], ids=["alone", "with-allreduce"])
+def test_hook_whose_job_is_refused_says_why_and_other_hooks_are_proved(tmp_path: Path, others: list[str]) -> None:
     """``custom`` without a function of the user's is refused by the service; the command line does not offer it."""
-    refused, proved = Proof("custom", "cpu", "here", 2), Proof("allreduce", "cpu", "here", 2)
+    refused, *proved = (Proof(hook, "cpu", "here", 2) for hook in ("custom", *others))
     with temporary_service(tmp_path / "home") as (client, paths), Progress() as progress:
-        _run(client, paths, [refused, proved], None, progress)
-    assert proved.identical and proved.problems == [] and proved.tensors >= 50
+        _run(client, paths, [refused, *proved], None, progress)
+    assert all(one.identical and one.problems == [] and one.tensors >= 50 for one in proved)
     assert refused.identical is None and refused.problems == ["its job was refused: /hook/hook: this key is required"]
 
 
