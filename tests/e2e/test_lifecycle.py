@@ -22,7 +22,7 @@ from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support.full_matrix import full
 from tests.support.launch import wait_freeze
-from tests.support.server import Server, processes_below, rank_pid, wait_for
+from tests.support.server import Server, processes_below, rank_pid, wait_for, wait_for_checkpoint
 from tests.support.user_projects import make_project
 
 STEPS, EVALUATE_EVERY = 30, 6
@@ -246,6 +246,7 @@ def test_stopped_damaged_and_rewound_job_ends_like_the_undisturbed_run(world: Wo
     gate.hold("step19")  # back to step 14, and killed there before the new branch has a checkpoint of its own
     world.act(job, "resume", from_step=14)
     gate.reached("step19")
+    wait_for_checkpoint(world.newest(job), 15)
     os.kill(rank_pid(world.newest(job), 1), signal.SIGKILL)
     wait_for(lambda: len(server.attempts(job)) == 6, "the attempt after the kill")
     gate.release("step19")
@@ -370,6 +371,7 @@ def test_run_with_nan_loss_is_displayed_saved_and_resumed(world: World, tmp_path
     spec["task"] = {"entrypoint": "turning:Diverging", "args": {"steps": 14, "gate": str(gate.directory)}}
     job = server.submit(spec)
     gate.reached("step12")
+    wait_for_checkpoint(world.newest(job), 10)
     os.kill(rank_pid(world.newest(job), 1), signal.SIGKILL)
     gate.release("step12")
     server.wait_phase(job, "SUCCEEDED")
