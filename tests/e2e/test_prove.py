@@ -85,9 +85,10 @@ def test_prove_fails_for_a_transient_difference_in_redone_steps(server: Server, 
 
 
 def test_prove_does_not_accept_equal_bits_after_inexact_resume(server: Server, spec: str, tmp_path: Path) -> None:
-    text = Cli(server.home, tmp_path)("prove", spec, "--set", "env.PLANT=forgotten", expect=3, deadline=240).text
+    given = ("--set", "env.PLANT=forgotten", "--set", "world.ranks_per_node=1", "--set", "hook={name: allreduce}")
+    text = Cli(server.home, tmp_path)("prove", spec, *given, expect=3, deadline=240).text
     head, cause = text.splitlines()[:2]
-    assert head.startswith("EQUAL, BUT NOT EXACT: proved, interrupted 4 times"), head
+    assert re.match(r"EQUAL, BUT NOT EXACT: proved, interrupted [34] times", head), head
     assert "ConstantLR: created by the script and not registered" in cause, cause
 
 
