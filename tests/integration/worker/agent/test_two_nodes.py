@@ -160,6 +160,11 @@ def test_time_limit_is_the_cause_of_a_stop_by_sigusr1(make: Make) -> None:
     started(attempt)
     for agent in attempt.agents:
         agent.send_signal(signal.SIGUSR1)
+    files = [attempt.paths.node(node).control_file for node in (0, 1)]
+    wait_for(
+        lambda: all(b"time-limit" in file.read_bytes() for file in files), "both agents to receive the first signal"
+    )
+    for agent in attempt.agents:
         agent.terminate()  # the engine's next word changes nothing
     assert {r.cause for r in both(attempt)} == {Cause.TIME_LIMIT}
     assert [a.returncode for a in attempt.agents] == [EXIT_PREEMPTED] * 2
