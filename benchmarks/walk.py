@@ -18,6 +18,7 @@ from torch import nn
 
 from benchmarks.stats import estimate
 from ratchet_worker.checkpoint.rank_state import JobState
+from ratchet_worker.state.object_walk import Roots
 
 EVERY_STEPS: Final = 50
 LAYERS: Final = 62  # of 8 modules each
@@ -32,7 +33,7 @@ def lines(layers: int = LAYERS) -> str:
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(4, 32, 64)
     state = JobState(0, torch.device("cpu"), code=Path(__file__).parent)
-    state.hidden.begin({"model": model, "optimizer": optimizer})
+    state.hidden.begin(Roots({"model": model, "optimizer": optimizer}))
     walks, shares, befores, ratios, batches = [], [], [], [], []
     for number in range(int(os.environ.get("RATCHET_BENCH_PAIRS", 40)) + 1):
         begun = time.perf_counter()

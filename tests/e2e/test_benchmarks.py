@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import startup, step
+from benchmarks import startup, step, walk
 from benchmarks.stats import estimate, machine
 from examples.demo.processes import Service, living
 from tests.support.forked_benchmarks import ForkedService
@@ -56,6 +56,14 @@ def test_step_benchmark_prints_ratio_with_interval(
     figures = re.findall(FIGURE, line)
     assert len(figures) == 3, "a ratio, of CPU time too, and its control"
     assert all(0 < float(low) <= float(median) <= float(high) for median, low, high in figures)
+
+
+def test_walk_benchmark_prints_share_of_a_step_and_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_BENCH_PAIRS", "2")
+    monkeypatch.setattr("torch.set_num_threads", lambda _: None)  # of this process, which other tests use
+    first, second = walk.lines(1).splitlines()
+    assert re.fullmatch(r"walk, averaged over .*, % of a step: \d.*; \d.* ms for 12 modules", first), first
+    assert re.fullmatch(r"before an evaluation, ratio to a step: \d.* ms", second), second
 
 
 @full
