@@ -134,7 +134,7 @@ class RankPart:
             else:
                 call = self._quiet_threads[1].submit(lambda: self._compare_and_summarize(save, content, staged, seen))
                 save.wait_for_previous()
-                save.wait_until_pressing(_QUIET_WRITE_SECONDS)
+                save.wait_until_awaited_or_written(_QUIET_WRITE_SECONDS)
                 self._writer.help()
                 looked = call.result()
             self._writer.help()

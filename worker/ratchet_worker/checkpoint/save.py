@@ -153,7 +153,7 @@ class Save:
         if self.previous is not None:
             self.previous.wait_for(SaveState.ENDED)
 
-    def wait_until_pressing(self, timeout: float) -> None:
+    def wait_until_awaited_or_written(self, timeout: float) -> None:
         """Wait until the loop waits for the end of the save, or this rank's file is written, for at most ``timeout`` seconds."""
         self.progress.signal.wait_for(lambda: self.is_file_written or self.is_awaited, timeout)
 
