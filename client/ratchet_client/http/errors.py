@@ -53,7 +53,7 @@ _SPEC_CODES = frozenset({"invalid-spec", "invalid-yaml", "invalid-value", "inval
 
 
 def error_from_response(response: httpx.Response) -> RatchetError:
-    """Return the exception for a response that is no success: by its problem document, or ``ServiceFault`` without one. Its
+    """Return the exception for a response that is not a success: by its problem document, or ``ServiceFault`` without one. Its
     ``extra`` has ``status`` (int)."""
     status = response.status_code
     problem = _problem(response)

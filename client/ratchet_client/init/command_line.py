@@ -191,7 +191,7 @@ def _apply(command: Command, name: str, value: str, answer: Keep | Drop | Refuse
 
 
 def _number(name: str, value: str, *, minimum: int) -> int:
-    """Return ``value`` as an int. Raise ``Refused`` if it is no whole number of at least ``minimum``; ``name``: for the
+    """Return ``value`` as an int. Raise ``Refused`` if it is not a whole number of at least ``minimum``; ``name``: for the
     message."""
     if not (value.isascii() and value.isdigit() and int(value) >= minimum):
         raise Refused(f"{name} is a whole number from {minimum}, not {value!r}")

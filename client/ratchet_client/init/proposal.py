@@ -72,7 +72,7 @@ def _code(overrides: Mapping[str, Any], code: Path | None) -> Path | None:
 
 
 def _python(overrides: Mapping[str, Any]) -> Path | None:
-    """Return the absolute path that ``--set python`` names; None if it is not set. Raise ``Refused`` if it is no path."""
+    """Return the absolute path that ``--set python`` names; None if it is not set. Raise ``Refused`` if it is not a path."""
     named = overrides.get("python")
     if named is not None and (not isinstance(named, str) or not named):
         raise Refused("--set python: name an interpreter, or the directory of an environment")

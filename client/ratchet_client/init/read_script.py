@@ -156,7 +156,7 @@ class _Reader:
 
     def _name(self, function: ast.expr) -> str:
         """Return the last name in the expression ``function``, like ``save`` for ``torch.save``. For a name from ``from ...
-        import ... as``, return the original name. Return "" if the expression is no name or attribute."""
+        import ... as``, return the original name. Return "" if the expression is neither a name nor an attribute."""
         if isinstance(function, ast.Attribute):
             return function.attr
         return self.renamed.get(function.id, function.id) if isinstance(function, ast.Name) else ""

@@ -30,7 +30,7 @@ def mid_step_save(path: Path) -> int:
 
 
 def _read_word(path: Path, index: int) -> int:
-    """Return one word of a counter file; 0 if the file cannot be read or is no counter."""
+    """Return one word of a counter file; 0 if the file cannot be read or is not a counter."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # user code may have put anything there
         with os.fdopen(fd, "rb") as file:

@@ -36,7 +36,7 @@ JsonValue = Any
 
 
 def _env_name(name: str) -> str:
-    """Return ``name``. Raises ``ValueError`` if it is no variable name, or is reserved for the agent."""
+    """Return ``name``. Raises ``ValueError`` if it is not a variable name, or is reserved for the agent."""
     if not _ENV_NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not a variable name")
     if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):

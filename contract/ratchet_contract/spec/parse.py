@@ -77,7 +77,7 @@ def parse_spec(data: Any) -> JobSpec:
 
 def examine_spec(data: Any) -> Examined:
     """Return the spec in ``data`` and the faults that are found in the data alone, without examining a machine. Raises
-    ``SpecError`` only if ``data`` is no mapping."""
+    ``SpecError`` only if ``data`` is not a mapping."""
     if not isinstance(data, dict):
         raise SpecError("a job spec is a mapping (JSON object or YAML mapping)", code="invalid-spec")
     problems = _hook_problems(data.get("hook"))

@@ -15,7 +15,7 @@ _SIZE_UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
 
 def parse_duration(value: Any) -> Any:
-    """Return the seconds of a text like ``30s`` or ``2h``; a value that is no text is returned unchanged. Raises ``ValueError``
+    """Return the seconds of a text like ``30s`` or ``2h``; another value is returned unchanged. Raises ``ValueError``
     for any other text."""
     if isinstance(value, str):
         match = _DURATION.fullmatch(value)

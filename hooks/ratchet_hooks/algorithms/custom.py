@@ -265,7 +265,7 @@ def _tensors(value: object, depth: int = 0) -> Iterator[torch.Tensor]:
 
 
 def describe_hook(state: object, function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the values of a spec that names ``function`` and the class of ``state``. A process group is no state."""
+    """Return the values of a spec that names ``function`` and the class of ``state``. A process group is not a state."""
     values: dict[str, Any] = {"name": "custom", "hook": _import_path(function)}
     if state is not None and not isinstance(state, dist.ProcessGroup):
         values["state"] = _import_path(type(state))

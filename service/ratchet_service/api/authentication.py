@@ -101,7 +101,7 @@ class Gate:
             return read_authorised_rows(session, *attempt, token).shape.nodes
 
     async def require_ownership(self, caller: Principal, job_id: str) -> None:
-        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is no admin. A job that
+        """Raise ``Refused`` (``not-allowed``) if the job belongs to another owner and the caller is not an admin. A job that
         does not exist is accepted."""
         if caller.role is Role.ADMIN or not is_job_id(job_id):
             return

@@ -234,7 +234,7 @@ class ThreadedLauncher:
 
     def submit(self, plan: LaunchPlan) -> None:
         """As ``Launcher.submit``, on the engine's thread. Raises ``EngineBusy`` or, later, ``EngineUnreachable`` while there
-        is no answer: repeat the call to get it. The call may be made even if not repeated."""
+        is not an answer: repeat the call to get it. The call may be made even if not repeated."""
         self._call_queue.call(("submit", plan.ref.name), partial(self._launcher.submit, plan))
 
     def poll(self, ref: AttemptRef) -> AttemptState:

@@ -47,7 +47,7 @@ def counted_seconds(stored: Any, begun_at: datetime | None, clock: Clock) -> flo
 
 
 def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
-    """Return the elapsed seconds of a deadline; None if ``stored`` is no readable ``Count``. The time since the count was stored
+    """Return the elapsed seconds of a deadline; None if ``stored`` is not a valid ``Count``. The time since the count was stored
     is included, but at most ``max_gap`` seconds. If the count is of another boot, this time is not known and is left out."""
     count = Count.parse(stored)
     if count is None:

@@ -188,7 +188,7 @@ def _check_code_of_nodes(path: str, report: Report) -> bool:
 def _check_script(spec: JobSpec, version: tuple[int, ...], report: Report) -> None:
     """Add to ``report`` a problem for a script that is missing, unreadable or not Python. For a script without a Session, add
     also the warnings and problems of ``unmanaged_script.check``. ``version``: the Python version of the ranks' interpreter. If it
-    is newer than this process's, a syntax error found here is no problem."""
+    is newer than this process's, a syntax error found here is not a problem."""
     if spec.code is None or spec.script is None:
         return
     script = Path(spec.code.path) / spec.script[0]

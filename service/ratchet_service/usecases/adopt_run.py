@@ -99,7 +99,7 @@ def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomeP
 
 
 def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
-    """Return the run in ``directory``. Raise ``SpecError`` if the path is not allowed or is no run's directory."""
+    """Return the run in ``directory``. Raise ``SpecError`` if the path is not allowed or is not a run's directory."""
     path = Path(directory)
     if not path.is_absolute():
         raise _directory_error("relative-path", f"{directory!r} must be an absolute path on the service's machine")

@@ -83,7 +83,7 @@ def _space_text(path: Path, error: OSError, needed_bytes: int | None) -> str:
 
 def read_error(path: Path, error: OSError) -> CheckpointError:
     """Return the ``CheckpointError`` to raise after a failed read: ``checkpoint-damaged`` if ``error`` says that there
-    is no regular file, otherwise ``checkpoint-unreadable``."""
+    is not a regular file, otherwise ``checkpoint-unreadable``."""
     if error.errno in _MISSING_ERRNOS:
         return CheckpointError(f"{path} is missing or not a plain file", code=DAMAGED)
     return CheckpointError(
@@ -200,7 +200,7 @@ def open_regular(path: Path) -> int:
 
 
 def remove_tree(folder: Path) -> None:
-    """Delete a directory with its content, of any modes and depth; links are not followed. A missing one is no error. Raise
+    """Delete a directory with its content, of any modes and depth; links are not followed. A missing one is not an error. Raise
     ``OSError``."""
     try:
         here = _open_for_removal(folder)

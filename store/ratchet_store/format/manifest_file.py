@@ -47,7 +47,7 @@ class ManifestWriter:
 
     def commit(self, directory: Path, manifest: Manifest) -> Manifest:
         """Commit the checkpoint in ``directory``, whose rank files exist, by writing its manifest durably. Return the manifest
-        with its digest. Committing the same manifest again is no error.
+        with its digest. Committing the same manifest again is not an error.
 
         Raise ``CheckpointError``, for example with the code ``checkpoint-damaged`` or ``checkpoint-unreadable``. The code is
         ``checkpoint-exists`` if another manifest is committed there or the checkpoint is being deleted. After

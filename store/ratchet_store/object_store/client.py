@@ -141,7 +141,7 @@ class ObjectStore:
             return {str(meta["path"]): int(meta["size"]) for batch in batches for meta in batch}
 
     def delete(self, names: Iterable[str]) -> None:
-        """Delete objects, in no defined order, and return when all are gone; missing ones are no error."""
+        """Delete objects, in no defined order, and return when all are gone; a missing one is not an error."""
         import obstore
 
         wanted = list(names)
@@ -231,7 +231,7 @@ def _http_options(scheme: str, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _delete_one(raw: Any, name: str) -> None:
-    """Delete one object; a missing one is no error."""
+    """Delete one object; a missing one is not an error."""
     import obstore
 
     try:

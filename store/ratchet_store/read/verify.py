@@ -42,7 +42,7 @@ class Flaw:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result for one checkpoint. ``status``: ``uncommitted`` means that there is no manifest, which is no damage.
+    """The result for one checkpoint. ``status``: ``uncommitted`` means that there is no manifest, which is not damage.
     ``size``: bytes of its rank files according to the manifest. ``flaws``: all damage found. ``error``: why the checkpoint is
     uncommitted, or why it or one of its files is unreadable."""
 

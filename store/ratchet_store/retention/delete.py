@@ -48,7 +48,7 @@ def delete_unless_pinned(directory: Path) -> bool:
 
 
 def delete(directory: Path) -> None:
-    """Delete one checkpoint, pinned or not; a missing one is no error. Raises ``CheckpointError`` when the system refuses."""
+    """Delete one checkpoint, pinned or not; a missing one is not an error. Raises ``CheckpointError`` when the system refuses."""
     try:
         _uncommit(directory)
         _remove_checkpoint(directory)
@@ -139,7 +139,7 @@ def _is_restorable(directory: Path) -> bool:
 
 
 def _looks_complete(directory: Path) -> bool:
-    """True if the checkpoint is no link, its manifest is valid and its rank files exist with their sizes."""
+    """True if the checkpoint is not a link, its manifest is valid and its rank files exist with their sizes."""
     try:
         check_files(directory, read_manifest(directory))
         return not directory.is_symlink()
@@ -148,7 +148,7 @@ def _looks_complete(directory: Path) -> bool:
 
 
 def _remove_checkpoint(directory: Path) -> None:
-    """Remove a directory with its content, a file or a link. Links are not followed, and a missing path is no error."""
+    """Remove a directory with its content, a file or a link. Links are not followed, and a missing path is not an error."""
     try:
         if not stat.S_ISDIR(os.lstat(directory).st_mode):
             directory.unlink(missing_ok=True)

@@ -494,7 +494,7 @@ class JobState:
         return [c for c, item in self.stateful.items() if c in ("scaler", "scheduler") or isinstance(item, kinds)]
 
     def user_components(self) -> list[str]:
-        """Return the names of registered objects with a ``state_dict`` that are no optimizer, data, generator or
+        """Return the names of registered objects with a ``state_dict`` but for optimizers, data, generators and
         ``group_components``."""
         group = self.group_components()
         return [c for c, item in self.stateful.items() if c not in group and not isinstance(item, rng.GeneratorState)]
@@ -594,7 +594,7 @@ def _functions_of(schedulers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_plain(item: Any) -> bool:
-    """True for a dict, a list, and an object of a user's class without ``state_dict`` and ``__iter__`` that is no generator:
+    """True for a dict, a list, and an object of a user's class without ``state_dict`` and ``__iter__`` that is not a generator:
     their items or attributes are saved."""
     kind: type = type(item)
     if hasattr(item, "state_dict") or rng.is_generator(item):

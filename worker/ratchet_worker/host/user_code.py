@@ -26,7 +26,7 @@ def add_to_path(code: Path) -> None:
 
 def make_task(spec: TaskSpec, code: Path) -> Any:
     """Import the entrypoint, call it with the spec's arguments, and return the task. Raises ``UserError`` if the entrypoint or
-    the arguments are wrong, or the result is no task."""
+    the arguments are wrong, or the result is not a task."""
     module_name, _, attribute = spec.entrypoint.partition(":")
     found: Any = _import(module_name, code)
     for part in attribute.split("."):

@@ -202,7 +202,7 @@ class RankProcess:
                 raise judged from error
 
     def _classify_error(self, error: BaseException) -> BaseException | None:
-        """Return the error that ends the attempt, ``error`` or a clearer one; None for a ``sys.exit`` that is no error
+        """Return the error that ends the attempt, ``error`` or a clearer one; None for a ``sys.exit`` that is not an error
         (``_classify_exit``)."""
         if isinstance(error, Stopped):
             return error

@@ -132,7 +132,7 @@ def _option(rank_facts: Facts, component: str, number: int, key: str) -> Any:
 
 
 def _groups(snapshot: Snapshot, component: str) -> list[dict[str, Any]]:
-    """Return the groups of an optimizer, with options as text; empty for a component that is no optimizer."""
+    """Return the groups of an optimizer, with options as text; empty for a component that is not an optimizer."""
     data = snapshot.state[component]
     pairs = data.get("dict", []) if isinstance(data, dict) else []
     if not any(pair[0] == "param_groups" for pair in pairs) or not is_captured(rest := snapshot.value(component)):

@@ -174,7 +174,7 @@ class Trainer:
 
 
 def _split_loss(result: LossResult) -> tuple[torch.Tensor, Metrics]:
-    """Return loss and metrics from what ``loss()`` has returned. Raises ``UserError`` if the loss is no tensor of one element."""
+    """Return loss and metrics from the result of ``loss()``. Raises ``UserError`` unless the loss is a tensor of one element."""
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         raise UserError("loss() must return a scalar tensor, or a scalar tensor and a dict of metrics")

@@ -11,7 +11,7 @@ from ratchet_client.cli.shared import output
 
 class Progress:
     """A context manager that shows the current step on standard error. Call the object with the text of each step. If standard
-    error is no terminal, each step is printed as one line if ``lines`` is set, and otherwise not shown."""
+    error is not a terminal, each step is printed as one line if ``lines`` is set, and otherwise not shown."""
 
     def __init__(self, *, lines: bool = False) -> None:
         self._lines = lines

@@ -29,8 +29,8 @@ class Pass:
 
 @dataclass(frozen=True)
 class Loop:
-    """A ``for`` loop that contains loops over batches. ``range``: the range that it iterates over; None if this is no supported
-    form of ``range(...)``. ``passes``: the loops over batches. ``outer``: True if another loop that contains loops over batches
+    """A ``for`` loop that contains loops over batches. ``range``: the range that it iterates over; None if it has an
+    unsupported form. ``passes``: the loops over batches. ``outer``: True if another loop that contains loops over batches
     is nested in it."""
 
     node: ast.For
