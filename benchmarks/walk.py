@@ -24,12 +24,12 @@ EVERY_STEPS: Final = 50
 LAYERS: Final = 62  # of 8 modules each
 
 
-def lines(layers: int = LAYERS) -> str:
+def lines() -> str:
     """``walk, averaged over every_steps: 50, % of a step`` and ``before an evaluation, ratio to a step``, with their 95 %
     intervals."""
     torch.set_num_threads(1)
     layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True, norm_first=True)
-    model = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
     optimizer = torch.optim.AdamW(model.parameters())
     batch = torch.randn(4, 32, 64)
     state = JobState(0, torch.device("cpu"), code=Path(__file__).parent)
