@@ -44,11 +44,13 @@ def test_restored_backup_adopts_later_attempts_and_reuses_no_number(control_plan
     """Attempt 1 runs at the backup; 1 and 2 end and 3 runs on when it is restored. Another job came later than the backup."""
     control_plane.serve_api()
     control_plane.start_reconciler(lease=1.5)
-    faults = {"1": {"at": 25, "do": "kill"}, "2": {"at": 45, "do": "kill"}}
+    dumped = control_plane.paths.home / "dumped"
+    faults = {"1": {"at": 25, "do": "kill", "after": str(dumped)}, "2": {"at": 45, "do": "kill"}}
     job_id = control_plane.submit({"steps": 100_000, "every": 10, "pause": 0.01, "epochs": faults})
     wait_for(lambda: control_plane.checkpoints(job_id), "a checkpoint", 30)
     before = dump_rows(control_plane.database)
     assert [row["number"] for row in before["attempts"]] == [1]
+    dumped.touch()
     later = control_plane.submit({"steps": 100_000, "pause": 0.01})
     for one, attempt in ((job_id, 3), (later, 1)):
         control_plane.wait_job(one, lambda job: job.attempt == attempt and job.step >= 10, f"in attempt {attempt}")  # noqa: B023
