@@ -10,9 +10,9 @@ import torch
 from ratchet_hooks.algorithms import custom
 from ratchet_hooks.algorithms.base import Setup
 from ratchet_hooks.algorithms.half_precision_wrapper import DTYPES
-from ratchet_hooks.algorithms.powersgd import state_by_name
 from ratchet_hooks.algorithms.powersgd.batched import BatchedPowerSGD
-from ratchet_hooks.algorithms.powersgd.powersgd import LowRank, PowerSGD
+from ratchet_hooks.algorithms.powersgd.low_rank import LowRank
+from ratchet_hooks.algorithms.powersgd.powersgd import PowerSGD
 from ratchet_hooks.algorithms.state_version import check_data
 from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.errors import HookStateError
@@ -36,8 +36,7 @@ def plain_state(
     if state is None:
         return None, {}
     if isinstance(spec, PowerSGDSpec | BatchedPowerSGDSpec):
-        shelf = _new_low_rank(spec, parameters)
-        return state_by_name.to_slots(shelf.state, tensors, state, checked["layout"], shelf), {}
+        return _new_low_rank(spec, parameters).to_slots(tensors, state, checked["layout"]), {}
     if isinstance(spec, PostLocalSGDSpec) and isinstance(state, dict):
         return state.get("slots"), {"averager": state.get("averager")}
     if isinstance(spec, CustomSpec) and isinstance(state, dict):

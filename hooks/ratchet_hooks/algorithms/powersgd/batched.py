@@ -11,9 +11,8 @@ from typing import Any
 import torch
 
 from ratchet_hooks.algorithms.base import Setup
-from ratchet_hooks.algorithms.powersgd import state_by_name
 from ratchet_hooks.algorithms.powersgd.kernels import Basis, TransposedProduct, Tried
-from ratchet_hooks.algorithms.powersgd.powersgd import LowRank, Stages
+from ratchet_hooks.algorithms.powersgd.low_rank import LowRank, Stages
 from ratchet_hooks.checked_dataclass import JsonValue
 from ratchet_hooks.ddp.bucket_layout import Layout
 from ratchet_hooks.errors import UnsupportedModel
@@ -39,7 +38,8 @@ class BatchedPowerSGD(LowRank):
 
     def capture(self, layout: Layout | None, *, copy: bool = True) -> tuple[Tensors, JsonValue]:
         """Return this rank's state: residuals by parameter name, padding, P and Q by bucket index, and a JSON part."""
-        tensors, data = state_by_name.capture(self.state, layout, self, copy=copy)
+        tensors, data = super().capture(layout, copy=copy)
+        assert isinstance(data, dict)
         return tensors, {**data, "buckets": None if layout is None else [list[JsonValue](bucket) for bucket in layout]}
 
     def restore(self, tensors: Mapping[str, torch.Tensor], state: JsonValue, layout: Layout | None) -> None:

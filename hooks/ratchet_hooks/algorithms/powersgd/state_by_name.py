@@ -1,6 +1,5 @@
-"""Splits torch's flat PowerSGD tensors of each bucket into named tensors, and copies such named tensors into flat tensors, also
-of another bucket layout. The classes in ``powersgd`` and ``batched`` choose the names, such as ``residual/<parameter>`` and
-``p/<parameter>``. The rest of ``PowerSGDState.__getstate__()`` is stored as JSON; tensors in it get names ``state/<path>``."""
+"""Torch's ``PowerSGDState``: where each parameter's part lies in the flat tensors of its bucket, the slots that are not per
+bucket, sizes and norms."""
 
 from __future__ import annotations
 
@@ -8,18 +7,15 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from ratchet_hooks.algorithms.base import Parameters, parameter_views
-from ratchet_hooks.checked_dataclass import JsonValue
-from ratchet_hooks.ddp.bucket_layout import Layout
 from ratchet_hooks.errors import HookStateError, UnsupportedModel
 from ratchet_hooks.specs.powersgd import BatchedPowerSGDSpec, PowerSGDSpec
-from ratchet_hooks.state.encode import Tensors, decode, encode
 from ratchet_hooks.torch_compat import should_compress
 
 PowerSGDState = torch_powersgd.PowerSGDState
@@ -30,7 +26,8 @@ HYPERPARAMETERS = (
     "orthogonalization_epsilon", "batch_tensors_with_same_shape",
 )  # fmt: skip
 _CHUNK = 1 << 16  # elements that fit into a core's cache in float64
-_PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+PER_BUCKET = ("error_dict", "p_memory_dict", "q_memory_dict")
+"""The slots of torch's state with one entry per bucket."""
 
 
 def make_state(spec: PowerSGDSpec | BatchedPowerSGDSpec, group: dist.ProcessGroup) -> PowerSGDState:
@@ -91,107 +88,28 @@ def residual_views(
     yield from zip(bucket, parameter_views(flat, [parameters[name] for name in bucket]), strict=True)
 
 
-class Shelf(Protocol):
-    """Divides the flat residual, P and Q of one bucket into parts, and gives each part the key under which it is stored.
-    ``LowRank`` implements this protocol."""
-
-    unused: frozenset[str]
-    """Slots of torch's state that the hook does not use: they may differ from the recorded ones."""
-
-    def allocate_zeros(self, bucket: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return a residual, P and Q of zeros, as the hook keeps them, for a bucket of these parameters."""
-        ...
-
-    def residuals(
-        self, index: int, bucket: Sequence[str], residual: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``(key, view)`` of everything in the residual of bucket ``index``; keys begin with ``residual``."""
-        ...
-
-    def factors(
-        self, index: int, bucket: Sequence[str], p: torch.Tensor, q: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``(key, view)`` of everything in P and Q of bucket ``index``; keys begin with ``p/`` and ``q/``."""
-        ...
-
-
-def capture(
-    state: PowerSGDState, layout: Layout | None, shelf: Shelf, *, copy: bool = True
-) -> tuple[Tensors, dict[str, JsonValue]]:
-    """Return everything in ``state``: tensors by key, and the JSON part. ``copy`` False: residuals, P and Q are views. Raises
-    ``HookStateError`` if the buckets' state is incomplete, or exists without a ``layout``."""
-    with _suppress_group_warning():
-        slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
-    errors, ps, qs = (slots.pop(key) for key in _PER_BUCKET)
-    if (errors or ps) and layout is None:
-        raise HookStateError("state.error_dict", "per-bucket state exists, but no bucket layout is known")
-    for key, held in (("error_dict", errors), ("p_memory_dict", ps)):
-        if held and set(held) != set(range(len(layout or []))):
-            raise HookStateError(
-                f"state.{key}", f"has buckets {sorted(held)} of {len(layout or [])}, so it could not be restored"
-            )
-    tensors: Tensors = {}
-    for i, bucket in enumerate(layout or []):
-        views = [*shelf.residuals(i, bucket, errors[i])] if errors else []
-        views += [*shelf.factors(i, bucket, ps[i], qs[i])] if ps else []
-        if copy:
-            views = [(key, view.clone(memory_format=torch.contiguous_format)) for key, view in views]
-        tensors |= dict(views)
-    rest, slots_json = encode(slots, root="state")
-    tensors |= {f"state/{name}": tensor for name, tensor in rest.items()}
-    return tensors, {"slots": slots_json, "residuals": bool(errors), "low_rank": bool(ps)}
-
-
 def _slice_view(flat: torch.Tensor, start: int, shape: tuple[int, int]) -> torch.Tensor:
     return flat.narrow(0, start, shape[0] * shape[1]).view(shape)
 
 
-def restore(
-    state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
-    shelf: Shelf,
-) -> None:  # fmt: skip
-    """Put a captured state into ``state``, whose process group stays attached. ``data``: its JSON part. Raises
-    ``HookStateError``, and changes nothing, if an entry does not fit."""
-    slots = to_slots(state, tensors, data, layout, shelf)
+def read_slots(state: PowerSGDState) -> dict[str, Any]:
+    """Return ``state.__getstate__()``, which leaves the process group out."""
+    with _suppress_group_warning():
+        slots: dict[str, Any] = state.__getstate__()  # type: ignore[no-untyped-call]
+    return slots
+
+
+def write_slots(state: PowerSGDState, slots: Mapping[str, Any]) -> None:
+    """Put ``slots``, in the form of ``__getstate__``, into ``state``, whose process group stays attached."""
     group = state.process_group
     with _suppress_group_warning():
         state.__setstate__(slots)  # type: ignore[no-untyped-call]
     state.process_group = group
 
 
-def to_slots(
-    state: PowerSGDState, tensors: Mapping[str, torch.Tensor], data: Mapping[str, JsonValue], layout: Layout | None,
-    shelf: Shelf,
-) -> dict[str, Any]:  # fmt: skip
-    """Return a captured state in the form of ``PowerSGDState.__getstate__``. Raises ``HookStateError`` if an entry does not fit
-    ``state`` and ``layout``."""
-    rest = {name.removeprefix("state/"): t for name, t in tensors.items() if name.startswith("state/")}
-    slots = decode(rest, data.get("slots"))
-    free = {"compression_stats_logging_frequency", *shelf.unused}
-    _check_slots(state, slots, free)
-    assert isinstance(slots, dict)
-    slots |= {key: getattr(state, key) for key in free}
-    taken = _Taken(tensors)
-    errors, ps, qs = {}, {}, {}
-    if (data.get("residuals") or data.get("low_rank")) and layout is None:
-        raise HookStateError("layout", "the state holds residuals, but no bucket layout is recorded")
-    for i, bucket in enumerate(layout or []):
-        residual, p, q = shelf.allocate_zeros(bucket)
-        if data.get("residuals"):
-            errors[i] = residual
-            for key, view in shelf.residuals(i, bucket, residual):
-                taken.copy_into(key, view)
-        if data.get("low_rank"):
-            ps[i], qs[i] = p, q
-            for key, view in shelf.factors(i, bucket, p, q):
-                taken.copy_into(key, view)
-    taken.finish()
-    return {**slots, **dict(zip(_PER_BUCKET, (errors, ps, qs), strict=True))}
-
-
-def _check_slots(state: PowerSGDState, slots: object, ignored: Set[str]) -> None:
+def check_slots(state: PowerSGDState, slots: object, ignored: Set[str]) -> None:
     """Raise ``HookStateError`` if recorded slots are missing or unknown, or a hyperparameter that is not ``ignored`` differs."""
-    expected = set(state.__slots__) - {"process_group", *_PER_BUCKET}
+    expected = set(state.__slots__) - {"process_group", *PER_BUCKET}
     if not isinstance(slots, dict) or set(slots) != expected:
         found = set(slots) if isinstance(slots, dict) else set()
         odd = sorted(str(key) for key in expected ^ found) or ["slots"]
@@ -205,7 +123,7 @@ def _check_slots(state: PowerSGDState, slots: object, ignored: Set[str]) -> None
             )
 
 
-class _Taken:
+class Taken:
     """Copies recorded tensors to their places, checking shape and dtype. ``finish`` checks that all of them were copied."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -255,7 +173,7 @@ def _sum_of_squares(flat: torch.Tensor) -> float:
 
 def memory_bytes(state: PowerSGDState) -> int:
     """Return the bytes of all residuals, P and Q in ``state``."""
-    return sum(t.nbytes for key in _PER_BUCKET for t in getattr(state, key).values())
+    return sum(t.nbytes for key in PER_BUCKET for t in getattr(state, key).values())
 
 
 def check_parameters(parameters: Parameters) -> None:
