@@ -46,14 +46,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Slow tests of both databases take turns: by their names, one half runs on SQLite, the other one on PostgreSQL.
-    RATCHET_TEST_DATABASES=all, or tests chosen by name: each runs on both."""
+    """Slow tests of both databases, and those of the API, take turns: by their names, one half runs on SQLite, the other one on
+    PostgreSQL. RATCHET_TEST_DATABASES=all, or tests chosen by name: each runs on both."""
     chosen = config.option.keyword or any("::" in argument for argument in config.args)
     if chosen or os.environ.get("RATCHET_TEST_DATABASES") == "all":
         return
     every, left = {item.nodeid for item in items}, []
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("takes_turns"):
+        api_test = "integration/service/api" in item.path.as_posix()
+        if isinstance(item, pytest.Function) and (api_test or item.get_closest_marker("takes_turns")):
             ours, other = ENGINES if zlib.crc32(item.originalname.encode()) % 2 else reversed(ENGINES)
             if other in item.nodeid and item.nodeid.replace(other, ours) in every:
                 left.append(item)
