@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
@@ -35,11 +36,26 @@ from ratchet_service.launchers.launch_file import build_launch_file, read_launch
 from ratchet_service.launchers.registry import Launchers
 from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
 from ratchet_service.reconciler import adopt_attempt, persisted_deadlines
+from ratchet_service.reconciler.apply_schedule import (
+    apply_ends,
+    apply_waits,
+    end_unreadable,
+    locked_job,
+    store_no_slot,
+    store_wait_reason,
+)
 from ratchet_service.reconciler.attempt_facts import pace_before
-from ratchet_service.scheduling import queue_queries, slot_host_lease
-from ratchet_service.scheduling.queue_queries import CREATION_FAILED
-from ratchet_service.scheduling.scheduler import NO_SLOT, QUOTA, LaunchPass, Plan, Preemption, Turn, store_wait_reason
-from ratchet_service.scheduling.scheduler_dry_run import DryRunPass
+from ratchet_service.scheduling import queue_queries, quotas, scheduler, slot_host_lease
+from ratchet_service.scheduling.fair_order import Share
+from ratchet_service.scheduling.scheduler import (
+    CREATION_FAILED,
+    NO_SLOT,
+    QUOTA,
+    Preemption,
+    QueueState,
+    Schedule,
+    Start,
+)
 from ratchet_service.scheduling.slots import Capacity, Grant
 
 RECENT_SAVES: Final = 20
@@ -52,7 +68,7 @@ NO_LAUNCHER: Final = "no-launcher"
 UNLAUNCHABLE_AFTER_SECONDS: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before its row records that there is none."""
 _MAX_PASSES: Final = 3
-"""Most transactions of one pass over the queue: another follows only if none of the planned attempts was created."""
+"""Most scheduling passes in a row: another follows only if none of the planned attempts was created."""
 _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 
@@ -102,55 +118,76 @@ class AttemptLauncher:
         tried: set[Key] = set()
         for _ in range(_MAX_PASSES):
             # without a lock, as are the directories and launchers: nothing slow keeps others from the slots
-            plan = self._dry_run(tried)
-            if plan is None:
+            plan, no_slot_jobs = self._schedule(tried)
+            if not (plan.starts or plan.waits or plan.ends or no_slot_jobs):
                 break
-            for key in plan.starts:
+            keys = {_key(start): start.grant for start in plan.starts}
+            for key in keys:
                 if key not in next_attempts:
                     next_attempts[key] = self._next_attempt(*key)
-            planned = {key: self._plan_launch(key, grant, next_attempts[key]) for key, grant in plan.starts.items()}
-            done: set[Key] = set()
+            planned = {key: self._plan_launch(key, grant, next_attempts[key]) for key, grant in keys.items()}
             with self._database.write() as session:
-                launched += self._launch_planned(session, plan, next_attempts, planned, done)
+                if session.get_bind().dialect.name != "sqlite":
+                    # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
+                    session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
+                launched = list(self._start_planned(session, plan.starts, next_attempts, planned))
+                apply_ends(session, plan.ends)
+                apply_waits(session, plan.waits)
+                kinds = [kind for kind, launcher in self._launchers.items() if launcher.slots]
+                store_no_slot(session, no_slot_jobs, kinds, self._capacity)
             # Launched attempts do not wait for other jobs' disks. If none was launched, since others took the jobs or attempts
             # could not be created, the slots are free for later jobs.
             if launched or not plan.starts:
                 break
-            tried |= done
+            tried |= keys.keys()
         return launched
 
-    def _dry_run(self, tried: Collection[Key]) -> Plan | None:
-        """Return the plan of a dry run; None: there is nothing to do. ``tried``: jobs that are left out."""
+    def _schedule(self, tried: Collection[Key]) -> tuple[Schedule, list[str]]:
+        """Read the queue and return what is to be done, and the ids of the jobs that get the reason ``NO_SLOT``. Changes nothing.
+        ``tried``: jobs that are left out."""
         with self._database.read() as session:
-            ready = queue_queries.is_due(self._database.clock.now()) & queue_queries.launched_by(self._launchers)
+            now = now_in(session)
+            ready = queue_queries.is_due(now) & queue_queries.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
-                return None
+                return Schedule(), []
             slots = self._usable_slots(slot_host_lease.find_other_host(session))
-            return DryRunPass(session, slots, self._capacity, self._preemption, tried).plan() or None
+            limit = quotas.limits(session)
+            rows = queue_queries.startable_jobs(session, now, slots, self._capacity, limit)
+            queue = QueueState(
+                [row for row in rows if (row.queued.job, row.attempt) not in tried],
+                queue_queries.active_grants(session),
+                queue_queries.running_attempts(session, self._preemption.min_run_seconds),
+                queue_queries.held_by_owner(session),
+                limit,
+            )
+            plan = scheduler.schedule(queue, slots, self._capacity, self._preemption.scope, now)
+            if not plan.exhausted:
+                return plan, []
+            return plan, queue_queries.no_slot_jobs(session, now, rows, plan.passed_over, slots)
 
-    def _launch_planned(
+    def _start_planned(
         self,
         session: Session,
-        plan: Plan,
+        starts: Sequence[Start],
         next_attempts: Mapping[Key, Next | OSError],
         planned: Mapping[Key, Planned],
-        done: set[Key],
     ) -> Iterator[Launched]:
-        """Carry out ``plan`` in this transaction, as far as it still holds, under the lock of the slots; yield the new attempts.
-        The keys of jobs that were tried are added to ``done``."""
-        if session.get_bind().dialect.name != "sqlite":
-            # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
-            session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
+        """Create the attempts of ``starts`` in this transaction, under the lock of the slots, and yield them. A job that has
+        changed since, or whose slots or quota are taken now, is left to the next pass."""
         other_host = slot_host_lease.acquire(session, self._lease_seconds) if self._lends_slots else None
-        round_ = LaunchPass(session, self._usable_slots(other_host), self._capacity, self._preemption, plan)
-        for turn in round_.turns():
-            key = (turn.job.id, turn.job.attempt)
-            if key in next_attempts:
-                done.add(key)
-                yield from self._start(session, turn, next_attempts[key], planned.get(key))
-            else:
-                # its directory was not listed, so it starts in a later pass
-                round_.reserve(turn)
+        usable, limit = self._usable_slots(other_host), quotas.limits(session)
+        grants, held = queue_queries.active_grants(session), queue_queries.held_by_owner(session)
+        for start in starts:
+            if start.row.kind not in usable or not scheduler.still_fits(start, grants, held, limit):
+                continue
+            job = locked_job(session, start.row)
+            if job is None:
+                continue
+            created = self._start(session, job, start.grant, next_attempts[_key(start)], planned[_key(start)])
+            if created is not None:
+                grants.append(start.grant)
+                held[job.owner] = held.get(job.owner, Share()).plus(start.row.queued.share)
+                yield created
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
         """Return the launch file and the launcher's plan for the job's next attempt; None: nothing to plan. Errors are
@@ -237,21 +274,28 @@ class AttemptLauncher:
             told = sa.update(Job).where(foreign).values(reason=NO_LAUNCHER, message=text)
             session.execute(told.execution_options(synchronize_session=False))
 
-    def _start(self, session: Session, turn: Turn, next_attempt: Next | OSError, planned: Planned) -> list[Launched]:
-        """Create the attempt of one job in this transaction and return a list with it; empty: the job cannot start now."""
-        job, spec, resolved, grant = turn.job, turn.spec, turn.resolved, turn.grant
+    def _start(
+        self, session: Session, job: Job, grant: Grant, next_attempt: Next | OSError, planned: Planned
+    ) -> Launched | None:
+        """Create the attempt of one job in this transaction and return it; None: the job cannot start now, or it has ended
+        because its stored spec cannot be read."""
+        try:
+            spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
+        except ValidationError as error:
+            end_unreadable(session, job, error)
+            return None
         if isinstance(next_attempt, OSError):
             why = f"its directory cannot be read, so no number can be assigned to its next attempt: {next_attempt}"
             if store_wait_reason(job, Cause.LAUNCHER_ERROR.value, why):
                 log.error("%s: %s", job.id, why)
-            return []
+            return None
         if next_attempt.on_disk:
             columns = lease_values(session, self._owner, self._lease_seconds)
             adopted_lease = adopt_attempt.create_adopted_attempt(
                 session, self._home, job, spec, next_attempt.number, columns
             )
             # it is not launched again: the reconciler proves it dead and ends it
-            return [Launched(adopted_lease, None)]
+            return Launched(adopted_lease, None)
         if next_attempt.skipped:
             first, last = next_attempt.skipped[0], next_attempt.skipped[-1]
             log.warning(
@@ -261,13 +305,13 @@ class AttemptLauncher:
         if isinstance(planned, Exception):
             if store_wait_reason(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {planned}"):
                 log.error("%s: it waits, since its launcher cannot plan attempt %d", job.id, number, exc_info=planned)
-            return []
+            return None
         if planned is None:
-            return []
+            return None
         launch, plan = planned
         token = launch.report_token
         if launch != self._build_launch_file(session, job, number, spec, resolved, grant.gpus, token):
-            return []  # what the plan was made from has changed since: the next pass plans again
+            return None  # what the plan was made from has changed since: the next pass plans again
         lease = lease_values(session, self._owner, self._lease_seconds)
         attempt = Attempt(
             job_id=job.id, number=number, report_token_hash=hash_token(token), launch=plan.printable(), created_at=now,
@@ -284,7 +328,7 @@ class AttemptLauncher:
             values["started_at"] = now
         data = {"attempt": number, "gpus": list(grant.gpus), "cpu_slots": list(grant.cpus)}
         apply(session, job.id, Event.LAUNCH, message=None, values=values, data=data)
-        return [Launched(Lease(job.id, number, lease["lease_token"]), plan)]
+        return Launched(Lease(job.id, number, lease["lease_token"]), plan)
 
     def recover_plan(self, lease: Lease) -> LaunchPlan:
         """Return the launcher's plan of an attempt that may not have been submitted. May store a new report token, and raise
@@ -329,6 +373,11 @@ class AttemptLauncher:
                 "log_bytes": self._bounds.log_bytes,
             }
         )
+
+
+def _key(start: Start) -> Key:
+    """Return the key of the job that starts."""
+    return start.row.queued.job, start.row.attempt
 
 
 def longest_save_seconds(session: Session, job_id: str) -> float:

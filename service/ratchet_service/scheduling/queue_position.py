@@ -15,7 +15,8 @@ from ratchet_contract.phases import JobPhase
 from ratchet_service.db.models import Job
 from ratchet_service.scheduling import queue_queries, quotas
 from ratchet_service.scheduling.fair_order import Queued, iter_turns, line_key
-from ratchet_service.scheduling.queue_queries import CREATION_FAILED, QUEUED, Row
+from ratchet_service.scheduling.queue_queries import QUEUED
+from ratchet_service.scheduling.scheduler import CREATION_FAILED, Row
 
 _MIN_FIRST_ROWS: Final = 16
 """Fewest rows of one owner that are read at first."""

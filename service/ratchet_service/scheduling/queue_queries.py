@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, aliased
@@ -18,18 +18,16 @@ from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Attempt, AttemptNode, Job
 from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
 from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
-from ratchet_service.scheduling.fair_order import Queued, Share
+from ratchet_service.scheduling.fair_order import Limit, Queued, Share
 from ratchet_service.scheduling.preemption import Running
-from ratchet_service.scheduling.slots import Grant, Need
+from ratchet_service.scheduling.scheduler import CREATION_FAILED, NO_SLOT, QUOTA, Row
+from ratchet_service.scheduling.slots import Capacity, Grant, Need, node_need, too_few_gpus
 
 EXAMINED_PER_OWNER: Final = 100
-"""Most queued jobs of one owner, in order, that one call of ``startable_jobs`` returns; in addition, as many that can never
+"""Most queued jobs of one owner, in order, that one scheduling pass decides about; in addition, as many that can never
 start, as many whose creation failed, and those for which another job was stopped."""
 MAX_ROWS_PER_STATEMENT: Final = 10_000
 """Most rows of one priority that one statement reads."""
-CREATION_FAILED: Final = Cause.LAUNCHER_ERROR.value
-"""Reason of a queued job whose attempt could not be created when it was to start. Until it can, the job comes after others, and
-no other job is stopped for it."""
 _LONG_AGO: Final = datetime(1970, 1, 1, tzinfo=UTC)
 MAX_REASONS_PER_PASS: Final = 2_000
 """Most jobs, of those that were not examined, for which one pass stores why they wait; later passes do the others."""
@@ -38,15 +36,6 @@ _MAX_IDS_PER_STATEMENT: Final = 1_000
 QUEUED: Final = sa.text("jobs.phase = 'QUEUED'")
 """The same text as the condition of the partial index ``ix_jobs_queued``, so that the index is used."""
 ALIVE_PHASES: Final = tuple(phase for phase in AttemptPhase if phase is not AttemptPhase.ENDED)
-
-
-class Row(NamedTuple):
-    """A queued job, with the reason and message in its row. ``kind``: its launcher's name; may be empty."""
-
-    queued: Queued
-    kind: str
-    reason: str | None
-    message: str | None
 
 
 def launcher_kind() -> sa.ColumnElement[str]:
@@ -68,13 +57,22 @@ def is_due(now: datetime) -> sa.ColumnElement[bool]:
 
 
 def startable_jobs(
-    session: Session,
-    now: datetime,
-    kinds: Collection[str] | None = None,
-    never_reason: Callable[[Queued], str | None] = lambda _: None,
+    session: Session, now: datetime, slots: Mapping[str, bool], capacity: Capacity, limit: Callable[[str], Limit]
 ) -> list[Row]:
-    """Return the queued jobs that a dry run examines, of launchers ``kinds`` (None: any), unordered. ``never_reason`` returns why
-    a job can never start; None: it can."""
+    """Return the queued jobs that a scheduling pass decides about, unordered. ``slots``: as for ``schedule``. ``limit``: returns
+    an owner's quota."""
+    out: list[Row] = []
+    for has_slots in (True, False):  # so that neither kind of launcher hides jobs of the other
+        kinds = [kind for kind, needs in slots.items() if needs is has_slots]
+        if kinds:
+            out += _first_jobs(session, now, kinds, capacity if has_slots else None, limit)
+    return out
+
+
+def _first_jobs(
+    session: Session, now: datetime, kinds: Sequence[str], capacity: Capacity | None, limit: Callable[[str], Limit]
+) -> Collection[Row]:
+    """Return the first jobs of each owner, of launchers ``kinds``. ``capacity``: of this machine, if it runs them."""
     out = {row.queued.job: row for row in claiming_jobs(session, now, kinds)}
     lines = Lines(session, now, kinds)
     for owner, priorities in priorities_by_owner(session).items():
@@ -82,7 +80,8 @@ def startable_jobs(
         untold: list[Row] = []
         unmade: list[Row] = []
         for row in lines.for_owner(owner, priorities, EXAMINED_PER_OWNER):
-            why = never_reason(row.queued)
+            share = row.queued.share
+            why = (capacity and too_few_gpus(share.gpus, capacity)) or limit(owner).never_fits_reason(share)
             if why is None:
                 (unmade if row.reason == CREATION_FAILED else found).append(row)
             elif row.message != why:
@@ -92,7 +91,7 @@ def startable_jobs(
         out.update(
             (row.queued.job, row) for row in (*found, *untold[:EXAMINED_PER_OWNER], *unmade[:EXAMINED_PER_OWNER])
         )
-    return list(out.values())
+    return out.values()
 
 
 def jobs_by_id(session: Session, now: datetime, kinds: Collection[str] | None, ids: Sequence[str]) -> list[Row]:
@@ -115,18 +114,23 @@ def creation_failed_jobs(session: Session, now: datetime) -> list[Row]:
     )
 
 
-def ids_without_reason(
-    session: Session, now: datetime, kinds: Collection[str], known_reasons: Collection[str]
+def no_slot_jobs(
+    session: Session, now: datetime, examined: Sequence[Row], passed_over: Sequence[Row], slots: Mapping[str, bool]
 ) -> list[str]:
-    """Return the ids of queued jobs, in no back-off, of launchers ``kinds``, whose reason is none of ``known_reasons``; at most
-    ``MAX_REASONS_PER_PASS``."""
+    """Return the ids of the jobs that are to get the reason that no slot is left: those of ``passed_over`` that a quota held back
+    before, and queued jobs in no back-off, of launchers with slots, that have none of the reasons of a scheduling pass. A job of
+    ``examined`` is left out unless it was passed over. At most ``MAX_REASONS_PER_PASS`` besides ``passed_over``."""
+    waiting = [row for row in passed_over if slots[row.kind]]
+    decided = {row.queued.job for row in examined} - {row.queued.job for row in waiting}
+    kinds = [kind for kind, has_slots in slots.items() if has_slots]
     reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
-    out: list[str] = []
-    for reason in (reason for reason in reasons if reason not in known_reasons):
+    found: list[str] = []
+    for reason in (reason for reason in reasons if reason not in (NO_SLOT, QUOTA, CREATION_FAILED)):
         which = Job.reason.is_(None) if reason is None else Job.reason == reason
         query = sa.select(Job.id).where(QUEUED, which, is_due(now), launched_by(kinds))
-        out += session.scalars(query.limit(MAX_REASONS_PER_PASS - len(out)))
-    return out
+        found += session.scalars(query.limit(MAX_REASONS_PER_PASS - len(found)))
+    told_quota = [row.queued.job for row in waiting if row.reason == QUOTA]
+    return told_quota + [job_id for job_id in found if job_id not in decided]
 
 
 def store_waiting_reason(
@@ -203,8 +207,10 @@ def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]
     """Return the query for the columns that ``_parse_row`` reads, of due jobs of launchers ``kinds`` (None: any)."""
     kind = sa.literal("") if kinds is None else launcher_kind()
     columns: list[Any] = [
-        Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message,
-        kind.label("kind"), *_share_columns(),
+        Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message, Job.attempt,
+        Job.version, Job.running_seconds, kind.label("kind"), *_share_columns(),
+        Job.resolved["threads_per_rank"].as_string().label("threads"),
+        Job.spec["policy"]["timeout"].as_string().label("timeout"),
     ]  # fmt: skip
     query = sa.select(*columns).where(is_due(now))
     return query if kinds is None else query.where(launched_by(kinds))
@@ -214,7 +220,8 @@ def _parse_row(row: Any) -> Row:
     """Convert a row of the query ``_select_rows``."""
     takes = _share_of(row.world, row.device)
     queued = Queued(row.id, row.owner, row.priority, row.created_at, takes, row.preempting_since)
-    return Row(queued, row.kind, row.reason, row.message)
+    need, timeout = _need_of(row.world, row.device, row.threads), _parse_number(row.timeout)
+    return Row(queued, row.kind, row.reason, row.message, row.attempt, row.version, need, timeout, row.running_seconds)
 
 
 def _share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
@@ -239,6 +246,24 @@ def _share_of(world: str | None, device: str | None) -> Share:
         return job_share(json.loads(world or "null"), device)
     except ValueError:
         return Share()
+
+
+@lru_cache(maxsize=4096)
+def _need_of(world: str | None, device: str | None, threads: str | None) -> Need:
+    """Return what one node of a job needs; nothing if its row cannot be read."""
+    try:
+        return node_need(int(json.loads(world or "null")["ranks_per_node"]), device, int(threads or ""))
+    # the job's launch reports what is wrong with it
+    except (TypeError, KeyError, ValueError):
+        return Need(0, 0)
+
+
+def _parse_number(text: str | None) -> float | None:
+    """Return a number of a stored spec; None if there is none, or if it cannot be read."""
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
 
 
 def held_by_owner(session: Session) -> dict[str, Share]:

@@ -51,9 +51,13 @@ class Waiting:
 
 
 def need_of(spec: JobSpec, resolved: Resolved) -> Need:
-    """Return what one node needs: one GPU per rank on CUDA, and ``threads_per_rank`` CPU slots per rank."""
-    ranks = spec.world.ranks_per_node
-    return Need(gpus=ranks if resolved.device == "cuda" else 0, cpus=ranks * resolved.threads_per_rank)
+    """Return what one node of the job needs."""
+    return node_need(spec.world.ranks_per_node, resolved.device, resolved.threads_per_rank)
+
+
+def node_need(ranks: int, device: str | None, threads: int) -> Need:
+    """Return what one node needs: one GPU per rank on CUDA, and one CPU slot per thread of each rank."""
+    return Need(gpus=ranks if device == "cuda" else 0, cpus=ranks * threads)
 
 
 def is_oversubscribed(need: Need, capacity: Capacity) -> bool:

@@ -17,7 +17,7 @@ from ratchet_service.db.queries import find_job
 from ratchet_service.scheduling import queue_position, queue_queries
 from ratchet_service.scheduling.fair_order import Queued
 from ratchet_service.scheduling.queue_position import Standing
-from ratchet_service.scheduling.queue_queries import Row
+from ratchet_service.scheduling.scheduler import Row
 from ratchet_service.usecases import pagination
 
 MAX_POSITION: Final = 5_000

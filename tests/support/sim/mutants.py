@@ -130,7 +130,10 @@ def nothing_adopted() -> Iterator[None]:
 @contextmanager
 def slots_forgotten() -> Iterator[None]:
     """Slots that somebody holds are given out again."""
-    with patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())):
+    with (
+        patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())),
+        patch.object(scheduler, "still_fits", lambda *_: True),
+    ):
         yield
 
 

@@ -36,7 +36,7 @@ from ratchet_service.reconciler.loop import Reconciler
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases import job_actions, submit
 from tests.support import invariants
-from tests.support.api import FakePorts, spec
+from tests.support.api import FakeSubmission, spec
 from tests.support.sim.agents import STEPS, Agent, State
 from tests.support.sim.engine import SimLauncher
 from tests.support.sim.processes import QUIET, SET_BY, Faults, Process, SimDatabase, Stage
@@ -71,7 +71,7 @@ class Outcome:
 def _prepared(ranks: int) -> submit.Prepared:
     policy = {"backoff": 0.5, "max_failures": 4, "stop_grace": 5.0, "timeout": TIMEOUT}
     data = spec(name="sim", hook={"name": "allreduce"}, world={"ranks_per_node": ranks, "device": "cpu"}, policy=policy)
-    return submit.prepare(data, FakePorts())
+    return submit.prepare(data, FakeSubmission())
 
 
 def play(database: SimDatabase, home: Path, seed: int, *, steps: int = 60, faults: Faults = Faults()) -> Outcome:
@@ -247,10 +247,10 @@ class World:
             query = sa.select(Checkpoint.step).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step)
             steps = list(session.scalars(query))
             request = ResumeRequest(from_step=self.stage.random.choice(steps) if steps else 1)
-            job_actions.resume(session, job_id, job_actions.PreparedResume(request, None, []), FakePorts(), self.home)
+            job_actions.resume(session, job_id, job_actions.PreparedResume(request, None, []), FakeSubmission(), self.home)
         elif what == "resume":
             prepared = job_actions.PreparedResume(ResumeRequest(), None, [])
-            job_actions.resume(session, job_id, prepared, FakePorts(), self.home)
+            job_actions.resume(session, job_id, prepared, FakeSubmission(), self.home)
         else:
             job_actions.apply_action(session, job_id, Event(what))
 

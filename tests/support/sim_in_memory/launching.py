@@ -1,21 +1,22 @@
-"""The queue's part of a reconciler's round, as ``launching`` and ``queueing`` have it: who holds what, whose turn it is, who
-makes room, and the transaction that starts attempts.
+"""The queue's part of a reconciler's round: rows are read, ``scheduler.schedule`` decides, and a transaction carries out what it
+has decided, as ``launch`` and ``apply_schedule`` do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from typing import Any, Final
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Event, JobPhase
 from ratchet_service.db.leases import Lease, LeaseLost
 from ratchet_service.lifecycle import decide
-from ratchet_service.lifecycle.decision import Action, Limits, view_of
+from ratchet_service.lifecycle.decision import Limits
 from ratchet_service.reconciler import persisted_deadlines
 from ratchet_service.reconciler.attempt_watch import Watch
-from ratchet_service.scheduling import fair_order, preemption, slots
+from ratchet_service.scheduling import scheduler
 from ratchet_service.scheduling.fair_order import Queued, Share
 from ratchet_service.scheduling.preemption import Running
+from ratchet_service.scheduling.scheduler import QueueState, Row
 from ratchet_service.scheduling.slots import Capacity, Grant, Need
 from tests.support.sim_in_memory.database import CPUS, Attempt
 
@@ -54,24 +55,38 @@ class Launching:
         raise NotImplementedError
 
     def _launch(self) -> Points:
-        """What is to be done is found first, and others commit before the transaction that does it. On PostgreSQL others commit
+        """What is to be done is decided first, and others commit before the transaction that does it. On PostgreSQL others commit
         between that transaction's reading and its writing, too, but nobody else launches."""
         w = self.w
         held_at = w.t
-        foreseen = self._plan()
+        plan = scheduler.schedule(self._queue(), {"": True}, CAPACITY, "any", w.now)
+        stops = [wait for wait in plan.waits if wait.victims]
         yield POINT
-        if not foreseen:
+        if not (plan.starts or plan.ends or stops):
             return
         if w.postgres:
             while w.launching not in (None, self):
                 yield POINT
             w.launching = w.slots_lock(self)
-            seen = self._queue(foreseen)
+        grants, held = self._held()
+        if w.postgres:
             yield POINT
-            launched = self._turns(*seen)
-            w.launching = None
-        else:
-            launched = self._turns(*self._queue(foreseen))
+        launched = []
+        for start in plan.starts:
+            job = self._unchanged(start.row) if scheduler.still_fits(start, grants, held, w.limit) else None
+            if job is not None:
+                launched.append(self._start(job, start.grant))
+                grants.append(start.grant)
+                held[job.owner] = held.get(job.owner, _NO_SHARE).plus(_SHARES[job.ranks])
+        for row, decision in plan.ends:
+            job = self._unchanged(row)
+            if job is not None:
+                w.apply(job, decision.event, reason=decision.reason, message=decision.message)
+        for wait in stops:
+            job = self._unchanged(wait.row)
+            if job is not None:
+                self._make_room(job, wait.victims)
+        w.launching = None
         yield POINT
         for lease, segments in launched:
             watch = self._begin(lease, held_at)
@@ -82,49 +97,39 @@ class Launching:
             except LeaseLost:
                 self.watches.pop(lease.job_id, None)
 
-    def _plan(self) -> set[str]:
-        """As ``foreseen``: all that come before the last one whom something concerns. Nobody is told why it waits here."""
-        w = self.w
-        board, room, places = self._queue()
-        passed: list[str] = []
-        upto = 0
-        for place in places:
-            job = w.jobs[place.queued.job]
-            passed.append(job.id)
-            if place.held_back_reason is not None or (board.exhausted and not room.can_help(place.queued.priority)):
-                continue
-            decision = decide.decide(view_of(job, LIMITS), w.now)
-            if decision.action is Action.END:
-                upto = len(passed)
-            elif decision.action is Action.LAUNCH:
-                need = _NEEDS[job.ranks]
-                answer = board.allocate(job.id, need)
-                if isinstance(answer, Grant) or (
-                    answer.shortfall is not None
-                    and room.choose_victims(job.owner, job.priority, need, answer.shortfall)
-                ):
-                    upto = len(passed)
-        return set(passed[:upto])
+    def _unchanged(self, row: Row) -> Any:
+        """As ``apply_schedule.locked_job``."""
+        job = self.w.jobs.get(row.queued.job)
+        return job if job is not None and job.phase is JobPhase.QUEUED and job.version == row.version else None
 
-    def _queue(self, foreseen: set[str] | None = None) -> tuple[Any, Any, list[Any]]:
-        """Who holds what, who could make room, and whose turn it is; of ``foreseen``, or of all."""
-        w = self.w
-        grants, running = [], []
+    def _held(self) -> tuple[list[Grant], dict[str, Share]]:
+        grants: list[Grant] = []
         held: dict[str, Share] = {}
-        for job in w.jobs.values():
-            attempt = w.attempts[job.id][-1] if job.phase.active else None
-            if attempt is None or attempt.phase is AttemptPhase.ENDED:
-                continue
+        for job, attempt in self._alive():
             grants.append(Grant((), attempt.cpus, job.id))
             held[job.owner] = held.get(job.owner, _NO_SHARE).plus(_SHARES[job.ranks])
-            running.append(self._running(job, attempt))
-        queue = [
-            Queued(job.id, job.owner, job.priority, job.created_at, _SHARES[job.ranks], job.preempting_since)
+        return grants, held
+
+    def _alive(self) -> Iterator[tuple[Any, Any]]:
+        w = self.w
+        for job in w.jobs.values():
+            attempt = w.attempts[job.id][-1] if job.phase.active else None
+            if attempt is not None and attempt.phase is not AttemptPhase.ENDED:
+                yield job, attempt
+
+    def _queue(self) -> QueueState:
+        w = self.w
+        rows = [
+            Row(
+                Queued(job.id, job.owner, job.priority, job.created_at, _SHARES[job.ranks], job.preempting_since),
+                "", None, None, job.attempt, job.version, _NEEDS[job.ranks], LIMITS.timeout, job.running_seconds,
+            )
             for job in w.jobs.values()
-            if is_due(job, w.now) and (foreseen is None or job.id in foreseen)
-        ]
-        places = fair_order.order_queue(queue, held, w.limit)
-        return slots.Board(CAPACITY, grants), preemption.PreemptionPlanner(running, "any"), places
+            if is_due(job, w.now)
+        ]  # fmt: skip
+        running = [self._running(job, attempt) for job, attempt in self._alive()]
+        grants, held = self._held()
+        return QueueState(rows, grants, running, held, w.limit)
 
     def _running(self, job: Any, attempt: Any) -> Running:
         w = self.w
@@ -143,28 +148,6 @@ class Launching:
             unsaved_seconds=float(max(0, job.step - job.committed_step)),
             started_at=attempt.created_at,
         )
-
-    def _turns(self, board: Any, room: Any, places: list[Any]) -> list[tuple[Lease, Any]]:
-        w = self.w
-        out = []
-        for place in places:
-            queued = place.queued
-            job = w.jobs.get(queued.job)
-            if place.held_back_reason is not None or (board.exhausted and not room.can_help(queued.priority)):
-                continue
-            if job is None or job.phase is not JobPhase.QUEUED:
-                continue
-            decision = decide.decide(view_of(job, LIMITS), w.now)
-            if decision.action is Action.END:
-                w.apply(job, decision.event, reason=decision.reason, message=decision.message)
-            elif decision.action is Action.LAUNCH:
-                need = _NEEDS[job.ranks]
-                answer = board.allocate(job.id, need)
-                if isinstance(answer, Grant):
-                    out.append(self._start(job, answer))
-                elif answer.shortfall is not None:
-                    self._make_room(job, room.choose_victims(job.owner, job.priority, need, answer.shortfall))
-        return out
 
     def _make_room(self, job: Any, victims: Any) -> None:
         w = self.w
@@ -198,14 +181,14 @@ class Launching:
 
 
 def is_due(job: Any, now: Any) -> bool:
-    """As ``queue_rows.due``."""
+    """As ``queue_queries.is_due``."""
     return job.phase is JobPhase.QUEUED and (
         job.not_before is None or not now < job.not_before <= now + decide.MAX_BACKOFF_AHEAD
     )
 
 
 def is_stoppable(row: Any, one: Running, priority: int) -> bool:
-    """As ``queueing.Round._still_stoppable``."""
+    """As ``apply_schedule._still_stoppable``."""
     return (
         row.attempt == one.attempt
         and row.phase in (JobPhase.STARTING, JobPhase.RUNNING)

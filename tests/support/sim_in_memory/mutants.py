@@ -12,9 +12,8 @@ from ratchet_contract.phases import Desired, Event
 from ratchet_service.agent_reports import fencing, ingest
 from ratchet_service.db import leases
 from ratchet_service.lifecycle import attempt_result, decide, monotonic_deadlines
-from ratchet_service.lifecycle.decision import Action
 from ratchet_service.reconciler import supervision_rules
-from ratchet_service.scheduling import preemption, slots
+from ratchet_service.scheduling import preemption, scheduler, slots
 from tests.support.sim.mutants import counts_jumps
 from tests.support.sim_in_memory import launching, reconciler
 from tests.support.sim_in_memory.agents import Engine
@@ -26,6 +25,7 @@ from tests.support.sim_in_memory.world import World
 @contextmanager
 def cancel_ignored() -> Iterator[None]:
     """``decide`` does not see that a cancel is wanted."""
+
     original = decide.decide
 
     def deaf(view: Any, now: Any) -> Any:
@@ -120,8 +120,10 @@ def equals_preempted() -> Iterator[None]:
 @contextmanager
 def slots_forgotten() -> Iterator[None]:
     """Slots that somebody holds are given out again."""
-    original = slots.Board
-    with patch.object(slots, "Board", lambda capacity, held: original(capacity, ())):
+    with (
+        patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())),
+        patch.object(scheduler, "still_fits", lambda *_: True),
+    ):
         yield
 
 
@@ -189,22 +191,14 @@ def nothing_adopted() -> Iterator[None]:
 @contextmanager
 def backoff_forgotten() -> Iterator[None]:
     """A job that is to wait is launched."""
-    original = decide.decide
-
-    def hasty(view: Any, now: Any) -> Any:
-        found = original(view, now)
-        return replace(found, action=Action.LAUNCH) if found.action is Action.WAIT else found
-
-    with (
-        patch.object(decide, "decide", hasty),
-        patch.object(launching, "is_due", lambda job, _: job.phase.value == "QUEUED"),
-    ):
+    with patch.object(launching, "is_due", lambda job, _: job.phase.value == "QUEUED"):
         yield
 
 
 @contextmanager
 def suspend_forgotten() -> Iterator[None]:
     """An end that should suspend the job queues it again."""
+
     original = decide.decide
 
     def restless(view: Any, now: Any) -> Any:

@@ -5,10 +5,10 @@ the whole service over a real database.
 The service's own: the transition table and what a transition writes (``transitions.moved``), ``decide`` with budgets and
 treatment, what a look leads to (``watch_rules``), an end's cause, facts and columns (``verdict``,
 ``attempt_cause.combine_ends``), the terms of leases (``leases.expired``, ``has_lease``, ``is_surely_held``), whom reports are
-taken from and which of their messages are new (``fencing.fence``, ``ingest.unstored``), the queue's order and quotas
-(``queue_order``), slots (``slots.Board``), who makes room (``queue_preemption.Room``), lineages, which wishes change nothing
-(``job_actions._is_already_applied``), ``goodput``. Modelled: rows and guarded writes (``rows``), the order of reads, writes and
-calls (``reconciler``, ``launching``), engine, agents, disk (``agents``), users (here).
+taken from and which of their messages are new (``fencing.fence``, ``ingest.unstored``), the whole scheduling pass
+(``scheduler.schedule``), lineages, which requests change nothing (``job_actions._is_already_applied``), ``goodput``. Modelled:
+rows and guarded writes (``rows``), the order of reads, writes and calls (``reconciler``, ``launching``), engine, agents, disk
+(``agents``), users (here).
 
 A seed is of SQLite or of PostgreSQL: on the latter a transaction that launches sees what others commit between its statements,
 and only the lock on slots keeps another launch out.

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Sequence
-from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy.orm import Session
@@ -15,12 +14,11 @@ from ratchet_contract.phases import Event
 from ratchet_service.checkpoints import run_directory_scan
 from ratchet_service.checkpoints.run_directory_scan import Next
 from ratchet_service.db.engine import Database, utc_now
-from ratchet_service.db.models import Quota
+from ratchet_service.db.models import Job, Quota
 from ratchet_service.db.transitions import apply
+from ratchet_service.reconciler import launch
 from ratchet_service.scheduling import queue_queries, scheduler
-from ratchet_service.scheduling.queue_queries import Row
-from ratchet_service.scheduling.scheduler import Plan
-from ratchet_service.scheduling.scheduler_dry_run import DryRunPass
+from ratchet_service.scheduling.scheduler import CREATION_FAILED, QueueState, Row, Schedule
 from tests.support.queue_harness import Queue
 
 
@@ -70,28 +68,28 @@ def test_attempt_number_found_on_disk_is_not_reused(tmp_path: Path, database: Da
     assert queue.run_round() == [job] and queue.job(job).attempt == 8
 
 
-def test_launch_pass_rechecks_jobs_changed_after_its_dry_run(
+def test_job_changed_after_the_scheduling_pass_is_left_to_the_next_pass(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The queue is looked at without a lock: somebody cancels the job that was to start, and another one has its slot."""
     queue = Queue(tmp_path, database, cpus=1)
     first, second, third = (queue.submit() for _ in range(3))
-    look, changed = DryRunPass.plan, list[str]()
+    decide, changed = scheduler.schedule, list[str]()
 
-    def plan(self: DryRunPass) -> Plan:
-        found = look(self)
+    def schedule(queue_: QueueState, *settings: Any) -> Schedule:
+        found = decide(queue_, *settings)
         if not changed:
-            changed.append(next(iter(found.starts))[0])
+            changed.append(found.starts[0].row.queued.job)
             with database.write() as session:  # it would wait for the lock
                 apply(session, first, Event.CANCEL)
         return found
 
-    monkeypatch.setattr(DryRunPass, "plan", plan)
+    monkeypatch.setattr(scheduler, "schedule", schedule)
     assert queue.run_round() == [second] and changed == [first]
     assert queue.run_round() == [] and queue.reason_and_message(third)[0] == "no-slot"
 
 
-def test_launch_pass_without_changes_writes_nothing(
+def test_scheduling_pass_without_changes_writes_nothing(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue = Queue(tmp_path, database, cpus=1)
@@ -154,19 +152,17 @@ def test_unreadable_job_directory_does_not_block_other_jobs(
         return listing(paths, attempt)
 
     monkeypatch.setattr(run_directory_scan, "next_attempt", listed)
-    assert queue.run_round() == [] and {queue.reason_and_message(job)[0] for job in (older, newer)} == {
-        queue_queries.CREATION_FAILED
-    }
+    assert queue.run_round() == [] and {queue.reason_and_message(job)[0] for job in (older, newer)} == {CREATION_FAILED}
     asked.clear()
     assert queue.run_round() == [] and asked == [older, newer], "each is tried once in a look"
     unreadable.remove(newer)
     assert queue.run_round() == [newer]
 
 
-def test_jobs_over_quota_are_not_read_when_others_are_launched(
+def test_jobs_over_quota_are_not_locked_when_others_are_launched(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many wait so: the transaction reads none of those that know it, and tells it to some in each look."""
+    """However many wait so: the transaction locks none of them, and stores the reason for some in each pass."""
     monkeypatch.setattr(scheduler, "MAX_REASONS_STORED", 3)
     queue = Queue(tmp_path, database, cpus=4)
     with database.write() as session:
@@ -178,14 +174,14 @@ def test_jobs_over_quota_are_not_read_when_others_are_launched(
         assert queue.run_round() == []
         told.append(sum(queue.reason_and_message(job)[0] == "quota" for job in waiting))
     assert told == [3, 3, 5, 5]
-    read, these = list[str](), queue_queries.jobs_by_id
+    locked, lock = list[str](), launch.locked_job
 
-    def reads(session: Session, now: datetime, kinds: Collection[str] | None, ids: Sequence[str]) -> list[Row]:
-        read.extend(ids)
-        return these(session, now, kinds, ids)
+    def recorded(session: Session, row: Row) -> Job | None:
+        locked.append(row.queued.job)
+        return lock(session, row)
 
-    monkeypatch.setattr(queue_queries, "jobs_by_id", reads)
+    monkeypatch.setattr(launch, "locked_job", recorded)
     other = queue.submit(owner="bob")
-    assert queue.run_round() == [other] and read == [other]
+    assert queue.run_round() == [other] and locked == [other]
     queue.end(runs)
     assert queue.run_round() == [waiting[0]], "and whose owner's quota is free again starts in their order"

@@ -40,7 +40,7 @@ from ratchet_service.reconciler.attempt_watch import Timing
 from ratchet_service.reconciler.loop import Reconciler
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases import job_actions, submit
-from tests.support.api import FakePorts, spec
+from tests.support.api import FakeSubmission, spec
 from tests.support.control_plane import Plane
 from tests.support.server import wait_for
 
@@ -124,7 +124,7 @@ class Stage:
     def submit(self) -> None:
         data = spec(name="n", world={"ranks_per_node": 1, "device": "cpu"}, policy={"stop_grace": DEADLINE})
         with self.database.write() as session:
-            self.job_id = submit.store(session, submit.prepare(data, FakePorts()), LOCAL_OWNER).id
+            self.job_id = submit.store(session, submit.prepare(data, FakeSubmission()), LOCAL_OWNER).id
 
     def life(self, until: Callable[[], bool] = lambda: False) -> None:
         """A reconciler starts, looks after the job for a while, and ends."""

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 from ratchet_service.db.engine import Database, utc_now
 from ratchet_service.db.models import Quota
 from ratchet_service.scheduling import queue_position
-from ratchet_service.scheduling.queue_queries import CREATION_FAILED, Row
+from ratchet_service.scheduling.scheduler import CREATION_FAILED, Row
 from ratchet_service.usecases import queue as shown
 from tests.support.api import Api
 from tests.support.queue_harness import Queue

@@ -1,0 +1,113 @@
+"""Carries out, in a transaction, what a scheduling pass has decided for jobs that do not start. A job whose row has changed since
+the pass read it is left to the next pass."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import sqlalchemy as sa
+from pydantic import ValidationError
+from sqlalchemy.orm import Session
+
+from ratchet_contract.phases import Cause, Desired, Event, JobPhase
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Job
+from ratchet_service.db.transitions import apply
+from ratchet_service.scheduling import queue_queries
+from ratchet_service.scheduling.preemption import Running
+from ratchet_service.scheduling.scheduler import BEING_FREED, NO_SLOT, End, Row, Wait, no_slot_message
+from ratchet_service.scheduling.slots import Capacity
+
+
+def locked_job(session: Session, row: Row) -> Job | None:
+    """Lock the row of a queued job and return it; None: the row has changed since it was read as ``row``, or another transaction
+    holds it."""
+    query = sa.select(Job).where(*_unchanged(row)).with_for_update(skip_locked=True)
+    return session.scalar(query.execution_options(populate_existing=True))
+
+
+def apply_ends(session: Session, ends: Sequence[End]) -> None:
+    """End the jobs of ``ends``."""
+    for row, decision in ends:
+        job = locked_job(session, row)
+        if job is not None and decision.event is not None:
+            apply(session, job.id, decision.event, reason=decision.reason, message=decision.message)
+
+
+def end_unreadable(session: Session, job: Job, error: ValidationError) -> None:
+    """End a locked job as failed, because its stored spec cannot be validated; the message names the first error."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    text = (
+        f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
+    )
+    apply(session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)
+
+
+def apply_waits(session: Session, waits: Sequence[Wait]) -> None:
+    """Store why jobs wait, and request the stop of the attempts that make room for them. The ETags of the waiting jobs do not
+    change."""
+    session.flush()
+    for row, reason, message, victims in waits:
+        if victims and not _preempt(session, row, victims):
+            message = message.removesuffix(BEING_FREED)
+        told = sa.update(Job).where(*_unchanged(row)).values(reason=reason, message=message)
+        session.execute(told.execution_options(synchronize_session=False))
+
+
+def store_wait_reason(job: Job, reason: str, message: str) -> bool:
+    """Set reason and message of a locked job; False if it has both already. Its ETag does not change."""
+    if (job.reason, job.message) == (reason, message):
+        return False
+    job.reason, job.message = reason, message
+    return True
+
+
+def store_no_slot(session: Session, ids: Sequence[str], kinds: Collection[str], capacity: Capacity) -> None:
+    """Store that no slot is left in the rows of those jobs ``ids`` that still wait, of launchers ``kinds``."""
+    session.flush()
+    queue_queries.store_waiting_reason(session, ids, kinds, reason=NO_SLOT, message=no_slot_message(capacity))
+
+
+def _unchanged(row: Row) -> tuple[sa.ColumnElement[bool], ...]:
+    """Return the SQL conditions that a job is queued, and its row as ``row`` was read."""
+    return Job.id == row.queued.job, Job.phase == JobPhase.QUEUED, Job.version == row.version
+
+
+def _preempt(session: Session, row: Row, victims: Sequence[Running]) -> bool:
+    """Request the stop of all ``victims`` for the job of ``row``. Return False, without a change, if one may not be stopped now
+    or the job's row has changed."""
+    job = locked_job(session, row)
+    if job is None or not _still_stoppable(session, job, victims):
+        return False
+    for one in victims:
+        message = (
+            f"stopped for job {job.id} of priority {job.priority}: it is queued again and continues from its checkpoint"
+        )
+        apply(
+            session,
+            one.job,
+            Event.PREEMPT,
+            expected_attempt=one.attempt,
+            cause=Cause.HIGHER_PRIORITY,
+            reason=Cause.HIGHER_PRIORITY.value,
+            message=message,
+            data={"for": job.id, "priority": job.priority},
+        )
+    job.preempting_since = now_in(session)
+    session.flush()
+    return True
+
+
+def _still_stoppable(session: Session, job: Job, victims: Sequence[Running]) -> bool:
+    """Lock the victims' rows; True if all could be locked and may still be stopped for ``job``."""
+    attempts = {one.job: one.attempt for one in victims}
+    # no wait for a locked row: its transaction may wait for a row that is locked here
+    query = sa.select(Job).where(Job.id.in_(attempts)).with_for_update(skip_locked=True)
+    rows = list(session.scalars(query.execution_options(populate_existing=True)))
+    return len(rows) == len(attempts) and all(
+        row.attempt == attempts[row.id]
+        and row.phase in (JobPhase.STARTING, JobPhase.RUNNING)
+        and row.desired is Desired.RUN
+        and row.priority < job.priority
+        for row in rows
+    )
