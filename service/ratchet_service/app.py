@@ -38,7 +38,7 @@ from ratchet_service.db.engine import Database
 from ratchet_service.isolation.concurrency_limit import ConcurrencyLimit
 from ratchet_service.observability.health import Health
 from ratchet_service.observability.metrics import Instruments
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases.compare import Comparer
 from ratchet_service.usecases.export import Exporter
 from ratchet_service.usecases.output_files import Files
@@ -58,7 +58,7 @@ for 24 hours.
 
 def create_app(
     settings: Settings,
-    ports: SubmissionPorts,
+    submission: LocalSubmission,
     database: Database | None = None,
     health: Health | None = None,
     instruments: Instruments | None = None,
@@ -96,11 +96,13 @@ def create_app(
     )
     idempotency = Idempotency(shared, settings.idempotency_seconds, settings.claim_seconds)
     turns = ConcurrencyLimit(settings.max_exports, "making other exports")
-    exporter = Exporter(shared, settings.paths, turns, settings.export_seconds, ports.trains_here, settings.sandbox)
+    exporter = Exporter(
+        shared, settings.paths, turns, settings.export_seconds, submission.trains_here, settings.sandbox
+    )
     app.state.service = Service(
         settings,
         shared,
-        ports,
+        submission,
         idempotency,
         exporter,
         Comparer(shared, settings.paths, ConcurrencyLimit(_COMPARISONS, "comparing other checkpoints")),

@@ -46,7 +46,7 @@ def spec(**changes: Any) -> dict[str, Any]:
 
 
 @dataclass
-class FakePorts:
+class FakeSubmission:
     """A machine with two cores and no GPU; counts what it is asked for."""
 
     snapshots: list[Path] = field(default_factory=list)
@@ -107,7 +107,7 @@ class Api:
     client: httpx.Client
     database: Database
     settings: Settings
-    ports: FakePorts
+    submission: FakeSubmission
 
     def submit(self, **changes: Any) -> str:
         answer = self.client.post("/v1/jobs", json=spec(**changes))
@@ -216,16 +216,16 @@ def api_server(migrated_database: Database, tmp_path_factory: pytest.TempPathFac
         refused_rate=1e6,
         report_rate=1e6,
     )
-    ports = FakePorts()
+    submission = FakeSubmission()
     with (
-        Server(create_app(settings, ports, migrated_database)) as url,
+        Server(create_app(settings, submission, migrated_database)) as url,
         httpx.Client(base_url=url, timeout=30, verify=False) as client,
     ):
-        yield Api(client, migrated_database, settings, ports)
+        yield Api(client, migrated_database, settings, submission)
 
 
 @pytest.fixture
 def api(database: Database, api_server: Api) -> Api:
     """The server over an empty database."""
-    api_server.ports.snapshots.clear()
+    api_server.submission.snapshots.clear()
     return api_server

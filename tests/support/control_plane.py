@@ -95,8 +95,8 @@ class Plane:
 
     def serve_api(self) -> None:
         """The API in a thread, found through ``service.json`` as ever."""
-        ports = LocalSubmission(self.paths, self.machine, single_launcher(trainer_launcher(self.paths)), self.wake)
-        app = create_app(self.settings, ports, self.database)
+        submission = LocalSubmission(self.paths, self.machine, single_launcher(trainer_launcher(self.paths)), self.wake)
+        app = create_app(self.settings, submission, self.database)
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, timeout_graceful_shutdown=1))
         thread = threading.Thread(target=server.run)
         thread.start()

@@ -20,7 +20,7 @@ from ratchet_service.db.migrate import upgrade
 from ratchet_service.db.models import Job
 from ratchet_service.isolation import proc
 from ratchet_store.format.manifest_file import read_manifest
-from tests.support.api import Api, FakePorts, Server, checkpoint_message, training_message
+from tests.support.api import Api, FakeSubmission, Server, checkpoint_message, training_message
 from tests.support.server import wait_for
 
 
@@ -28,14 +28,14 @@ from tests.support.server import wait_for
 def export_service(home: Path, **settings: Any) -> Iterator[Api]:
     """On a SQLite database of its own."""
     told = Settings(home, **settings)
-    database, ports = Database(told.url), FakePorts()
+    database, submission = Database(told.url), FakeSubmission()
     upgrade(database)
     try:
         with (
-            Server(create_app(told, ports, database)) as url,
+            Server(create_app(told, submission, database)) as url,
             httpx.Client(base_url=url, timeout=120, trust_env=False) as client,
         ):
-            yield Api(client, database, told, ports)
+            yield Api(client, database, told, submission)
     finally:
         database.dispose()
 

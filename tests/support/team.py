@@ -13,7 +13,7 @@ from ratchet_contract.api.roles import Role, Scope
 from ratchet_service.app import create_app
 from ratchet_service.config.settings import Settings
 from ratchet_service.db.engine import Database
-from tests.support.api import Api, FakePorts, Server
+from tests.support.api import Api, FakeSubmission, Server
 from tests.support.tokens import bearer, make_token
 
 
@@ -41,7 +41,7 @@ class Team:
 
     def api(self, client: httpx.Client) -> Api:
         """The same service as ``client``'s owner uses it."""
-        return Api(client, self.database, self.settings, FakePorts())
+        return Api(client, self.database, self.settings, FakeSubmission())
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +51,7 @@ def token_required_service(
     settings = Settings(
         home=tmp_path_factory.mktemp("guarded"), tokens_required=True, follow_interval=0.02, refused_rate=1e6
     )
-    with Server(create_app(settings, FakePorts(), migrated_database)) as url:
+    with Server(create_app(settings, FakeSubmission(), migrated_database)) as url:
         yield url, settings
 
 

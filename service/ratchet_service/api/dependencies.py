@@ -26,7 +26,7 @@ from ratchet_service.config.settings import Settings
 from ratchet_service.db.engine import Database
 from ratchet_service.observability import logging
 from ratchet_service.observability.health import Health
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases.compare import Comparer
 from ratchet_service.usecases.export import Exporter
 from ratchet_service.usecases.output_files import Files
@@ -40,7 +40,7 @@ class Service:
 
     settings: Settings
     database: Database
-    ports: SubmissionPorts
+    submission: LocalSubmission
     idempotency: Idempotency
     exporter: Exporter
     comparer: Comparer

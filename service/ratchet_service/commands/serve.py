@@ -94,7 +94,7 @@ def serve(options: ServeOptions) -> None:
                     bounds=settings.bounds,
                     instruments=instruments,
                 )
-            ports = LocalSubmission(
+            submission = LocalSubmission(
                 settings.paths,
                 machine,
                 launchers,
@@ -106,7 +106,7 @@ def serve(options: ServeOptions) -> None:
             url = listen.service_url(bound)
             _log_auth_mode(settings, listen, url, database)
             health = Health(heartbeat=reconciler.heartbeat if reconciler else None)
-            app = create_app(settings, ports, database, health, instruments)
+            app = create_app(settings, submission, database, health, instruments)
             on_drain = reconciler.stop if reconciler else lambda: None
             server = Server(app, settings.paths, url, tls, Shutdown(health, options.drain_seconds, on_drain))
             with instruments.count_commits(database), handle_signals(server), _run_reconciler(reconciler):

@@ -1,4 +1,4 @@
-"""What a submission needs from this machine: pre-flight, snapshot, plan. Implements ``ports.SubmissionPorts``."""
+"""What a submission needs from this machine and its launchers: pre-flight, snapshot, plan."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ perhaps for more than a minute; the same threads serve agents' reports and stop 
 
 
 class LocalSubmission:
-    """Implements ``SubmissionPorts`` with this machine's files, processes and launchers. The reconciler may run on another
-    machine."""
+    """Checks and copies what a submission names, with this machine's files, processes and launchers. The reconciler may run on
+    another machine."""
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class LocalSubmission:
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems; see ``SubmissionPorts.resolve``.
-        What is outside the allowed roots is not inspected. Raise ``Refused`` or ``OSError``."""
+        """Return the decision for every ``auto`` of ``spec``, the warnings, and the problems: why it cannot run. ``code_digest``:
+        the snapshot to inspect instead of the directory. ``faulty_keys``: top-level keys that a fault may affect; checks
+        that rely on their values are left out. What is outside the allowed roots is not inspected. Raise ``Refused`` or
+        ``OSError``."""
         allowed = Report()
         copied = code_digest is not None and spec.code is not None and spec.code.source == "snapshot"
         self._roots.check(spec, allowed, copied=copied)
@@ -94,13 +96,13 @@ class LocalSubmission:
     def resize(
         self, spec: JobSpec, resolved: Resolved, warnings: Sequence[Warning_]
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:
-        """Return the decisions, the warnings and the problems for a stored job with another number of ranks; see
-        ``SubmissionPorts.resize``."""
+        """Return decisions, warnings and problems for a stored job with another number of ranks. ``resolved``: the job's present
+        decisions. ``warnings``: the job's present warnings."""
         return preflight.resize(spec, resolved, warnings, self._machine_of(spec), self._launchers)
 
     def check_hook_change(self, spec: JobSpec, resolved: Resolved) -> tuple[list[Warning_], list[FieldProblem]]:
-        """Return the warnings and the problems of another hook; see ``SubmissionPorts.check_hook_change``. Raise ``Refused``
-        if too many inspections run."""
+        """Return the warnings and the problems of a stored job's ``spec`` with another hook. May import a user's own hook, in a
+        separate process. Raise ``Refused`` if too many inspections run."""
         spec, probe = self._probe(spec, resolved)
         with self._inspection_slot(isinstance(spec.hook, CustomSpec)):
             report = hook.check_changed_hook(spec, resolved, self._machine_of(spec), probe)
@@ -134,12 +136,13 @@ class LocalSubmission:
         return self._reconciler_here and kind == "local"
 
     def snapshot(self, path: Path, include: Sequence[str] = ()) -> str:
-        """Copy the directory ``path`` into the run directory and return the copy's digest; see ``SubmissionPorts.snapshot``."""
+        """Copy the code in ``path`` into the run directory and return the copy's digest. Raise ``SpecError``, ``Refused`` or
+        ``OSError``."""
         return snapshot.snapshot(path, self._home.code, include=include, allowed=self._roots.allows_path)
 
     def git_facts(self, path: Path, digest: str) -> GitFacts | None:
-        """Return the Git commit of the directory ``path`` and how its snapshot ``digest`` differs from it; see
-        ``SubmissionPorts.git_facts``."""
+        """Return the Git commit of ``path`` and how its snapshot ``digest`` differs from it, or why that is unknown; None: no
+        repository. Blocks while git runs."""
         return git_facts(path, list_entries(self._home.code / digest, UNLIMITED), self._roots.allows_path)
 
     def keep_uploaded(self, digest: str) -> str:
@@ -151,7 +154,8 @@ class LocalSubmission:
         return digest
 
     def snapshot_file(self, path: Path) -> str:
-        """Copy the file ``path`` into the run directory and return the copy's digest; see ``SubmissionPorts.snapshot_file``."""
+        """Copy the file ``path`` into the run directory and return the copy's digest. Raise ``SpecError``, ``Refused`` or
+        ``OSError``."""
         return snapshot.snapshot_file(path, self._home.code, allowed=self._roots.allows_path)
 
     def allows_path(self, real: Path) -> bool:
@@ -159,7 +163,8 @@ class LocalSubmission:
         return self._roots.allows_path(real)
 
     def plan(self, spec: JobSpec, resolved: Resolved) -> dict[str, Any]:
-        """Return the printable plan of a job's first attempt, with placeholders for what is known only at its launch."""
+        """Return the printable plan of a job's first attempt: commands and variables, without the values of secrets, with
+        placeholders for what is known only at its launch. Starts nothing."""
         gpus = tuple(self._machine_of(spec).gpus[: spec.world.ranks_per_node]) if resolved.device == "cuda" else ()
         launch = build_launch_file(self._home, _NO_JOB, 1, spec, resolved, gpus, token="", desired=Desired.RUN)
         return self._launchers[spec.launcher.kind].plan(launch).printable()
@@ -198,6 +203,6 @@ class LocalSubmission:
         return read_machine(self._home.home) or replace(self._own_machine, is_this_machine=False)
 
     def wake(self) -> None:
-        """Wake the reconciler, if this process runs one."""
+        """Request that the reconciler of this process, if any, starts its next round early. Never blocks."""
         if self._wake is not None:
             self._wake()

@@ -26,7 +26,7 @@ from ratchet_service.db.transitions import add_event
 from ratchet_service.job_files.delete_job import deleted_unless_stored
 from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.observability import disk_space
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases import resize, submit
 from ratchet_service.usecases.submit import new_job_id
 from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, remove_tree
@@ -49,26 +49,26 @@ class PreparedAdoption:
     source: ForkSource
 
 
-def check(data: Any, directory: str, ports: SubmissionPorts) -> list[Warning_]:
+def check(data: Any, directory: str, submission: LocalSubmission) -> list[Warning_]:
     """Check the spec ``data`` and the run in ``directory``; no job is made. Return the warnings about adopting the run. Raise as
     ``prepare`` does."""
-    run = _open_run(directory, ports)
+    run = _open_run(directory, submission)
     with _locked_run(run, directory):
-        return _compare(run, _newest_manifest(run, directory), submit.check(data, ports), directory)
+        return _compare(run, _newest_manifest(run, directory), submit.check(data, submission), directory)
 
 
 def prepare(
-    data: Any, directory: str, ports: SubmissionPorts, homes: HomePaths, until_stored: ExitStack
+    data: Any, directory: str, submission: LocalSubmission, homes: HomePaths, until_stored: ExitStack
 ) -> PreparedAdoption:
     """Check the spec ``data`` and take its snapshots as at submission. Then copy the run's newest checkpoint into the directory
     of a new job. The result is for ``store``. Raise as ``submit.prepare`` does, and ``Conflict`` or ``CheckpointError``.
 
     ``until_stored``: the caller closes it after the commit of ``store``. If a ``RatchetError`` or ``OSError`` closes it instead,
     it deletes the copy."""
-    run, job_id = _open_run(directory, ports), new_job_id()
+    run, job_id = _open_run(directory, submission), new_job_id()
     with _locked_run(run, directory):
         manifest = _newest_manifest(run, directory)
-        prepared = submit.prepare(data, ports)
+        prepared = submit.prepare(data, submission)
         warnings = _compare(run, manifest, prepared, directory)
         job = homes.job(job_id)
         until_stored.enter_context(deleted_unless_stored(job))
@@ -98,13 +98,13 @@ def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomeP
     return job
 
 
-def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
+def _open_run(directory: str, submission: LocalSubmission) -> RunDirectory:
     """Return the run in ``directory``. Raise ``SpecError`` if the path is not allowed or is not a run's directory."""
     path = Path(directory)
     if not path.is_absolute():
         raise _directory_error("relative-path", f"{directory!r} must be an absolute path on the service's machine")
     real = Path(os.path.realpath(path))
-    if not ports.allows_path(real):
+    if not submission.allows_path(real):
         raise _directory_error(
             "path-not-allowed",
             f"{directory} is outside the directories of its machine that this service accepts (--code-root). Ask its "
@@ -116,7 +116,7 @@ def _open_run(directory: str, ports: SubmissionPorts) -> RunDirectory:
             f"there is no directory {directory!r} on the service's machine. Copy a run of another machine there first, with "
             "its whole directory",
         )
-    run = RunDirectory(JobPaths(real), lambda fd: ports.allows_path(Path(f"/proc/self/fd/{fd}").readlink()))
+    run = RunDirectory(JobPaths(real), lambda fd: submission.allows_path(Path(f"/proc/self/fd/{fd}").readlink()))
     if run.id() is None:
         raise _directory_error(
             "adopt-no-run",

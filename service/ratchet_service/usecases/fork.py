@@ -22,7 +22,7 @@ from ratchet_service.db.models import Checkpoint, Job
 from ratchet_service.db.queries import find_checkpoint, find_job, find_job_for_update
 from ratchet_service.db.transitions import add_event, check_transition
 from ratchet_service.json_merge_patch import merge
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases import resize, submit
 from ratchet_service.usecases.checkpoints import set_pin
 from ratchet_service.usecases.spec_patch import complete_code_patch, complete_hook_patch, complete_launcher_patch
@@ -40,7 +40,7 @@ class PreparedFork:
 
 
 def prepare(
-    database: Database, job_id: str, request: ForkRequest, ports: SubmissionPorts, homes: HomePaths
+    database: Database, job_id: str, request: ForkRequest, submission: LocalSubmission, homes: HomePaths
 ) -> PreparedFork:
     """Return the new job's spec, checked as at submission, and its source checkpoint, for ``store``. The request's spec is merged
     over that of job ``job_id``. If the request names ``code``, a new snapshot may be taken. A source only in the object store is
@@ -63,7 +63,7 @@ def prepare(
     digest = None if "code" in request.spec else parent.resolved.get("code_digest")
     start = _pop_start_from(data, request)
     try:
-        prepared = submit.prepare(data, ports, code_digest=digest)
+        prepared = submit.prepare(data, submission, code_digest=digest)
     except SpecError as error:
         raise _with_request_pointers(error, named=request.name is not None) from None
     prepared = replace(prepared, spec=prepared.spec.model_copy(update={"start_from": start}))

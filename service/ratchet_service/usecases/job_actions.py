@@ -21,7 +21,7 @@ from ratchet_service.db.queries import find_job, find_job_for_update
 from ratchet_service.db.transitions import add_event, apply, check_transition
 from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.scheduling import quotas
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases import resize
 
 
@@ -67,7 +67,9 @@ class PreparedResume:
     code: resize.NewCode | None = None
 
 
-def prepare_resume(database: Database, job_id: str, request: ResumeRequest, ports: SubmissionPorts) -> PreparedResume:
+def prepare_resume(
+    database: Database, job_id: str, request: ResumeRequest, submission: LocalSubmission
+) -> PreparedResume:
     """Check a changed hook and requested code, and take a snapshot of the code, unless an attempt may be alive. Raises as
     ``submit.prepare`` does, and ``NotFound`` or ``Conflict``."""
     with database.read() as session:
@@ -76,13 +78,15 @@ def prepare_resume(database: Database, job_id: str, request: ResumeRequest, port
     if job.phase.active:  # ``resume`` refuses this; if the attempt ends before, nothing has been checked
         return PreparedResume(request, None, [])
     if request.code is None:
-        return PreparedResume(request, spec, resize.check_hook(job, spec, ports))
+        return PreparedResume(request, spec, resize.check_hook(job, spec, submission))
     check_transition(job, Event.RESUME)  # before anything is copied
-    code = resize.prepare_code(job, spec, ports)
+    code = resize.prepare_code(job, spec, submission)
     return PreparedResume(request, resize.requested_spec(job, request, code), code.hook_warnings, code)
 
 
-def resume(session: Session, job_id: str, prepared: PreparedResume, ports: SubmissionPorts, homes: HomePaths) -> Job:
+def resume(
+    session: Session, job_id: str, prepared: PreparedResume, submission: LocalSubmission, homes: HomePaths
+) -> Job:
     """Queue a job again and return its row. If no change is requested, a job that is queued or runs already stays as it is. The
     job may continue from an older checkpoint, or with permanent changes such as another hook. A failed or cancelled job gets
     fresh budgets.
@@ -115,7 +119,7 @@ def resume(session: Session, job_id: str, prepared: PreparedResume, ports: Submi
         raise Conflict(problem.detail, code=problem.code, phase=job.phase.value)
     change = None
     if spec is not None or code is not None:
-        change = resize.make_change(job, spec or _job_spec(job), ports, prepared.warnings, code)
+        change = resize.make_change(job, spec or _job_spec(job), submission, prepared.warnings, code)
     _check_quota(session, job, change)
     for type_, text, facts in change.events if change is not None else ():
         add_event(session, job_id, type_, text, attempt=job.attempt or None, data=facts)

@@ -25,7 +25,7 @@ from ratchet_service.checkpoints.lineage import committed_in_lineage, fork_of
 from ratchet_service.db.models import Job
 from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.json_merge_patch import merge
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases import submit
 from ratchet_service.usecases.spec_patch import complete_hook_patch
 from ratchet_store.format.manifest_file import read_manifest
@@ -80,7 +80,7 @@ def requested_spec(job: Job, request: ResumeRequest, code: NewCode | None = None
     return None if changed == spec else changed
 
 
-def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewCode:
+def prepare_code(job: Job, spec: JobSpec | None, submission: LocalSubmission) -> NewCode:
     """Check a spec, and take a snapshot of the code that it names. ``spec``: the changed spec; None: the job's present spec.
     This may run user code, so never call it within a transaction. Raises as ``submit.prepare`` does, and ``SpecError`` if the
     job runs without a snapshot of code."""
@@ -94,18 +94,18 @@ def prepare_code(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> NewC
         raise SpecError(f"/code: {text}", errors=[FieldProblem(pointer="/code", code="no-snapshot", detail=text)])
     data = dict(job.spec) if spec is None else spec.model_dump(mode="json")
     data.pop("start_from", None)  # its copy exists and is not checked again
-    prepared = submit.prepare(data, ports)
+    prepared = submit.prepare(data, submission)
     assert prepared.resolved.code_digest is not None and prepared.spec.code is not None
     return NewCode(prepared.resolved.code_digest, prepared.spec.code.git, prepared.warnings)
 
 
-def check_hook(job: Job, spec: JobSpec | None, ports: SubmissionPorts) -> list[Warning_]:
+def check_hook(job: Job, spec: JobSpec | None, submission: LocalSubmission) -> list[Warning_]:
     """Check the hook of ``spec`` if it differs from the job's hook, and return the warnings about it. ``spec``: the changed
     spec; None: no change, so nothing is checked. This may run user code, so never call it within a transaction. Raise
     ``SpecError`` for a hook that the job cannot run, or ``Refused``."""
     if spec is None or spec.hook == JobSpec.model_validate(job.spec).hook:
         return []
-    warnings, problems = ports.check_hook_change(spec, Resolved.model_validate(job.resolved))
+    warnings, problems = submission.check_hook_change(spec, Resolved.model_validate(job.resolved))
     if problems:
         raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
     return [w for w in warnings if _is_hook_warning(w.pointer, w.code)]
@@ -117,7 +117,11 @@ def _is_hook_warning(pointer: str, code: str) -> bool:
 
 
 def make_change(
-    job: Job, spec: JobSpec, ports: SubmissionPorts, hook_warnings: Sequence[Warning_] = (), code: NewCode | None = None
+    job: Job,
+    spec: JobSpec,
+    submission: LocalSubmission,
+    hook_warnings: Sequence[Warning_] = (),
+    code: NewCode | None = None,
 ) -> Change:
     """Return the ``Change`` that gives the job ``spec``; nothing is stored. ``hook_warnings``: the warnings about a changed
     hook, used only if ``code`` is None. ``code``: the new code; None: the code stays. Raise ``SpecError``."""
@@ -138,7 +142,7 @@ def make_change(
         text = change.description if change is not None else "hook: parameters without effect on the results"
         out.events.append(("hook-changed", text, {"hook": _pair(before, after)}))
     if spec.world != old.world:
-        resized, warnings, problems = ports.resize(spec, resolved, warnings)
+        resized, warnings, problems = submission.resize(spec, resolved, warnings)
         if problems:
             raise SpecError(f"{problems[0].pointer}: {problems[0].detail}", errors=problems)
         out.columns["resolved"] = resized.model_dump(mode="json")

@@ -21,7 +21,7 @@ from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Job, JobLabel
 from ratchet_service.db.transitions import add_event
 from ratchet_service.scheduling import quotas
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 
 _ALPHABET: Final = "0123456789abcdefghjkmnpqrstvwxyz"
 _EPOCH_MS: Final = 1_704_067_200_000  # 2024-01-01T00:00:00Z
@@ -42,7 +42,7 @@ class Prepared:
     warnings: list[Warning_]
 
 
-def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> Prepared:
+def check(data: Any, submission: LocalSubmission, code_digest: str | None = None) -> Prepared:
     """Check the spec ``data``, and decide every setting that is ``auto``. ``code_digest``: the digest of a snapshot of the
     code, which is checked instead of the code's directory. Raise ``SpecError`` with every problem found, ``Refused`` or
     ``OSError``."""
@@ -50,24 +50,24 @@ def check(data: Any, ports: SubmissionPorts, code_digest: str | None = None) -> 
     spec = found.spec
     if spec is None:
         raise spec_error(found.problems, data)
-    resolved, warnings, problems = ports.resolve(spec, code_digest or _uploaded_digest(spec), found.uncertain_keys)
+    resolved, warnings, problems = submission.resolve(spec, code_digest or _uploaded_digest(spec), found.uncertain_keys)
     if found.problems or problems:
         raise spec_error([*found.problems, *problems], data)
     return Prepared(spec, resolved, warnings)
 
 
-def prepare(data: Any, ports: SubmissionPorts, *, code_digest: str | None = None) -> Prepared:
+def prepare(data: Any, submission: LocalSubmission, *, code_digest: str | None = None) -> Prepared:
     """Check a spec as ``check`` does, and take snapshots of its code and of its ``start_from`` file, if it has them.
     ``code_digest``: the digest of an existing snapshot of the code, used instead of a new one. Raise ``SpecError``,
     ``Refused`` or ``OSError``."""
-    checked = check(data, ports, code_digest)
+    checked = check(data, submission, code_digest)
     spec, copies = checked.spec, {}
     if spec.start_from is not None:
-        copies["start_digest"] = ports.snapshot_file(Path(spec.start_from.path))
+        copies["start_digest"] = submission.snapshot_file(Path(spec.start_from.path))
     if spec.code is not None and spec.code.source == "snapshot":
-        copies["code_digest"] = digest = code_digest or _snapshot_digest(spec.code, ports)
+        copies["code_digest"] = digest = code_digest or _snapshot_digest(spec.code, submission)
         if code_digest is None and spec.code.digest is None:
-            git = ports.git_facts(Path(spec.code.path), digest)
+            git = submission.git_facts(Path(spec.code.path), digest)
             spec = spec.model_copy(update={"code": spec.code.model_copy(update={"git": git})})
     return Prepared(spec, checked.resolved.model_copy(update=copies), checked.warnings)
 
@@ -77,23 +77,27 @@ def _uploaded_digest(spec: JobSpec) -> str | None:
     return spec.code.digest if spec.code is not None else None
 
 
-def _snapshot_digest(code: CodeSpec, ports: SubmissionPorts) -> str:
+def _snapshot_digest(code: CodeSpec, submission: LocalSubmission) -> str:
     """Return the digest of a new snapshot of the code's directory, or of the uploaded code. Raise ``SpecError``, ``Refused`` or
     ``OSError``."""
-    return ports.snapshot(Path(code.path), code.include) if code.digest is None else ports.keep_uploaded(code.digest)
+    return (
+        submission.snapshot(Path(code.path), code.include)
+        if code.digest is None
+        else submission.keep_uploaded(code.digest)
+    )
 
 
-def dry_run(data: Any, ports: SubmissionPorts) -> PlanView:
+def dry_run(data: Any, submission: LocalSubmission) -> PlanView:
     """Return what a submission of this spec would run, and the bytes of the hook's state per rank. Secret values are masked.
     Raises as ``check`` does."""
-    checked = check(data, ports)
+    checked = check(data, submission)
     resolved = checked.resolved.model_copy(update={"code_digest": _uploaded_digest(checked.spec)})
     return PlanView(
         spec=masked_spec(checked.spec.model_dump(mode="json")),
         resolved=resolved,
         warnings=checked.warnings,
-        launch=ports.plan(checked.spec, resolved),
-        hook_memory_bytes=ports.hook_memory(checked.spec, resolved),
+        launch=submission.plan(checked.spec, resolved),
+        hook_memory_bytes=submission.hook_memory(checked.spec, resolved),
     )
 
 

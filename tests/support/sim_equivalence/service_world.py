@@ -52,7 +52,7 @@ from ratchet_service.scheduling.scheduler import Preemption
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases import job_actions, submit
 from tests.support import invariants
-from tests.support.api import FakePorts, spec
+from tests.support.api import FakeSubmission, spec
 from tests.support.checkpoints import manifest_of, write_ranks
 from tests.support.one_shot_writers import commit
 from tests.support.sim.processes import QUIET, Process, SimDatabase, Stage
@@ -73,7 +73,7 @@ def _prepared(ranks: int, priority: int) -> submit.Prepared:
         name="sim", hook={"name": "allreduce"}, world={"ranks_per_node": ranks, "device": "cpu"}, policy=policy,
         priority=priority, checkpoint={"keep_last": 10_000},
     )  # fmt: skip
-    return submit.prepare(data, FakePorts())
+    return submit.prepare(data, FakeSubmission())
 
 
 _free_jobs = leases.free_jobs
@@ -141,7 +141,7 @@ class Served(Kept):
         with self.database.write() as session:
             if event is Event.RESUME:
                 prepared = job_actions.PreparedResume(ResumeRequest(), None, [])
-                job_actions.resume(session, job.id, prepared, FakePorts(), self.homes)
+                job_actions.resume(session, job.id, prepared, FakeSubmission(), self.homes)
             else:
                 job_actions.apply_action(session, job.id, event)
 
@@ -158,7 +158,7 @@ class Served(Kept):
             if there:
                 request = ResumeRequest(from_step=there[self.draw_index(len(there))].step)
                 prepared = job_actions.PreparedResume(request, None, [])
-                job_actions.resume(session, job.id, prepared, FakePorts(), self.homes)
+                job_actions.resume(session, job.id, prepared, FakeSubmission(), self.homes)
 
     def _delete(self, job: Any) -> None:
         history = of_rows(self.database, job.id)

@@ -18,7 +18,7 @@ from ratchet_service.db import migrate
 from ratchet_service.db.engine import Database, sqlite_url
 from ratchet_service.observability.metrics import Instruments
 from tests.support import error_codes
-from tests.support.api import FakePorts
+from tests.support.api import FakeSubmission
 from tests.support.docs import PAGES as USER_PAGES
 from tests.support.docs import anchors, load_page_generator
 from tests.support.postgres import URL_VARIABLE
@@ -48,7 +48,7 @@ def test_every_endpoint_stands_on_the_api_page(tmp_path: Path) -> None:
             elif call != "?follow=true":
                 whole = call if method == "GET" and call in ("/readyz", "/metrics") else whole.rsplit("/", 1)[0] + call
             named.add(f"{method} {whole}")
-    paths = create_app(Settings(home=tmp_path), FakePorts()).openapi()["paths"]
+    paths = create_app(Settings(home=tmp_path), FakeSubmission()).openapi()["paths"]
     assert named == {f"{method.upper()} {path}" for path, item in paths.items() for method in item}
 
 

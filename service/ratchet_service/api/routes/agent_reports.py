@@ -77,7 +77,7 @@ def _report(
             service.acknowledged,
         )
     if agent_report.result is not None:
-        service.ports.wake()
+        service.submission.wake()
     answer = Response(ack.model_dump_json(exclude_none=True), media_type=JSON)
     after = service.pacing.record_report(
         (agent_report.job_id, agent_report.attempt, agent_report.node), time.thread_time() - begin

@@ -45,7 +45,7 @@ def _run_change(
         return _job_reply(session, change(session), accepted=accepted)
 
     answer = poster.run(lambda: None, effect)
-    service.ports.wake()
+    service.submission.wake()
     return answer
 
 
@@ -136,16 +136,16 @@ def resume(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
     """
     poster, data = post
     request = parse(ResumeRequest, data)
-    ports, homes = service.ports, service.settings.paths
+    submission, homes = service.submission, service.settings.paths
 
     def prepare() -> job_actions.PreparedResume:
-        return job_actions.prepare_resume(service.database, job_id, request, ports)
+        return job_actions.prepare_resume(service.database, job_id, request, submission)
 
     def effect(session: Session, prepared: job_actions.PreparedResume) -> Reply:
-        return _job_reply(session, job_actions.resume(session, job_id, prepared, ports, homes))
+        return _job_reply(session, job_actions.resume(session, job_id, prepared, submission, homes))
 
     answer = poster.run(prepare, effect)
-    ports.wake()
+    submission.wake()
     return answer
 
 
@@ -168,12 +168,12 @@ def fork_job(service: ServiceDep, post: SpecPost, caller: Caller, job_id: str) -
     request = parse(ForkRequest, data)
 
     def prepare() -> fork.PreparedFork:
-        return fork.prepare(service.database, job_id, request, service.ports, service.settings.paths)
+        return fork.prepare(service.database, job_id, request, service.submission, service.settings.paths)
 
     def effect(session: Session, prepared: fork.PreparedFork) -> Reply:
         job = fork.store(session, prepared, caller.owner, service.settings.paths)
         return reply(201, job_view(session, job), Location=f"/v1/jobs/{job.id}", ETag=queries.etag(job))
 
     answer = poster.run(prepare, effect)
-    service.ports.wake()
+    service.submission.wake()
     return answer

@@ -23,7 +23,7 @@ from ratchet_service.db.models import Job
 from ratchet_service.db.queries import find_job
 from ratchet_service.job_files import delete_job as deletion
 from ratchet_service.observability import disk_space
-from ratchet_service.submission.ports import SubmissionPorts
+from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases import adopt_run as adoption
 from ratchet_service.usecases import job_history, queue, submit, update_job
 from ratchet_service.usecases import list_jobs as listing
@@ -58,34 +58,34 @@ def submit_job(
 ) -> Response:
     """Validates the spec against this machine, takes a snapshot of its code and queues the job. JSON or YAML, by content type."""
     poster, data = post
-    ports, homes = service.ports, service.settings.paths
+    submission, homes = service.submission, service.settings.paths
     if dry_run:
-        return poster.run(lambda: _plan(data, adopt, ports), lambda _session, plan: reply(200, plan))
+        return poster.run(lambda: _plan(data, adopt, submission), lambda _session, plan: reply(200, plan))
 
     def job_reply(session: Session, job: Job) -> Reply:
         return reply(201, job_view(session, job), Location=f"/v1/jobs/{job.id}", ETag=queries.etag(job))
 
     if adopt is None:
         answer = poster.run(
-            lambda: submit.prepare(data, ports),
+            lambda: submit.prepare(data, submission),
             lambda session, prepared: job_reply(session, submit.store(session, prepared, caller.owner)),
         )
     else:
         with ExitStack() as until_stored:
             answer = poster.run(
-                lambda: adoption.prepare(data, adopt, ports, homes, until_stored),
+                lambda: adoption.prepare(data, adopt, submission, homes, until_stored),
                 lambda session, prepared: job_reply(session, adoption.store(session, prepared, caller.owner, homes)),
             )
-    ports.wake()
+    submission.wake()
     return answer
 
 
-def _plan(data: Any, adopt: str | None, ports: SubmissionPorts) -> PlanView:
+def _plan(data: Any, adopt: str | None, submission: LocalSubmission) -> PlanView:
     """Return the plan of a submission; nothing is stored. ``adopt``: the directory of a run to continue, also checked."""
-    plan = submit.dry_run(data, ports)
+    plan = submit.dry_run(data, submission)
     if adopt is None:
         return plan
-    return plan.model_copy(update={"warnings": [*plan.warnings, *adoption.check(data, adopt, ports)]})
+    return plan.model_copy(update={"warnings": [*plan.warnings, *adoption.check(data, adopt, submission)]})
 
 
 @router.get("/v1/jobs", dependencies=[needs(Scope.JOBS_READ)], summary="List jobs")
@@ -155,7 +155,7 @@ def patch_job(
     with service.database.write() as session:
         job = update_job.patch(session, job_id, request, if_match)
         answer = reply(200, job_view(session, job), ETag=queries.etag(job))
-    service.ports.wake()
+    service.submission.wake()
     return respond(answer)
 
 

@@ -63,7 +63,7 @@ def put_quota(service: ServiceDep, owner: Owner, body: BodyDep) -> Response:
     request = parse(QuotaRequest, decode(body))
     with service.database.write() as session:
         view = quotas.set_quota(session, owner, request)
-    service.ports.wake()
+    service.submission.wake()
     return respond(reply(200, view))
 
 
@@ -74,5 +74,5 @@ def delete_quota(service: ServiceDep, owner: Owner) -> Response:
     """Deletes the owner's own quota. Afterwards the quota of `*`, if set, applies to the owner."""
     with service.database.write() as session:
         quotas.delete_quota(session, owner)
-    service.ports.wake()
+    service.submission.wake()
     return Response(status_code=204)

@@ -268,7 +268,7 @@ def test_training_report_of_the_next_attempt_resets_progress_to_its_base(api: Ap
 
 
 def test_reported_result_is_stored_and_leaves_phases_to_the_reconciler(api: Api, job: str) -> None:
-    wakes = api.ports.wakes
+    wakes = api.submission.wakes
     result = {
         "job_id": job, "attempt": 1, "cause": "exception", "rank": 1, "exit_code": 1, "message": "boom", "last_step": 12,
         "started_at": "2030-01-01T00:00:00Z", "ended_at": "2030-01-01T00:01:00Z", "ranks": [],
@@ -276,7 +276,7 @@ def test_reported_result_is_stored_and_leaves_phases_to_the_reconciler(api: Api,
     for _ in range(2):
         last = (0, 1, [checkpoint_message(10), checkpoint_message(12)])
         assert api.report(job, last, phase="ENDED", result=result, last_step=12).status_code == 200
-    assert api.ports.wakes > wakes
+    assert api.submission.wakes > wakes
     assert event_types(api, job)[-3:] == ["checkpoint", "checkpoint", "result"]
     with api.database.read() as session:
         attempt = session.get_one(Attempt, (job, 1))

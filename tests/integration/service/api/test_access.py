@@ -20,7 +20,7 @@ from ratchet_service.config.settings import Settings
 from ratchet_service.db.api_tokens import hash_token
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import ApiToken, Job
-from tests.support.api import TOKEN, Api, FakePorts, Server, spec
+from tests.support.api import TOKEN, Api, FakeSubmission, Server, spec
 from tests.support.team import Team, problem_status_and_code, team, token_required_service
 from tests.support.tokens import bearer, make_token
 
@@ -30,7 +30,7 @@ ACTIONS = ("suspend", "cancel", "preempt", "checkpoint", "resume", "fork")
 
 
 def routes() -> list[APIRoute]:
-    app = create_app(Settings(home=Path("/nowhere")), FakePorts())
+    app = create_app(Settings(home=Path("/nowhere")), FakeSubmission())
     return [route for route in app.state.routes if isinstance(route, APIRoute)]
 
 
@@ -240,7 +240,7 @@ def test_rate_limit_answers_429_with_retry_after_per_caller(api: Api, tmp_path: 
     job_id = api.submit()
     api.attempt(job_id)
     ann, bob = (bearer(make_token(api.database, name, Role.VIEWER)) for name in ("ann", "bob"))
-    with Server(create_app(settings, FakePorts(), api.database)) as url, httpx.Client(base_url=url) as client:
+    with Server(create_app(settings, FakeSubmission(), api.database)) as url, httpx.Client(base_url=url) as client:
         assert [client.get("/v1/jobs", headers=ann).status_code for _ in range(3)] == [200] * 3
         answer = client.get("/v1/jobs", headers=ann)
         assert problem_status_and_code(answer) == (429, "too-many-requests")
@@ -250,7 +250,7 @@ def test_rate_limit_answers_429_with_retry_after_per_caller(api: Api, tmp_path: 
         assert client.get("/v1/jobs", headers=bob).status_code == 200
         assert [client.get("/v1/jobs").status_code for _ in range(3)] == [401, 401, 429]
         assert client.get("/v1/jobs", headers=bob).status_code == 200
-        agent = Api(client, api.database, settings, FakePorts())
+        agent = Api(client, api.database, settings, FakeSubmission())
         assert [agent.report(job_id).status_code for _ in range(3)] == [200, 200, 429]
         code = f"/v1/jobs/{job_id}/attempts/01/code/{'0' * 64}"  # 01 is the same attempt
         assert problem_status_and_code(client.get(code, headers=bearer(TOKEN))) == (429, "too-many-requests")
@@ -262,7 +262,7 @@ def test_malformed_authorization_header_counts_as_a_refusal(api: Api, tmp_path: 
     settings = Settings(home=tmp_path, tokens_required=True, refused_rate=0.01, refused_burst=2)
     job_id = api.submit()
     api.attempt(job_id)
-    with Server(create_app(settings, FakePorts(), api.database)) as url, httpx.Client(base_url=url) as client:
+    with Server(create_app(settings, FakeSubmission(), api.database)) as url, httpx.Client(base_url=url) as client:
         headers = {"Authorization": "Basic YTpi"}
         answers = [client.get(path.format(job_id), headers=headers).status_code for _ in range(3)]
         assert answers == [401, 401, 429]
@@ -275,8 +275,8 @@ def test_report_rate_limit_is_separate_for_each_node_of_a_job(api: Api, tmp_path
         job = session.get_one(Job, job_id)
         job.spec = job.spec | {"world": job.spec["world"] | {"nodes": 2}}
     api.attempt(job_id)
-    with Server(create_app(settings, FakePorts(), api.database)) as url, httpx.Client(base_url=url) as client:
-        agents = Api(client, api.database, settings, FakePorts())
+    with Server(create_app(settings, FakeSubmission(), api.database)) as url, httpx.Client(base_url=url) as client:
+        agents = Api(client, api.database, settings, FakeSubmission())
         assert [agents.report(job_id, node=0).status_code for _ in range(4)] == [200, 200, 200, 429]
         assert [agents.report(job_id, node=1).status_code for _ in range(2)] == [200, 200]
         assert problem_status_and_code(agents.report(job_id, node=0)) == (

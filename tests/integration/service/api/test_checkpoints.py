@@ -207,12 +207,12 @@ def test_fork_keeps_uploaded_code_unless_other_code_is_specified(api: Api) -> No
     api.attempt(parent)
     api.report(parent, (0, 1, [training_message()]))
     saved(api, parent, 5)
-    assert api.ports.snapshots == []
+    assert api.submission.snapshots == []
     changes = ({"seed": 1}, {"code": other}, {"code": {"path": "/here"}})
     forks = [api.client.post(f"/v1/jobs/{parent}/fork", json={"spec": change}).json() for change in changes]
     assert [fork["spec"]["code"]["digest"] for fork in forks] == ["a" * 64, "b" * 64, None]
     assert [fork["resolved"]["code_digest"] for fork in forks][:2] == ["a" * 64, "b" * 64]
-    assert [str(path) for path in api.ports.snapshots] == ["/here"]
+    assert [str(path) for path in api.submission.snapshots] == ["/here"]
 
 
 def test_a_fork_is_a_new_job_with_a_changed_spec(api: Api, job: str) -> None:
@@ -260,11 +260,11 @@ def test_fork_uses_the_parents_snapshot_unless_code_is_specified(api: Api) -> No
     api.attempt(parent)
     api.report(parent, (0, 1, [training_message()]))
     saved(api, parent, 5)
-    taken = len(api.ports.snapshots)
+    taken = len(api.submission.snapshots)
     for change, more in (({}, 0), ({"code": {"path": "/project"}}, 1), ({"code": {"path": "/other"}}, 2)):
         answer = api.client.post(f"/v1/jobs/{parent}/fork", json={"spec": change})
         assert answer.status_code == 201, answer.text
-        assert len(api.ports.snapshots) == taken + more
+        assert len(api.submission.snapshots) == taken + more
 
 
 def test_fork_source_cannot_be_deleted_before_the_forks_first_checkpoint(api: Api, job: str) -> None:

@@ -25,7 +25,7 @@ from ratchet_service.app import create_app
 from ratchet_service.config.settings import Settings
 from ratchet_service.db.engine import Database
 from ratchet_service.user_code.snapshot import GRACE, remove_unreferenced
-from tests.support.api import Api, FakePorts, Server
+from tests.support.api import Api, FakeSubmission, Server
 from tests.support.server import wait_for
 from tests.support.small_disk import script_on_small_disk
 
@@ -47,7 +47,7 @@ def project(tmp_path: Path) -> Path:
 def small(migrated_database: Database, tmp_path: Path) -> Iterator[tuple[httpx.Client, Path]]:
     """A service that takes three files, or a kilobyte; and where it keeps code."""
     settings = Settings(home=tmp_path / "home")
-    app = create_app(settings, FakePorts(), migrated_database)
+    app = create_app(settings, FakeSubmission(), migrated_database)
     app.state.service = replace(app.state.service, uploads=Uploads(settings.paths, Limits(1000, 3)))
     with Server(app) as url, httpx.Client(base_url=url, timeout=30, verify=False) as client:
         yield client, settings.paths.code
@@ -192,14 +192,14 @@ from ratchet_service.app import create_app
 from ratchet_service.db.engine import Database
 from ratchet_service.db.migrate import upgrade
 from ratchet_service.config.settings import Settings
-from tests.support.api import FakePorts, Server
+from tests.support.api import FakeSubmission, Server
 from tests.integration.service.api.test_code_upload import TAR, left, packed
 
 work, disk = map(Path, sys.argv[1:])
 database = Database(f"sqlite:///{work}/full.db")
 upgrade(database)
 settings = Settings(home=disk)
-with Server(create_app(settings, FakePorts(), database)) as url, httpx.Client(base_url=url, timeout=60) as client:
+with Server(create_app(settings, FakeSubmission(), database)) as url, httpx.Client(base_url=url, timeout=60) as client:
     for size in (3_000_000, 1_500_000, 500_000):  # no room for the archive; for the files beside it; for both
         (work / "mine" / "data.py").write_bytes(b"#" * size)
         digest, sent = packed(work / "mine")

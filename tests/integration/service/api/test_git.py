@@ -36,7 +36,7 @@ SENT: dict[str, Any] = {"path": "/home/me/project", "digest": "ab" * 32, "git": 
 def found(api: Api, monkeypatch: pytest.MonkeyPatch) -> dict[str, GitFacts | None]:
     """What the service finds of a directory, by path."""
     facts: dict[str, GitFacts | None] = {"/home/me/project": FOUND, "/home/me/other": TOLD}
-    monkeypatch.setattr(api.ports, "git_facts", lambda path, digest: facts.get(str(path)))
+    monkeypatch.setattr(api.submission, "git_facts", lambda path, digest: facts.get(str(path)))
     return facts
 
 

@@ -115,14 +115,14 @@ def test_second_request_during_the_first_answers_idempotency_in_progress(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside, go = threading.Event(), threading.Event()
-    original = api.ports.resolve
+    original = api.submission.resolve
 
     def slow(*given: Any) -> Any:
         inside.set()
         assert go.wait(30)
         return original(*given)
 
-    monkeypatch.setattr(api.ports, "resolve", slow)
+    monkeypatch.setattr(api.submission, "resolve", slow)
     answers: list[httpx.Response] = []
     first = threading.Thread(target=lambda: answers.append(post(api, spec(), key())))
     first.start()
@@ -169,7 +169,7 @@ def test_request_with_a_lost_idempotency_claim_has_no_effect(
     """A first request hangs longer than any should, or the clock was ahead when it came; the second takes its claim over; then
     the first wakes up."""
     inside, go = threading.Event(), threading.Event()
-    original = api.ports.resolve
+    original = api.submission.resolve
     calls = []
 
     def slow_once(*given: Any) -> Any:
@@ -179,7 +179,7 @@ def test_request_with_a_lost_idempotency_claim_has_no_effect(
             assert go.wait(30)
         return original(*given)
 
-    monkeypatch.setattr(api.ports, "resolve", slow_once)
+    monkeypatch.setattr(api.submission, "resolve", slow_once)
     answers: list[httpx.Response] = []
     first = threading.Thread(target=lambda: answers.append(post(api, spec(), key())))
     first.start()

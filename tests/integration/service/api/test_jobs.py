@@ -62,7 +62,7 @@ def test_yaml_and_json_give_the_same_job(api: Api) -> None:
 
 def test_submit_snapshots_the_code_once_and_records_its_digest(api: Api, tmp_path: Path) -> None:
     job = api.job(api.submit(code={"path": str(tmp_path)}))
-    assert api.ports.snapshots == [tmp_path]
+    assert api.submission.snapshots == [tmp_path]
     assert len(job["resolved"]["code_digest"]) == 64
 
 
@@ -72,7 +72,7 @@ def test_submit_dry_run_returns_a_plan_and_stores_nothing(api: Api, tmp_path: Pa
     assert answer.status_code == 200
     assert answer.json()["launch"]["ranks"] == [{"RANK": "0"}, {"RANK": "1"}]
     assert answer.json()["warnings"][0]["code"] == "without-effect"
-    assert api.ports.snapshots == []
+    assert api.submission.snapshots == []
     assert pages(api) == [[]]
 
 

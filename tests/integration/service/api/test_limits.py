@@ -29,7 +29,7 @@ from ratchet_service.preflight.paths import Roots
 from ratchet_service.preflight.report import Report
 from ratchet_service.scheduling.machine import Machine
 from ratchet_service.submission.local_submission import LocalSubmission
-from tests.support.api import Api, FakePorts, Server, spec
+from tests.support.api import Api, FakeSubmission, Server, spec
 from tests.support.server import wait_for
 
 
@@ -41,7 +41,7 @@ class Hasty(HeadDeadline):
 def limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, int]]:
     """A server as ``serve`` configures it, with short deadlines; host and port."""
     monkeypatch.setattr(request_body, "PART_SECONDS", 0.3)
-    server = Server(create_app(Settings(home=tmp_path), FakePorts()))
+    server = Server(create_app(Settings(home=tmp_path), FakeSubmission()))
     config = server._server.config
     server._server.config = uvicorn.Config(
         config.app, "127.0.0.1", 0, log_level="critical", timeout_graceful_shutdown=1, ws="none", http=Hasty,

@@ -16,13 +16,13 @@ from ratchet_contract.spec.parse import load_spec_text, parse_spec
 from ratchet_service.api import openapi
 from ratchet_service.app import create_app
 from ratchet_service.config.settings import Settings
-from tests.support.api import FakePorts
+from tests.support.api import FakeSubmission
 
 SNAPSHOT = Path(__file__).with_name("openapi.json")
 
 
 def document(tmp_path: Path) -> dict[str, Any]:
-    return create_app(Settings(home=tmp_path), FakePorts()).openapi()
+    return create_app(Settings(home=tmp_path), FakeSubmission()).openapi()
 
 
 def test_openapi_document_equals_the_recorded_snapshot(tmp_path: Path) -> None:

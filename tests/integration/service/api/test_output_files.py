@@ -28,7 +28,7 @@ from ratchet_service.reconciler.ttl import Expiry
 from ratchet_service.usecases import output_files
 from ratchet_service.user_code.snapshot import snapshot
 from ratchet_worker.agent.working_directory import prepare
-from tests.support.api import Api, FakePorts, Server
+from tests.support.api import Api, FakeSubmission, Server
 from tests.support.run_as import AS_ROOT, UID, open_home
 from tests.support.server import wait_for
 from tests.support.team import Team, problem_status_and_code, team, token_required_service
@@ -356,7 +356,7 @@ def test_output_file_removed_or_truncated_while_sent_is_detected(outputs: Output
 @pytest.fixture
 def narrow(api: Api) -> Iterator[str]:
     """The same service with room for one transfer at a time."""
-    with Server(create_app(replace(api.settings, max_file_transfers=1), FakePorts(), api.database)) as url:
+    with Server(create_app(replace(api.settings, max_file_transfers=1), FakeSubmission(), api.database)) as url:
         yield url
 
 

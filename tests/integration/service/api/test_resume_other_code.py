@@ -32,10 +32,10 @@ def test_resume_with_other_code_records_both_digests_in_an_event(api: Api, monke
     with monkeypatch.context() as patch:
         problem = FieldProblem(pointer="/task/entrypoint", code="import-failed", detail="no module named 'mine'")
         resolved = Resolved.model_validate(before["resolved"])
-        patch.setattr(api.ports, "resolve", lambda *_: (resolved, [], [problem]))
-        copied = len(api.ports.snapshots)
+        patch.setattr(api.submission, "resolve", lambda *_: (resolved, [], [problem]))
+        copied = len(api.submission.snapshots)
         assert resume(api, job_id, OTHER, 422)["errors"][0]["code"] == "import-failed"
-        assert api.job(job_id) == before and len(api.ports.snapshots) == copied
+        assert api.job(job_id) == before and len(api.submission.snapshots) == copied
     job = resume(api, job_id, OTHER)
     assert job["phase"] == "QUEUED" and job["spec"]["code"]["path"] == "/home/me/mended" and digest(api, job_id) != old
     assert {**job["resolved"], "code_digest": old} == before["resolved"]
@@ -49,7 +49,7 @@ def test_resume_with_other_code_keeps_or_replaces_include(api: Api, monkeypatch:
     job_id = api.submit(code={"path": "/home/me/project", "include": ["data"]})
     asked: list[list[str]] = []
     monkeypatch.setattr(
-        api.ports, "snapshot", lambda path, include: asked.append(list(include)) or f"{len(asked)}" * 64
+        api.submission, "snapshot", lambda path, include: asked.append(list(include)) or f"{len(asked)}" * 64
     )
     for body, wanted in (({}, ["data"]), ({"include": ["other"]}, ["other"]), ({"include": []}, [])):
         api.client.post(f"/v1/jobs/{job_id}/cancel")
@@ -73,7 +73,7 @@ def test_resume_with_changed_files_in_the_same_directory_updates_the_digest(
     job_id = api.submit(**CODE)
     suspend_after_checkpoint(api, job_id, 5)
     before = api.job(job_id)
-    monkeypatch.setattr(api.ports, "snapshot", lambda path, include: "cd" * 32)
+    monkeypatch.setattr(api.submission, "snapshot", lambda path, include: "cd" * 32)
     job = resume(api, job_id, CODE)
     assert job["spec"] == before["spec"] and job["resolved"]["code_digest"] == "cd" * 32
     sent = resume(api, job_id, SENT | {"hook": "allreduce", "on_hook_mismatch": "reset"})
@@ -100,12 +100,12 @@ def test_resume_with_code_of_a_running_job_is_refused(api: Api) -> None:
     refused = resume(api, job_id, OTHER, 409)
     assert refused["code"] == "code-needs-stop" and "suspend it first" in refused["detail"]
     assert resume(api, job_id, {"code": {"path": ""}}, 422)["errors"][0]["pointer"] == "/code/path"
-    prepared = job_actions.prepare_resume(api.database, job_id, ResumeRequest.model_validate(OTHER), api.ports)
+    prepared = job_actions.prepare_resume(api.database, job_id, ResumeRequest.model_validate(OTHER), api.submission)
     api.set_phase(
         job_id, JobPhase.SUSPENDED
     )  # meanwhile: what was not looked at is not run, nor the old code in its place
     with api.database.write() as session, pytest.raises(Conflict) as refused_:
-        job_actions.resume(session, job_id, prepared, api.ports, api.settings.paths)
+        job_actions.resume(session, job_id, prepared, api.submission, api.settings.paths)
     assert refused_.value.code == "changed-meanwhile"
 
 

@@ -45,7 +45,7 @@ def test_resume_with_another_hook_is_validated_and_recorded_as_an_event(
         decided.append(resolved.model_dump(mode="json"))
         return warnings, problems
 
-    monkeypatch.setattr(api.ports, "check_hook_change", rehook)
+    monkeypatch.setattr(api.submission, "check_hook_change", rehook)
     custom = {"name": "custom", "hook": "mine:hook"}
     refused = resume(api, job_id, {"hook": custom, "on_hook_mismatch": "reset"}, 422)
     assert [e["code"] for e in refused["errors"]] == ["hook-import-failed"] and decided == [before["resolved"]]
@@ -77,10 +77,10 @@ def test_resume_with_a_hook_prepared_in_another_phase_is_refused(api: Api) -> No
     """An attempt that ends between the check, which it made needless, and the resume."""
     job_id = api.submit(hook="allreduce")
     api.set_phase(job_id, JobPhase.RUNNING)
-    prepared = job_actions.prepare_resume(api.database, job_id, ResumeRequest(hook="powerSGD"), api.ports)
+    prepared = job_actions.prepare_resume(api.database, job_id, ResumeRequest(hook="powerSGD"), api.submission)
     api.set_phase(job_id, JobPhase.SUSPENDED)
     with api.database.write() as session, pytest.raises(Conflict) as refused:
-        job_actions.resume(session, job_id, prepared, api.ports, api.settings.paths)
+        job_actions.resume(session, job_id, prepared, api.submission, api.settings.paths)
     assert refused.value.code == "changed-meanwhile" and api.job(job_id)["hook"] == "allreduce"
     assert resume(api, job_id, {"hook": "powerSGD"})["hook"] == "powerSGD"
 
@@ -112,7 +112,7 @@ def test_resume_and_fork_import_users_code_outside_a_transaction(api: Api, monke
         return spy
 
     for name in ("resolve", "check_hook_change"):
-        monkeypatch.setattr(api.ports, name, spied(getattr(api.ports, name)))
+        monkeypatch.setattr(api.submission, name, spied(getattr(api.submission, name)))
     resume(api, job_id, {"hook": "powerSGD"})
     assert api.client.post(f"/v1/jobs/{job_id}/fork", json={}).status_code == 201
     assert used == [0, 0]

@@ -67,16 +67,16 @@ def test_resume_with_other_ranks_changes_only_threads_of_the_resolved_facts(
     api.set_phase(
         job_id, JobPhase.SUSPENDED, resolved=stored, warnings=[{"pointer": "/nccl", "code": "no-effect", "detail": "x"}]
     )
-    monkeypatch.setattr(api.ports, "machine", Machine((0, 1, 2), 12))
+    monkeypatch.setattr(api.submission, "machine", Machine((0, 1, 2), 12))
     job = resume(api, job_id, world_spec(3))
     assert job["resolved"] == stored | {"threads_per_rank": 4}
     assert [w["code"] for w in job["warnings"]] == ["no-effect"]
     for gpus, ranks in (((0, 1, 2), 4), ((), 1)):
-        monkeypatch.setattr(api.ports, "machine", Machine(gpus, 12))
+        monkeypatch.setattr(api.submission, "machine", Machine(gpus, 12))
         refused = resume(api, job_id, world_spec(ranks), 422)
         assert [(e["pointer"], e["code"]) for e in refused["errors"]] == [("/world/ranks_per_node", "too-few-gpus")]
     assert api.job(job_id)["spec"] == job["spec"]
-    monkeypatch.setattr(api.ports, "machine", Machine((), 4, cpu_slots=2))
+    monkeypatch.setattr(api.submission, "machine", Machine((), 4, cpu_slots=2))
     api.set_phase(job_id, JobPhase.SUSPENDED, resolved=stored | {"device": "cpu", "backend": "gloo"})
     warned = resume(api, job_id, world_spec(4))["warnings"]
     assert ("/world/ranks_per_node", "oversubscribed") in {(w["pointer"], w["code"]) for w in warned}

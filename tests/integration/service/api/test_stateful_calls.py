@@ -33,7 +33,7 @@ from ratchet_service.db.engine import sqlite_url
 from ratchet_service.db.migrate import upgrade
 from ratchet_service.db.models import Event as Row
 from tests.support import invariants
-from tests.support.api import FakePorts, spec
+from tests.support.api import FakeSubmission, spec
 from tests.support.sim.agents import State
 from tests.support.sim.processes import QUIET, SimDatabase
 from tests.support.sim.stage_pool import stage_directory
@@ -57,7 +57,7 @@ class Jobs(RuleBasedStateMachine):
         super().__init__()
         self.world = World(self.database, self.folder, 0, QUIET)
         self.world._start_reconciler()
-        app = create_app(Settings(home=self.folder), FakePorts(), self.database)
+        app = create_app(Settings(home=self.folder), FakeSubmission(), self.database)
         self.client = TestClient(app, base_url="http://127.0.0.1")
         self.jobs: list[str] = []
         self.keys = 0

@@ -30,7 +30,7 @@ from ratchet_service.job_files.rank_log import lines_of, tail_offset
 from ratchet_service.job_files.trim_logs import record_event, shorten
 from ratchet_service.usecases.logs import Follower, read_lines
 from ratchet_store.filesystem import sparse
-from tests.support.api import Api, FakePorts, Server
+from tests.support.api import Api, FakeSubmission, Server
 from tests.support.attempts import Attempt as RunningAttempt
 from tests.support.rank_logs import log_keeper, write
 from tests.support.run_as import AS_ROOT, UID, open_home
@@ -326,7 +326,7 @@ def test_log_stream_continues_across_service_restarts_gaps_and_attempts(
 
     def follow(stop: int) -> list[str]:
         with (
-            Server(create_app(api.settings, FakePorts(), database)) as url,
+            Server(create_app(api.settings, FakeSubmission(), database)) as url,
             httpx.Client(base_url=url, timeout=30, verify=False) as client,
         ):
             found = stream(replace(api, client=client), job, seen[-1][0] if seen else None, stop)
@@ -355,7 +355,7 @@ def test_event_stream_continues_across_service_restarts(api: Api, database: Data
         with database.write() as session:
             add_event(session, lock_job(session, job).id, "n", str(number), attempt=1)
         with (
-            Server(create_app(api.settings, FakePorts(), database)) as url,
+            Server(create_app(api.settings, FakeSubmission(), database)) as url,
             httpx.Client(base_url=url, timeout=30, verify=False) as client,
             client.stream(
                 "GET",
