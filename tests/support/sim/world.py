@@ -247,7 +247,9 @@ class World:
             query = sa.select(Checkpoint.step).where(Checkpoint.job_id == job_id).order_by(Checkpoint.step)
             steps = list(session.scalars(query))
             request = ResumeRequest(from_step=self.stage.random.choice(steps) if steps else 1)
-            job_actions.resume(session, job_id, job_actions.PreparedResume(request, None, []), FakeSubmission(), self.home)
+            job_actions.resume(
+                session, job_id, job_actions.PreparedResume(request, None, []), FakeSubmission(), self.home
+            )
         elif what == "resume":
             prepared = job_actions.PreparedResume(ResumeRequest(), None, [])
             job_actions.resume(session, job_id, prepared, FakeSubmission(), self.home)
