@@ -174,7 +174,7 @@ class Attempt(Base):
     metrics_differ: Mapped[dict[str, Any] | None]  # {name: first step}: metrics that differ at redone steps
     report_token_hash: Mapped[str] = mapped_column(sa.String(64))  # hex SHA-256
     launch: Mapped[dict[str, Any]] = mapped_column(default=dict)  # the launcher's plan
-    results: Mapped[dict[str, Any]] = mapped_column(default=dict)  # {node: AttemptResult}; the reconciler acts on them
+    results: Mapped[dict[str, Any]] = mapped_column(default=dict)  # {node: AttemptResult}, as reported
     created_at: Mapped[datetime]
     begun_at: Mapped[datetime | None]  # first agent seen; until then it may have waited in an engine's queue
     deadlines: Mapped[dict[str, Any] | None]  # run time and elapsed deadlines: ``persisted_deadlines``

@@ -33,12 +33,13 @@ from ratchet_service.launchers.base import EngineUnreachable, attempt_name
 from ratchet_service.launchers.registry import Launchers
 from ratchet_service.lifecycle import monotonic_deadlines
 from ratchet_service.lifecycle.decision import Decision
+from ratchet_service.lifecycle.supervision import DesiredState, Timing
 from ratchet_service.observability import disk_space
 from ratchet_service.observability.health import ReconcilerHeartbeat
 from ratchet_service.observability.logging import log_fields
 from ratchet_service.observability.metrics import Instruments
 from ratchet_service.reconciler import clock_jumps
-from ratchet_service.reconciler.attempt_watch import DesiredState, Timing, Watch, read_desired_states
+from ratchet_service.reconciler.attempt_watch import Watch, read_desired_states
 from ratchet_service.reconciler.background_work import Background, Start, in_thread
 from ratchet_service.reconciler.launch import AttemptLauncher, Launched
 from ratchet_service.reconciler.supervise import Watcher
@@ -203,7 +204,7 @@ class Reconciler:
             return IDLE_INTERVAL
         now = self._database.clock.monotonic()
         ending = any(
-            (watch.result_seen_at is not None or watch.ending_since is not None)
+            (watch.known.result_seen_at is not None or watch.known.ending_since is not None)
             and watch.finish_future is None  # else its completion wakes this thread, also for those that wait for it
             and watch.evidence is None
             and watch.paused_until <= now
@@ -351,7 +352,7 @@ class Reconciler:
         dropped."""
         try:
             decision = poll()
-            if decision is None and watch.ending_since is None:  # otherwise its end may fail as before
+            if decision is None and watch.known.ending_since is None:  # otherwise its end may fail as before
                 self._watcher.record_recovery(watch)
         except _LEASE_LOST_ERRORS as error:
             self._drop_watch(job_id, watch, error)

@@ -1,5 +1,6 @@
-"""Supervises active jobs under a lease each: carries out what ``supervision_rules`` decides after a poll. A stop or kill that
-another process must know of is recorded as an event *before* the action."""
+"""Supervises active jobs under a lease each: carries out what ``lifecycle.supervision`` decides after a poll. A stop or kill that
+another process must know of is recorded as an event *before* the action. The result files, which a launcher's poll reads, decide
+how an attempt ended. A reported result wakes the reconciler and reaches the agents of the other nodes; it decides nothing."""
 
 from __future__ import annotations
 
@@ -37,18 +38,24 @@ from ratchet_service.launchers.base import (
     LaunchPlan,
 )
 from ratchet_service.launchers.registry import Launchers
-from ratchet_service.lifecycle import monotonic_deadlines, unmanaged_script
+from ratchet_service.lifecycle import monotonic_deadlines, supervision, unmanaged_script
 from ratchet_service.lifecycle.attempt_result import Evidence
 from ratchet_service.lifecycle.decision import Decision, Limits, limits_of, view_of
+from ratchet_service.lifecycle.supervision import (
+    ActionKind,
+    DesiredState,
+    NextAction,
+    Supervised,
+    Supervision,
+    Timing,
+)
 from ratchet_service.observability.health import MAX_CONCURRENT_FINISHES, ROUND_SECONDS
-from ratchet_service.reconciler import persisted_deadlines, supervision_rules
+from ratchet_service.reconciler import persisted_deadlines
 from ratchet_service.reconciler.attempt_watch import (
     KILLED,
     LEFT,
     STOPPED,
     WAITING,
-    DesiredState,
-    Timing,
     Watch,
     agent_started_at,
     kill_text,
@@ -59,7 +66,6 @@ from ratchet_service.reconciler.background_work import Background
 from ratchet_service.reconciler.drain_spools import ingest_leftover
 from ratchet_service.reconciler.finish_attempt import LOG_TAIL, finalise_attempt
 from ratchet_service.reconciler.launch import NO_LAUNCHER, AttemptLauncher
-from ratchet_service.reconciler.supervision_rules import ActionKind, NextAction
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +77,9 @@ _CLEARED_REASONS: Final = (WAITING, UNREACHABLE, NO_LAUNCHER, ENDING)
 _RESUBMIT_SECONDS: Final = 2.0
 """Seconds until the next submission, after the engine was full or unreachable."""
 _MAX_ERROR_CHARS: Final = 1000  # characters of an error
+_FIRST_PAUSE: Final = 0.5
+LONGEST_PAUSE: Final = 30.0
+"""Most seconds between two polls of an attempt that cannot be supervised; the pause doubles from ``_FIRST_PAUSE`` on."""
 JUMPED: Final = "clock-jumped"
 RECONCILE_ERROR: Final = "reconcile-error"
 """Reason of a job whose attempt cannot be supervised, and type of the event that records it."""
@@ -81,7 +90,7 @@ def supervision_error_text(lease: Lease, error: Exception) -> str:
     error_text = f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS]
     return sanitize_text(
         f"attempt {lease.attempt} cannot be supervised: {error_text}. It is tried again, at least every "
-        f"{supervision_rules.LONGEST_PAUSE:g} s; the service's log has the traceback"
+        f"{LONGEST_PAUSE:g} s; the service's log has the traceback"
     )
 
 
@@ -119,33 +128,41 @@ class Watcher:
             clocks = attempt.deadlines if isinstance(attempt.deadlines, dict) else {}
             ran = monotonic_deadlines.counted_seconds(clocks.get(persisted_deadlines.RUN), attempt.begun_at, clock)
             spec = JobSpec.model_validate(job.spec)
-            limits = limits_of(spec)
             paths = self._home.job(lease.job_id).attempt(lease.attempt)
             rows = sa.select(sa.func.count()).where(
                 AttemptNode.job_id == lease.job_id, AttemptNode.attempt == lease.attempt
             )
             nodes = session.scalar(rows) or spec.world.nodes
-            ranks = attempt.launch.get("launch_file", {}).get("ranks", ())
+            launcher = self._launchers[spec.launcher.kind]
+            launch_file = attempt.launch.get("launch_file", {})
+            supervised = Supervised(
+                view_of(job, limits_of(spec)),
+                launch_file.get("protocol", PROTOCOL_VERSION),
+                unmanaged_script.is_reported_unmanaged(attempt.resume_report),
+            )
+            known = Supervision(now, now, now, None if ran is None else now - ran)
+            known = persisted_deadlines.restore(
+                restore_actions(session, lease, known, now),
+                clocks,
+                clock,
+                has_slots=launcher.slots,
+                max_gap=self._lease_seconds / 4,
+                launch_deadline=self._timing.launch_deadline,
+            )
             watch = Watch(
                 lease,
                 AttemptRef(lease.job_id, lease.attempt, paths, nodes),
-                self._launchers[spec.launcher.kind],
-                limits,
-                len(ranks) or spec.world.ranks_per_node,  # the spec may be newer, after a backup was restored
-                view_of(job, limits),
-                lease_held_at=lease_held_at,
-                created_at=now,
-                last_queued_at=now,
-                polled_at=now,
-                running_since=None if ran is None else now - ran,
+                launcher,
+                # the spec may be newer, after a backup was restored
+                len(launch_file.get("ranks", ())) or spec.world.ranks_per_node,
+                supervised,
+                known,
+                lease_held_at,
                 stored_reason=(job.reason, job.message or "") if job.reason in _CLEARED_REASONS else None,
                 stored_reason_desired=job.desired,
-                protocol=attempt.launch.get("launch_file", {}).get("protocol", PROTOCOL_VERSION),
-                unmanaged=unmanaged_script.is_reported_unmanaged(attempt.resume_report),
                 supervision_error=job.message if job.reason == RECONCILE_ERROR else None,
             )
-            restore_actions(session, watch, now)
-        persisted_deadlines.restore(watch, clocks, clock, self._lease_seconds / 4, self._timing.launch_deadline)
+        watch.stored_deadlines = persisted_deadlines.running_deadlines(known, is_queued=watch.is_queued)
         return watch
 
     def submit(self, watch: Watch, plan: LaunchPlan) -> None:
@@ -157,23 +174,24 @@ class Watcher:
     def _submit_again(self, watch: Watch, now: float) -> None:
         """Submit an attempt that has no process yet, and start its launch deadline again. Raise as ``_submit`` does."""
         plan = self._attempt_launcher.recover_plan(watch.lease)
-        watch.last_queued_at = now
+        watch.known = replace(watch.known, last_queued_at=now)
         self._write_deadlines(watch, now)
         self._submit(watch, plan)
 
     def _submit(self, watch: Watch, plan: LaunchPlan) -> None:
         """Submit ``plan`` to the engine, and record the result in the watch. Raise ``EngineUnreachable`` or ``LeaseLost``."""
         self._ensure_lease(watch)
-        watch.submitted, watch.engine_full_message = True, None
+        watch.known, watch.engine_full_message = replace(watch.known, submitted=True), None
         try:
             watch.launcher.submit(plan)
         except (EngineFull, EngineUnreachable) as error:
-            watch.submitted, watch.submit_not_before = False, self._database.clock.monotonic() + _RESUBMIT_SECONDS
+            not_before = self._database.clock.monotonic() + _RESUBMIT_SECONDS
+            watch.known = replace(watch.known, submitted=False, submit_not_before=not_before)
             if not isinstance(error, EngineFull):
                 raise
             watch.engine_full_message = error.detail
         except LaunchError as error:
-            watch.forced_cause, watch.message = Cause.LAUNCHER_ERROR, error.detail
+            watch.known = replace(watch.known, forced_cause=Cause.LAUNCHER_ERROR, message=error.detail)
 
     def poll(self, watch: Watch, desired_state: DesiredState) -> Decision | None:
         """Poll the attempt once and carry out what follows, such as a kill. Return the decision that ended the attempt. None: the
@@ -200,25 +218,27 @@ class Watcher:
             return self._start_finishing(watch, watch.evidence)
         now, wall = self._database.clock.monotonic(), self._database.clock.now()
         state = watch.launcher.poll(watch.ref)
-        supervision_rules.record_poll(watch, now, self._timing)
+        watch.known = supervision.record_poll(watch.known, now, self._timing)
         new_nodes = {i for i, node in enumerate(state.nodes) if node.seen} - watch.recorded_nodes
         if new_nodes:
             self._record_agents(watch, state, new_nodes, now, wall)
         if state.waiting is not None:
-            watch.last_queued_at = now
-        action = supervision_rules.next_action(watch, state, desired_state, now, wall, self._timing)
+            watch.known = replace(watch.known, last_queued_at=now)
+        watch.known, action = supervision.next_action(
+            watch.supervised, watch.known, state, desired_state, now, wall, self._timing
+        )
         match action.kind:
             case ActionKind.SUBMIT:
                 self._submit_again(watch, now)
             case ActionKind.STOP:
                 self._add_event(watch, STOPPED, action.cause, action.text or "SIGTERM to the agent")
-                supervision_rules.record_stop(watch, action, now)
+                watch.known = supervision.record_stop(watch.known, action, now)
                 self._send_sigterm(watch)
             case ActionKind.SIGNAL:
                 self._send_sigterm(watch)
             case ActionKind.LEAVE:
                 self._add_event(watch, LEFT, None, left_running_text(watch))
-                watch.left_running = True
+                watch.known = replace(watch.known, left_running=True)
             case ActionKind.KILL | ActionKind.KILL_LOST | ActionKind.KILL_LINGERING:
                 self._kill(watch, state, action)
             case ActionKind.FINISH:
@@ -228,7 +248,7 @@ class Watcher:
             case ActionKind.WAIT:
                 if persisted_deadlines.is_write_due(watch, now):
                     self._write_deadlines(watch, now)
-        exists = watch.submitted or state.alive or state.seen
+        exists = watch.known.submitted or state.alive or state.seen
         waiting = state.waiting if exists else watch.engine_full_message
         if waiting is not None:
             self._store_wait_reason(watch, now, reason=WAITING, message=waiting)
@@ -238,7 +258,8 @@ class Watcher:
 
     def record_failure(self, watch: Watch, error: Exception) -> None:
         """Record that ``poll`` raised ``error``; the next poll comes after a pause. Raise ``LeaseLost``."""
-        supervision_rules.record_failure(watch, self._database.clock.monotonic())
+        pause = min(_FIRST_PAUSE * 2.0 ** min(watch.failures, 16), LONGEST_PAUSE)
+        watch.paused_until, watch.failures = self._database.clock.monotonic() + pause, watch.failures + 1
         text = supervision_error_text(watch.lease, error)
         if text != watch.supervision_error:
             self.record_error(watch.lease, error)
@@ -280,14 +301,14 @@ class Watcher:
         errors are only logged."""
         self._ensure_lease(watch)
         try:
-            watch.launcher.stop(watch.ref, watch.killable_after(self._timing))
+            watch.launcher.stop(watch.ref, supervision.killable_after(watch.supervised, watch.known, self._timing))
         except EngineUnreachable:
             raise
         except Exception:
             # it would occur again: the agents are killed when their time is over
             log.exception("%s: its launcher cannot send a SIGTERM", watch.ref.name)
         now = self._database.clock.monotonic()
-        supervision_rules.record_signal(watch, now)
+        watch.known = supervision.record_signal(watch.known, now)
         self._write_deadlines(watch, now)  # otherwise the next reconciler sends it again, and counts from there
 
     def _kill(self, watch: Watch, state: AttemptState, action: NextAction) -> None:
@@ -295,26 +316,25 @@ class Watcher:
         text = action.text or kill_text(action.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
         others = ": the other nodes' agents were killed" if action.kind is ActionKind.KILL_LOST else ""
         self._add_event(watch, KILLED, action.cause, text + others)
-        supervision_rules.record_kill(watch, action, text)
+        watch.known = supervision.record_kill(watch.known, action, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
         """Fence the attempt, kill what is left of it, and start to finalise it once nothing is alive. Return the decision if it
         is there already."""
-        if watch.ending_since is None or not watch.killing:  # reports about the kill itself do not count
-            watch.engine_ends = watch.engine_ends or state.ends  # later ones may be about the kill that proves it dead
-        watch.ending_since = now if watch.ending_since is None else watch.ending_since
+        watch.known = supervision.record_ending(watch.known, state, now)
         self._ensure_lease(watch)
         attempt_files.fence(watch.ref.paths)  # from here on, a process suspended before its submission is too late
         remaining = watch.launcher.kill(watch.ref)
         if remaining:
-            if supervision_rules.should_report_unproven(watch, now):
+            if supervision.is_unproven(watch.known, now):
+                watch.known = replace(watch.known, unproven_reported=True)
                 text = f"{', '.join(remaining)} of the attempt: not ended; no new attempt starts before they have ended"
                 self._add_event(watch, "not-proved-dead", None, text)
             return None
         last = watch.launcher.poll(watch.ref)  # a result may have been written between the poll and the end
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
         return self._start_finishing(
-            watch, supervision_rules.collect_evidence(watch, last, logs, self._database.clock.monotonic())
+            watch, supervision.collect_evidence(watch.known, last, logs, self._database.clock.monotonic())
         )
 
     def _start_finishing(self, watch: Watch, evidence: Evidence) -> Decision | None:
@@ -384,9 +404,9 @@ class Watcher:
             attempt = session.get_one(Attempt, (job.id, watch.lease.attempt))
             if attempt.begun_at is None:
                 attempt.begun_at = max(started_at, attempt.created_at)
-                ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.created_at)
-                watch.running_since = now - ran
-                persisted_deadlines.write(session, watch, now, self._database.clock.boot_id())
+                ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.known.created_at)
+                watch.known = replace(watch.known, running_since=now - ran)
+                persisted_deadlines.write(session, [watch], now, self._database.clock.boot_id())
             for number in new_nodes:
                 agent = state.nodes[number].agent
                 node = session.get(AttemptNode, (job.id, watch.lease.attempt, number))
@@ -404,13 +424,9 @@ class Watcher:
             job = lock_leased_job(session, watch.lease)
             if job.reason in (None, RECONCILE_ERROR, *_CLEARED_REASONS):
                 job.reason, job.message = why or (None, None)
-            if WAITING in (
-                reason,
-                watch.stored_reason and watch.stored_reason[0],
-            ):  # its launch deadline stops or starts
-                persisted_deadlines.write(
-                    session, replace(watch, stored_reason=why), now, self._database.clock.boot_id()
-                )
+            if reason == WAITING or watch.is_queued:  # its launch deadline stops or starts
+                changed = replace(watch, stored_reason=why)
+                persisted_deadlines.write(session, [changed], now, self._database.clock.boot_id())
         watch.stored_reason = why
         if why is not None:
             watch.supervision_error = None  # which the row no longer has
@@ -432,16 +448,16 @@ class Watcher:
         kept = [
             watch
             for watch in watches
-            if persisted_deadlines.running_since(watch)
-            or (with_run_time and watch.limits.timeout is not None and watch.running_since is not None)
+            if persisted_deadlines.running_deadlines(watch.known, is_queued=watch.is_queued)
+            or (with_run_time and watch.limits.timeout is not None and watch.known.running_since is not None)
         ]
-        persisted_deadlines.write_many(session, kept, now, self._database.clock.boot_id())
+        persisted_deadlines.write(session, kept, now, self._database.clock.boot_id())
 
     def _write_deadlines(self, watch: Watch, now: float) -> None:
         """Store the attempt's deadlines in a transaction of its own. Raise ``LeaseLost``."""
         with self._database.write() as session:
             lock_leased_job(session, watch.lease)
-            persisted_deadlines.write(session, watch, now, self._database.clock.boot_id())
+            persisted_deadlines.write(session, [watch], now, self._database.clock.boot_id())
 
     def _add_event(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
         """Log the message and add it as an event to the job's history. Raise ``LeaseLost``."""

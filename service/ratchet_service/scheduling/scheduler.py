@@ -112,7 +112,10 @@ def schedule(queue: QueueState, slots: Mapping[str, bool], capacity: Capacity, s
         has_slots, one = slots[row.kind], row.queued
         never = too_few_gpus(one.share.gpus, capacity) if has_slots else None
         if never is not None or held_back is not None:
-            wait = Wait(row, NO_SLOT, never) if never is not None else Wait(row, QUOTA, held_back or "")
+            if never is not None:
+                wait = Wait(row, reason=NO_SLOT, message=never)
+            else:
+                wait = Wait(row, reason=QUOTA, message=held_back or "")
             if _is_new(wait) and reasons < MAX_REASONS_STORED:
                 out.waits.append(wait)
                 reasons += 1
@@ -187,7 +190,8 @@ def _wait_for_slots(row: Row, waiting: Waiting, planner: PreemptionPlanner) -> W
         # attempts were stopped for it earlier, and the slots that they will free are still enough
         freed = one.claimed_since is not None and planner.covers_shortfall(waiting.shortfall)
         victims = planner.choose_victims(one.owner, one.priority, row.need, waiting.shortfall)
-    return Wait(row, NO_SLOT, waiting.message + (BEING_FREED if victims or freed else ""), victims)
+    message = waiting.message + (BEING_FREED if victims or freed else "")
+    return Wait(row, reason=NO_SLOT, message=message, victims=victims)
 
 
 def _is_new(wait: Wait) -> bool:

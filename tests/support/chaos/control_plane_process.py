@@ -29,7 +29,7 @@ from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.local.launcher import AGENT as REAL
 from ratchet_service.launchers.local.launcher import LocalLauncher
 from ratchet_service.launchers.registry import Launchers
-from ratchet_service.reconciler.attempt_watch import Timing
+from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.reconciler.loop import Reconciler
 from ratchet_service.scheduling.machine import Machine
 from ratchet_service.scheduling.scheduler import Preemption

@@ -11,7 +11,8 @@ from ratchet_service.agent_reports import ingest
 from ratchet_service.db import leases
 from ratchet_service.db.transitions import lock_job
 from ratchet_service.launchers import attempt_files
-from ratchet_service.reconciler import drain_spools, finish_attempt, launch, supervise, supervision_rules
+from ratchet_service.lifecycle import supervision
+from ratchet_service.reconciler import drain_spools, finish_attempt, launch, supervise
 from ratchet_service.reconciler.launch import AttemptLauncher
 from ratchet_service.reconciler.supervise import Watcher
 from ratchet_service.scheduling import scheduler, slots
@@ -153,12 +154,12 @@ def epoch_again() -> Iterator[None]:
 @contextmanager
 def counts_jumps() -> Iterator[None]:
     """Deadlines go by the wall clock."""
-    original = supervision_rules.next_action
+    original = supervision.next_action
 
-    def deed(watch: Any, state: Any, wish: Any, _: float, wall: Any, timing: Any) -> Any:
-        return original(watch, state, wish, (wall - START).total_seconds(), wall, timing)
+    def deed(one: Any, known: Any, state: Any, wish: Any, _: float, wall: Any, timing: Any) -> Any:
+        return original(one, known, state, wish, (wall - START).total_seconds(), wall, timing)
 
-    with patch.object(supervision_rules, "next_action", deed):
+    with patch.object(supervision, "next_action", deed):
         yield
 
 

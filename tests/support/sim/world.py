@@ -30,7 +30,7 @@ from ratchet_service.db.models import Attempt, Base, Checkpoint, Job
 from ratchet_service.db.models import Event as Row
 from ratchet_service.job_files import delete_job
 from ratchet_service.launchers.registry import Launchers
-from ratchet_service.reconciler.attempt_watch import Timing
+from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.reconciler.background_work import in_caller
 from ratchet_service.reconciler.loop import Reconciler
 from ratchet_service.scheduling.slots import Capacity

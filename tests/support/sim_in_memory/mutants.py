@@ -11,8 +11,7 @@ from unittest.mock import patch
 from ratchet_contract.phases import Desired, Event
 from ratchet_service.agent_reports import fencing, ingest
 from ratchet_service.db import leases
-from ratchet_service.lifecycle import attempt_result, decide, monotonic_deadlines
-from ratchet_service.reconciler import supervision_rules
+from ratchet_service.lifecycle import attempt_result, decide, monotonic_deadlines, supervision
 from ratchet_service.scheduling import preemption, scheduler, slots
 from tests.support.sim.mutants import counts_jumps
 from tests.support.sim_in_memory import launching, reconciler
@@ -31,7 +30,7 @@ def cancel_ignored() -> Iterator[None]:
     def deaf(view: Any, now: Any) -> Any:
         return original(replace(view, desired=Desired.RUN) if view.desired is Desired.CANCEL else view, now)
 
-    with patch.object(attempt_result, "decide", deaf), patch.object(supervision_rules, "decide", deaf):
+    with patch.object(attempt_result, "decide", deaf), patch.object(supervision, "decide", deaf):
         yield
 
 

@@ -1,23 +1,24 @@
 """A reconciler's process as a generator: it yields between every two deeds, where it may be left standing, or end.
 
-What it does next is the service's to say (``watch_rules``, ``verdict``, ``decide``, the rules of queue and slots); the order
-of reads, writes and calls of the engine is that of ``reconciler``, ``watching``, ``launching``, ``queueing`` and ``ending``.
+The service's pure functions decide what it does next (``scheduler.schedule``, ``supervision``, ``attempt_result``, ``decide``);
+the order of reads, writes and calls of the engine is that of ``loop``, ``launch``, ``supervise`` and ``finish_attempt``.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Final
 
 from ratchet_contract.checkpoint.resume_report import lineage_contains
 from ratchet_contract.phases import AttemptPhase, Cause
 from ratchet_service.db import leases
 from ratchet_service.db.leases import Lease, LeaseLost
-from ratchet_service.lifecycle import attempt_result, monotonic_deadlines
+from ratchet_service.lifecycle import attempt_result, monotonic_deadlines, supervision
 from ratchet_service.lifecycle.decision import view_of
-from ratchet_service.reconciler import persisted_deadlines, supervision_rules
-from ratchet_service.reconciler.attempt_watch import KILLED, STOPPED, DesiredState, Timing, Watch, restore_action
+from ratchet_service.lifecycle.supervision import ActionKind, DesiredState, Supervised, Supervision, Timing
+from ratchet_service.reconciler import persisted_deadlines
+from ratchet_service.reconciler.attempt_watch import KILLED, STOPPED, Watch, restore_action
 from ratchet_service.reconciler.loop import next_poll_at
-from ratchet_service.reconciler.supervision_rules import ActionKind
 from ratchet_service.reconciler.ttl import INTERVAL
 from tests.support.sim_in_memory import launching
 from tests.support.sim_in_memory.database import LEASE, Checkpoint
@@ -93,24 +94,29 @@ class Reconciler(launching.Launching):
         ref: Any = (lease.job_id, lease.attempt)
         ran = monotonic_deadlines.counted_seconds(attempt.deadlines.get(persisted_deadlines.RUN), attempt.begun_at, w)
         since = None if ran is None else w.t - ran
-        made = Watch(lease, ref, w.engine, LIMITS, 1, view_of(job, LIMITS), held_at, w.t, w.t, w.t, since)
+        known = Supervision(w.t, w.t, w.t, since)
         for event in w.events[job.id]:
             if event.attempt == lease.attempt and event.type in (STOPPED, KILLED):
-                restore_action(made, event, w.t)
-        persisted_deadlines.restore(made, attempt.deadlines, w, LEASE / 4, TIMING.launch_deadline)
+                known = restore_action(known, event, w.t)
+        known = persisted_deadlines.restore(
+            known, attempt.deadlines, w,
+            has_slots=w.engine.slots, max_gap=LEASE / 4, launch_deadline=TIMING.launch_deadline,
+        )  # fmt: skip
+        made = Watch(lease, ref, w.engine, 1, Supervised(view_of(job, LIMITS)), known, held_at)
+        made.stored_deadlines = persisted_deadlines.running_deadlines(known, is_queued=False)
         self.watches[job.id] = made
         w.check_lease_exclusive(self)
         return made
 
     def _keep(self, watch: Watch) -> None:
         """As ``Watcher.keep``; that runs are kept for other machines makes no difference here."""
-        if persisted_deadlines.running_since(watch):
+        if persisted_deadlines.running_deadlines(watch.known, is_queued=False):
             self._mark(watch, self.w.t)
 
     def _mark(self, watch: Watch, now: float) -> None:
-        """As ``marks.write``."""
-        self.w.attempt(*watch.ref).deadlines = persisted_deadlines.to_row(watch, now, "")
-        watch.stored_deadlines = persisted_deadlines.running_since(watch)
+        """As ``persisted_deadlines.write``."""
+        self.w.attempt(*watch.ref).deadlines = persisted_deadlines.to_row(watch.known, now, "", is_queued=False)
+        watch.stored_deadlines = persisted_deadlines.running_deadlines(watch.known, is_queued=False)
 
     # --- one attempt ---------------------------------------------------------------------------------------------------
 
@@ -128,10 +134,10 @@ class Reconciler(launching.Launching):
     def _submit(self, watch: Watch, segments: Any) -> Points:
         w = self.w
         yield from self._ensure_lease(watch)
-        watch.submitted = True
+        watch.known = replace(watch.known, submitted=True)
         yield CALL
         if w.rnd() < w.faults.away:
-            watch.submitted, watch.submit_not_before = False, w.t + 2.0
+            watch.known = replace(watch.known, submitted=False, submit_not_before=w.t + 2.0)
             return
         w.engine.submit(watch.lease.job_id, watch.lease.attempt, segments)
         yield CALL
@@ -159,18 +165,20 @@ class Reconciler(launching.Launching):
         w, ref = self.w, watch.ref
         now, wall, state = w.t, w.now, w.engine.poll(ref)
         yield CALL
-        supervision_rules.record_poll(watch, now, TIMING)
+        watch.known = supervision.record_poll(watch.known, now, TIMING)
         if state.seen and not watch.recorded_nodes:
             w.hold(watch.lease)
             attempt = w.attempt(*ref)
             if attempt.begun_at is None:
                 attempt.begun_at = max(w.engine.begun(ref).begun_at, attempt.created_at)
-                ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.created_at)
-                watch.running_since = now - ran
+                ran = min(max(0.0, (wall - attempt.begun_at).total_seconds()), now - watch.known.created_at)
+                watch.known = replace(watch.known, running_since=now - ran)
                 self._mark(watch, now)
             watch.recorded_nodes = _NODE_0
             yield POINT
-        deed = supervision_rules.next_action(watch, state, desired_state, now, wall, TIMING)
+        watch.known, deed = supervision.next_action(
+            watch.supervised, watch.known, state, desired_state, now, wall, TIMING
+        )
         do = deed.kind
         if do is ActionKind.WAIT:
             if persisted_deadlines.is_write_due(watch, now):
@@ -182,7 +190,7 @@ class Reconciler(launching.Launching):
             attempt = w.attempt(*ref)
             if attempt is not None:
                 w.hold(watch.lease)
-                watch.last_queued_at = now
+                watch.known = replace(watch.known, last_queued_at=now)
                 self._mark(watch, now)
                 yield POINT
                 yield from self._submit(watch, attempt.lineage)
@@ -192,7 +200,7 @@ class Reconciler(launching.Launching):
             w.check_deadline(watch.lease, deed.cause, LIMITS, TIMING)
             self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
             yield POINT
-            supervision_rules.record_stop(watch, deed, now)
+            watch.known = supervision.record_stop(watch.known, deed, now)
             yield from self._signal(watch)
         elif do is ActionKind.SIGNAL:
             yield from self._signal(watch)
@@ -201,14 +209,14 @@ class Reconciler(launching.Launching):
             text = deed.text or "it did not end"
             self._note(watch, KILLED, deed.cause, text)
             yield POINT
-            supervision_rules.record_kill(watch, deed, text)
+            watch.known = supervision.record_kill(watch.known, deed, text)
 
     def _signal(self, watch: Watch) -> Points:
         yield from self._ensure_lease(watch)
         yield CALL
         self.w.engine.stop(watch.ref)
         yield CALL
-        supervision_rules.record_signal(watch, self.w.t)
+        watch.known = supervision.record_signal(watch.known, self.w.t)
         self.w.hold(watch.lease)
         self._mark(watch, self.w.t)
         yield POINT
@@ -219,14 +227,15 @@ class Reconciler(launching.Launching):
 
     def _finish(self, watch: Watch, state: Any, now: Any) -> Points:
         w, ref = self.w, watch.ref
-        watch.ending_since = now if watch.ending_since is None else watch.ending_since
+        watch.known = supervision.record_ending(watch.known, state, now)
         yield from self._ensure_lease(watch)
         w.fence(ref)
         yield CALL
         left = w.engine.kill(ref)
         yield CALL
         if left:
-            if supervision_rules.should_report_unproven(watch, now):
+            if supervision.is_unproven(watch.known, now):
+                watch.known = replace(watch.known, unproven_reported=True)
                 self._note(watch, "not-proved-dead", None, "not ended")
             return
         last = w.engine.poll(ref)
@@ -235,7 +244,7 @@ class Reconciler(launching.Launching):
             job = w.hold(watch.lease)
             w.store(job, attempt, _Spool(lines))
             yield POINT
-        yield from self._settle(watch, supervision_rules.collect_evidence(watch, last, "", w.t))
+        yield from self._settle(watch, supervision.collect_evidence(watch.known, last, "", w.t))
         yield POINT
 
     def _settle(self, watch: Watch, evidence: Any) -> Points:

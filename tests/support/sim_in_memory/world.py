@@ -2,13 +2,12 @@
 then the faults stop, and all must come to rest where it should. Hundreds of times as fast as ``tests.support.sim``, which runs
 the whole service over a real database.
 
-The service's own: the transition table and what a transition writes (``transitions.moved``), ``decide`` with budgets and
-treatment, what a look leads to (``watch_rules``), an end's cause, facts and columns (``verdict``,
-``attempt_cause.combine_ends``), the terms of leases (``leases.expired``, ``has_lease``, ``is_surely_held``), whom reports are
-taken from and which of their messages are new (``fencing.fence``, ``ingest.unstored``), the whole scheduling pass
-(``scheduler.schedule``), lineages, which requests change nothing (``job_actions._is_already_applied``), ``goodput``. Modelled:
-rows and guarded writes (``rows``), the order of reads, writes and calls (``reconciler``, ``launching``), engine, agents, disk
-(``agents``), users (here).
+The service's own: the transition table and what a transition writes (``transitions.transition_values``), ``decide`` with budgets
+and treatment, what follows from a poll (``supervision``), an end's cause, facts and columns (``attempt_result``,
+``attempt_cause.combine_ends``), the terms of leases (``leases``), whom reports are taken from and which of their messages are new
+(``fencing``, ``deduplicate``), the whole scheduling pass (``scheduler.schedule``), lineages, which requests change nothing
+(``job_actions._is_already_applied``), ``goodput``. Modelled: rows and guarded writes (``database``), the order of reads, writes
+and calls (``reconciler``, ``launching``), engine, agents, disk (``agents``), users (here).
 
 A seed is of SQLite or of PostgreSQL: on the latter a transaction that launches sees what others commit between its statements,
 and only the lock on slots keeps another launch out.

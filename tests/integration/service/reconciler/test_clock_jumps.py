@@ -19,9 +19,9 @@ from ratchet_service.db import leases
 from ratchet_service.db.clock import Clock
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import ClockLevel, Job
+from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.reconciler import clock_jumps as jumps_
 from ratchet_service.reconciler import loop, supervise, ttl
-from ratchet_service.reconciler.attempt_watch import Timing
 from ratchet_service.reconciler.clock_jumps import Jumps
 from ratchet_service.reconciler.loop import Reconciler
 from ratchet_service.reconciler.ttl import Expiry

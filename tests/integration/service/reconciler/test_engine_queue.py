@@ -26,8 +26,8 @@ from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineEnd, 
 from ratchet_service.launchers.launch_file import build_launch_file
 from ratchet_service.launchers.local.launcher import LocalLauncher
 from ratchet_service.launchers.registry import Launchers
+from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.reconciler import launch as launching
-from ratchet_service.reconciler.attempt_watch import Timing
 from ratchet_service.scheduling import queue_queries
 from tests.support.control_plane import Plane, trainer_launcher
 from tests.support.server import processes_below, wait_for

@@ -17,7 +17,7 @@ from ratchet_service.db.migrate import upgrade
 from ratchet_service.db.models import Attempt, Job
 from ratchet_service.isolation.proc import pids_with_variable
 from ratchet_service.launchers.local.launcher import LocalLauncher
-from ratchet_service.reconciler.attempt_watch import Timing
+from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.reconciler.ttl import Expiry
 from tests.support.control_plane import Plane
 from tests.support.server import agent_pid, wait_for

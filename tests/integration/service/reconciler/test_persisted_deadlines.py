@@ -36,7 +36,7 @@ from ratchet_service.launchers.base import (
     NodeState,
 )
 from ratchet_service.launchers.registry import Launchers
-from ratchet_service.reconciler.attempt_watch import Timing
+from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.reconciler.loop import Reconciler
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases import job_actions, submit

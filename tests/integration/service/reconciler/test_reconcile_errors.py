@@ -19,10 +19,10 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Checkpoint, Job
 from ratchet_service.isolation import file_access
 from ratchet_service.launchers import attempt_files
+from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.observability import health
 from ratchet_service.observability.health import Health, Unready
 from ratchet_service.reconciler import drain_spools, finish_attempt, supervise
-from ratchet_service.reconciler.attempt_watch import Timing
 from tests.support.control_plane import Plane
 from tests.support.run_as import AS_ROOT, UID, open_directory
 from tests.support.server import processes_below, wait_for
