@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import threading
 from contextlib import suppress
@@ -58,9 +57,14 @@ class StagingBuffer:
             part = self._buffer[self._touched : self._touched + _CHUNK_BYTES]
             if self._acquired or not part.numel():
                 return False
-            ctypes.memset(part.data_ptr(), 0, part.numel())  # without the GIL, and in this thread only
+            _allocate_pages(part)
             self._touched += part.numel()
             return True
+
+
+def _allocate_pages(part: torch.Tensor) -> None:
+    """Write to all pages of ``part``, so that the system allocates them."""
+    part.numpy().fill(0)  # without the GIL; torch's ``fill_`` would use several threads
 
 
 def _pinned_pages(nbytes: int) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import resource
 import threading
 
@@ -29,17 +28,17 @@ def reserving(place: StagingBuffer) -> threading.Thread:
 
 
 class Held:
-    """``ctypes.memset`` waits before its first call for ``go``."""
+    """``copy_buffer._allocate_pages`` waits before its first call for ``go``."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun, self.go, real = threading.Event(), threading.Event(), ctypes.memset
+        self.begun, self.go, real = threading.Event(), threading.Event(), copy_buffer._allocate_pages
 
-        def memset(*call: int) -> int:
+        def allocate(part: torch.Tensor) -> None:
             self.begun.set()
             assert self.go.wait(20)
-            return real(*call)
+            real(part)
 
-        monkeypatch.setattr(ctypes, "memset", memset)
+        monkeypatch.setattr(copy_buffer, "_allocate_pages", allocate)
 
 
 class HeldLock:
@@ -70,7 +69,7 @@ def test_reserved_staging_buffer_has_pages_touched() -> None:
     place.reserve(SIZE)
     buffer = place.acquire(SIZE)
     before = faults()
-    ctypes.memset(buffer.data_ptr(), 7, SIZE)
+    buffer.numpy().fill(7)
     assert faults() - before < 8, "32 are large pages, 16384 the others"
 
 
