@@ -1,12 +1,15 @@
 """One save on one rank, which the loop hands over to the saving thread.
 
-A save goes through these states, one after the other (``SaveState``); a failure only makes it skip work::
+Its stages, each with the module that does it, are: capture (``rank_state``: state -> snapshot), copy (``host_copy``: live tensors
+-> one buffer), write (``rank_file``, and ``write`` of ``ratchet_store``: buffer and list of pieces -> file), commit
+(``manifest_commit``: all ranks' reports -> manifest) and retain (delete older checkpoints). The loop captures, then the save goes
+through these states, one after the other (``SaveState``); a failure only makes it skip work::
 
-    COPYING     the loop captured the state; tensors are copied, and compared with other ranks', while training continues
+    COPYING     copy: tensors are copied, and compared with other ranks', while training continues
        |        from here on the live tensors may change: a loop that waits for them continues
-    WRITING     the file is written (that mostly began during COPYING), synced and reported to rank 0
+    WRITING     write, commit: the file is written (that mostly began during COPYING), synced and reported to rank 0
        |        the verdict is there: the manifest is committed, or the save has failed
-    RETAINING   rank 0 deletes older checkpoints (for a ``thorough`` save, it has deleted them during WRITING)
+    RETAINING   retain: rank 0 deletes older checkpoints (for a ``thorough`` save, it has deleted them during WRITING)
        |        the next save may write
     ENDED
 """
