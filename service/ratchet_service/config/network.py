@@ -36,8 +36,6 @@ class Listening:
     def check(self) -> None:
         """Raise ``StartError`` for options that contradict each other or cannot be used, such as an exposed ``host`` without
         TLS."""
-        if self.auth not in ("auto", "token"):
-            raise StartError(f"RATCHET_AUTH is auto or token, not {self.auth!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise StartError("TLS needs both --tls-cert and --tls-key")
         if self.tls_cert is None:

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from typing import Any, Final, Literal, TextIO
 
 LogFormat = Literal["text", "json"]
-FORMATS: Final[tuple[LogFormat, ...]] = ("text", "json")
 FIELDS: Final = ("job_id", "attempt", "node", "request_id", "incident")
 """Names of a record's fields. ``log_fields``, ``add_log_fields`` and the ``extra`` of a log call set them; unknown ones are
 absent."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Literal, get_args
+from typing import Literal
 
 from ratchet_service.scheduling.slots import Need
 
@@ -13,7 +13,6 @@ NOTHING = Need(0, 0)
 Scope = Literal["owner", "any", "off"]
 """Whose jobs are stopped for one of higher priority: the same owner's, any owner's, none. Submitters set the priority of their
 own jobs, so with ``any`` each submitter can have others' jobs stopped."""
-SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 
 @dataclass(frozen=True)

@@ -258,7 +258,7 @@ def test_slurm_systemd_unit_starts_service_with_sample_launchers(
     folder = ROOT / "deploy" / "slurm"
     (command,) = re.findall(r"^ExecStart=\S+/ratchet (.*)$", (folder / "ratchet.service").read_text(), re.MULTILINE)
     options = options_of(command.replace("%h", str(tmp_path)).replace("%H", "login").split(), monkeypatch)
-    assert options.url == f"https://login:{options.port}" and options.code_root == [str(tmp_path)]
+    assert options.url == f"https://login:{options.port}" and options.code_root == [tmp_path]
     assert options.tls_cert and options.tls_key and options.ca_file and not options.insecure_http
     assert options.launchers == tmp_path / "ratchet" / "launchers.yaml"
     assert list(load(HomePaths(tmp_path), folder / "launchers.yaml")) == ["local", "slurm"]

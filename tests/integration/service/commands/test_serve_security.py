@@ -81,18 +81,28 @@ def test_serve_with_insecure_or_invalid_options_is_refused(
     assert not home.exists()
 
 
-def test_serve_with_an_invalid_auth_variable_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("RATCHET_AUTH", "tokens")
-    assert main(["serve", "--home", str(tmp_path), "--port", "0"]) == 2
-
-
-def test_serve_with_an_invalid_log_format_variable_is_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.mark.parametrize(
+    ("variable", "value", "words"),
+    [
+        ("RATCHET_AUTH", "tokens", "must be auto or token, not 'tokens' (--auth, RATCHET_AUTH)"),
+        ("RATCHET_LOG_FORMAT", "jsn", "must be text or json, not 'jsn' (--log-format, RATCHET_LOG_FORMAT)"),
+        ("RATCHET_BOUNDS", "points=x", "'points=x' is not a limit"),
+        ("RATCHET_BOUNDS", "points=1", "points must be at least 2, not 1 (--bounds, RATCHET_BOUNDS)"),
+        ("RATCHET_RUN_AS_LIMITS", "threads=1", "(--run-as-limits, RATCHET_RUN_AS_LIMITS)"),
+    ],
+)
+def test_serve_with_an_invalid_variable_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    variable: str,
+    value: str,
+    words: str,
 ) -> None:
-    monkeypatch.setenv("RATCHET_LOG_FORMAT", "jsn")
-    with pytest.raises(SystemExit):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit) as ended:
         main(["serve", "--home", str(tmp_path), "--port", "0"])
-    assert "must be text or json, not 'jsn' (--log-format, RATCHET_LOG_FORMAT)" in capsys.readouterr().err
+    assert ended.value.code == 2 and words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
