@@ -11,6 +11,7 @@ from ratchet_client.cli.shared.exit_codes import MEANINGS
 from ratchet_contract import env_vars
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, HomePaths, rank_file_name
 from ratchet_contract.phases import TRANSITIONS, Cause
+from ratchet_contract.service_options import COMMANDS
 from ratchet_service.api import problem_json
 from ratchet_service.app import create_app
 from ratchet_service.config.settings import Settings
@@ -115,6 +116,17 @@ def test_documented_variables_and_run_directory_paths_exist(page: Path) -> None:
     paths = re.findall(r"\.ratchet/([\w./-]+)", page.read_text())
     unknown = [path for path in paths for part in path.strip("/").split("/") if _numberless(part) not in parts]
     assert unknown == []
+
+
+def test_every_option_of_the_service_stands_on_a_page_with_its_variable() -> None:
+    options = {option.flag: option.variable for command in COMMANDS.values() for option in command.options}
+    texts = [page.read_text() for page in USER_PAGES]
+    missing = [
+        flag
+        for flag, variable in options.items()
+        if not any(re.search(rf"{flag}(?![\w-])", text) and (variable or "") in text for text in texts)
+    ]
+    assert len(options) > 20 and missing == []
 
 
 def _numberless(name: str) -> str:
