@@ -1,4 +1,5 @@
-"""Phases of jobs and attempts, causes of an attempt's end, and the table of phase transitions."""
+"""Phases of jobs and attempts, causes of an attempt's end, reasons of a job, types of events, and the table of phase
+transitions."""
 
 from __future__ import annotations
 
@@ -120,6 +121,30 @@ CAUSE_PRECEDENCE: Final[tuple[Cause, ...]] = (
 before the group was torn down: survivors of a killed rank see broken connections, which are not the cause."""
 
 
+class Reason(StrEnum):
+    """Why a job waits or has ended, other than by the cause of an attempt's end: ``JobReason`` has both."""
+
+    NO_SLOT = "no-slot"
+    QUOTA = "quota"  # of the job's owner
+    NO_LAUNCHER = "no-launcher"  # no running reconciler has the job's launcher
+    ENGINE_QUEUE = "engine-queue"  # it waits in the engine's queue, or until the engine can accept it
+    ENGINE_UNREACHABLE = "engine-unreachable"
+    RECONCILE_ERROR = "reconcile-error"  # its attempt cannot be supervised
+    ATTEMPT_ENDING = "attempt-ending"  # its attempt is proved dead; the finalisation takes long or waits for others
+    BACKOFF = "backoff"
+    DISK_FULL = "disk-full"  # of the service's database, so no row has this reason
+    NO_PROGRESS = "no-progress"
+    SAME_ERROR = "same-error"  # two attempts in a row failed in the same way before their first step
+    EXIT_CODE = "exit-code"  # a rule of policy.exit_codes ended it
+    MAX_FAILURES = "max-failures"
+    MAX_PREEMPTIONS = "max-preemptions"
+    SPEC_UNREADABLE = "spec-unreadable"  # another version stored its spec
+
+
+JobReason = Reason | Cause
+"""What a job's row may have as its reason. A row that a newer version wrote may have another text."""
+
+
 class Event(StrEnum):
     """The possible events of a job: API actions, the launch, the beginning of training, and ends."""
 
@@ -138,6 +163,56 @@ class Event(StrEnum):
     END_CANCELLED = "end-cancelled"
     END_REQUEUE = "end-requeue"
     END_FAILED = "end-failed"
+
+
+class EventType(StrEnum):
+    """Types of events in a job's history. The history also has the job's transitions (``Event``), and notes of ranks and agents
+    as ``note.TYPE``. A newer version may have written other types."""
+
+    SUBMITTED = "submitted"
+    ADOPTED = "adopted"  # a run without a service became this job
+    FORKED = "forked"  # in the history of the job that was forked
+    FORKED_FROM = "forked-from"  # in the history of the fork
+    PATCHED = "patched"
+    CODE_CHANGED = "code-changed"
+    HOOK_CHANGED = "hook-changed"
+    WORLD_CHANGED = "world-changed"
+    POLICY_CHANGED = "policy-changed"  # policy.on_hook_mismatch
+
+    RANK_STARTED = "rank-started"
+    RESUMED = "resumed"  # state restored, or started at step 0
+    REPLAY_DIFFERENCE = "replay-difference"  # the attempt's first step whose replay gave a different result
+    RESULT = "result"  # a node's agent has ended
+    ATTEMPT_ENDED = "attempt-ended"
+    ATTEMPT_FOUND = "attempt-found"  # on the disk and not in the database, after a backup was restored
+    STALE_REQUEST = "stale-request"  # from an attempt that is over
+
+    AGENT_STOPPED = "agent-stopped"  # written before the SIGTERM
+    AGENT_KILLED = "agent-killed"  # written before the kill
+    AGENT_LEFT = "agent-left"  # a script without a Session under another protocol runs to its end
+    NOT_PROVED_DEAD = "not-proved-dead"  # some time after the kill, a part of the attempt is still alive
+    ENGINE_UNREACHABLE = "engine-unreachable"
+    RECONCILE_ERROR = "reconcile-error"
+    CLOCK_JUMPED = "clock-jumped"
+
+    CHECKPOINT = "checkpoint"  # committed; ``Event.CHECKPOINT``, a request for one, has the same name
+    CHECKPOINT_FAILED = "checkpoint-failed"
+    CHECKPOINT_IGNORED = "checkpoint-ignored"
+    CHECKPOINT_ADOPTED = "checkpoint-adopted"  # found on the disk, its report was lost
+    CHECKPOINT_UPLOADED = "checkpoint-uploaded"
+    CHECKPOINT_QUARANTINED = "checkpoint-quarantined"
+    CHECKPOINT_NOT_QUARANTINED = "checkpoint-not-quarantined"
+    CHECKPOINT_NOT_DELETED = "checkpoint-not-deleted"
+    CHECKPOINTS_PRUNED = "checkpoints-pruned"
+    VERIFIED = "verified"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+
+    LOGS_SHORTENED = "logs-shortened"
+    METRICS_DROPPED = "metrics-dropped"
+    NOTES_LEFT_OUT = "notes-left-out"  # from here on, the attempt's notes are only counted
+    LEFT_OUT = "left-out"  # at the attempt's end: the numbers of notes and metric values that are not stored
+    MESSAGE_DROPPED = "message-dropped"
 
 
 class Step(NamedTuple):

@@ -1,5 +1,5 @@
-"""The words that the sources tell users: codes of problems and warnings, reasons of a job. Found in the syntax tree, so that a
-new one is seen wherever it is written, as a literal or as a constant of its module or of one that it imports from."""
+"""The codes of problems and warnings that the sources give users. Found in the syntax tree, so that a new one is seen wherever it
+is written, as a literal or as a constant of its module or of one that it imports from."""
 
 from __future__ import annotations
 
@@ -92,25 +92,3 @@ def custom_hook_codes() -> set[str]:
     """What is wrong with a user's own hook, at its submission or in an attempt."""
     found = {text(call.args[1]) for name, call, text in _calls("hooks") if name == "CustomHookError"}
     return {code for code in found if code}
-
-
-def job_reasons() -> set[str]:
-    """What ``JobView.reason`` may be beside a cause."""
-    found: set[str | None] = set()
-    for name, call, text in _calls("service"):
-        found.add(text(_keyword(call, "reason")))
-        if name == "_end_decision" and len(call.args) > 4:
-            found.add(text(call.args[4]))
-    for tree, text in _modules("service"):  # ``job.reason, job.message = ...``
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Assign):
-                found |= {text(value) for target, value in _pairs(node) if getattr(target, "attr", "") == "reason"}
-    return {reason for reason in found if reason}
-
-
-def _pairs(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
-    for target in node.targets:
-        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
-            yield from zip(target.elts, node.value.elts, strict=True)
-        else:
-            yield target, node.value

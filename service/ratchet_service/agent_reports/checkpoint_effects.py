@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import JobPaths, checkpoint_dir_name
+from ratchet_contract.phases import EventType
 from ratchet_contract.protocol.messages import (
     CheckpointCommitted,
     CheckpointDeleted,
@@ -86,7 +87,7 @@ class Checkpoints:
         job: Job,
         attempt: Attempt,
         iterations: Mapping[Key, int],
-        add_event: Callable[[str, str, dict[str, Any]], None],
+        add_event: Callable[[EventType, str, dict[str, Any]], None],
     ) -> None:
         self._session, self._job, self._attempt, self._iterations = session, job, attempt, iterations
         self._add_event, self._now = add_event, now_in(session)
@@ -110,7 +111,9 @@ class Checkpoints:
         name = checkpoint_dir_name(message.step, message.attempt)
         if message.attempt != self._attempt.number:
             self._add_event(
-                "checkpoint-ignored", f"{name} does not belong to attempt {self._attempt.number}", {"checkpoint": name}
+                EventType.CHECKPOINT_IGNORED,
+                f"{name} does not belong to attempt {self._attempt.number}",
+                {"checkpoint": name},
             )
             return
         row = self._row(message.step, message.attempt)
@@ -121,7 +124,7 @@ class Checkpoints:
             self._rows[message.step, message.attempt] = row
         elif row.digest != sanitize_text(message.digest)[:64]:
             text = f"{name} is recorded with digest {row.digest}, the report says {sanitize_text(message.digest)[:64]}"
-            self._add_event("checkpoint-ignored", text, {"checkpoint": name})
+            self._add_event(EventType.CHECKPOINT_IGNORED, text, {"checkpoint": name})
             return
         ended = row.finished is False and message.finished  # None: a new row
         row.digest, row.size, row.files = sanitize_text(message.digest)[:64], message.size, message.files
@@ -140,7 +143,7 @@ class Checkpoints:
         self.has_commits = True
         data = {"checkpoint": name, "step": message.step, "reason": message.reason, "size": message.size}
         text = "is the job's last" if ended else f"committed ({message.reason})"
-        self._add_event("checkpoint", f"checkpoint {name} {text}", data)
+        self._add_event(EventType.CHECKPOINT, f"checkpoint {name} {text}", data)
 
     def apply_uploaded(self, message: CheckpointUploaded) -> None:
         """Store that the checkpoint's copy in the object store is complete, if it has a row with that digest. A deleted or
@@ -151,7 +154,7 @@ class Checkpoints:
             return  # its commit has not been reported yet; agents report each copy a second time
         if row.digest != sanitize_text(message.digest)[:64]:
             text = f"{name} was copied to {sanitize_text(message.uri)}, but is recorded with digest {row.digest}"
-            self._add_event("checkpoint-ignored", text, {"checkpoint": name})
+            self._add_event(EventType.CHECKPOINT_IGNORED, text, {"checkpoint": name})
             return
         if row.state == "quarantined":  # the verification result is about the damaged files that were here before
             row.verified_at = row.verification = row.verification_error = None
@@ -161,14 +164,14 @@ class Checkpoints:
             row.uri, row.uploaded_at = sanitize_text(message.uri)[:2000], parse_time(message.at, self._now)
             seconds = message.seconds if math.isfinite(message.seconds) else None
             data = {"checkpoint": name, "uri": row.uri, "nbytes": message.nbytes, "seconds": seconds}
-            self._add_event("checkpoint-uploaded", f"checkpoint {name} is copied to {row.uri}", data)
+            self._add_event(EventType.CHECKPOINT_UPLOADED, f"checkpoint {name} is copied to {row.uri}", data)
 
     def apply_quarantined(self, message: Quarantined) -> None:
         """Store in the checkpoint's row, if there is one, that it is quarantined, and add an event in any case."""
         self._set_state(message.step, message.attempt, "quarantined")
         name = checkpoint_dir_name(message.step, message.attempt)
         text = f"checkpoint {name} is damaged and was moved to the quarantine: {sanitize_text(message.error)}"
-        self._add_event("checkpoint-quarantined", text, {"checkpoint": name})
+        self._add_event(EventType.CHECKPOINT_QUARANTINED, text, {"checkpoint": name})
 
     def apply_deleted(self, message: CheckpointDeleted) -> None:
         """Store in the checkpoint's row, if there is one, that its files were deleted."""

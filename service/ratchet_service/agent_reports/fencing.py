@@ -6,21 +6,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
 
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
 from ratchet_contract.errors import Conflict
-from ratchet_contract.phases import AttemptPhase
+from ratchet_contract.phases import AttemptPhase, EventType
 from ratchet_service.agent_reports.fast_rows import AttemptRow, JobRow
 from ratchet_service.db.engine import Database, first_line
 from ratchet_service.db.models import Attempt, Job
 from ratchet_service.db.transitions import add_event
 
 log = logging.getLogger(__name__)
-
-STALE_REQUEST: Final = "stale-request"
 
 
 class Stale(Conflict):
@@ -62,4 +59,6 @@ def _count_stale_request(database: Database, job_id: str, attempt: int, request_
             text = f"attempt {attempt} is over: {request_name} was refused"
             if row.late_requests > 1:
                 text += f", the {row.late_requests}th request of its"
-            add_event(session, job_id, STALE_REQUEST, text, attempt=attempt, data={"refused": row.late_requests})
+            add_event(
+                session, job_id, EventType.STALE_REQUEST, text, attempt=attempt, data={"refused": row.late_requests}
+            )

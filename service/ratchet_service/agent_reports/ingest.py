@@ -12,7 +12,7 @@ from sqlalchemy.orm import Session, defer
 
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.paths import HomePaths, is_job_id
-from ratchet_contract.phases import AttemptPhase, Cause
+from ratchet_contract.phases import AttemptPhase, Cause, EventType
 from ratchet_contract.protocol.messages import (
     AGENT_RANK,
     AgentReport,
@@ -243,7 +243,7 @@ def _add_result_event(session: Session, attempt: Attempt, result: AttemptResult)
     """Add the event for a node's result."""
     facts = {"cause": result.cause.value, "rank": result.rank, "last_step": result.last_step}
     text = f"the agent ended: {result.cause.value}"
-    add_event(session, attempt.job_id, "result", text, attempt=attempt.number, data=facts)
+    add_event(session, attempt.job_id, EventType.RESULT, text, attempt=attempt.number, data=facts)
 
 
 def _ack(

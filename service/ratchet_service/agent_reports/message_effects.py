@@ -8,7 +8,7 @@ from typing import Any, Final, get_args
 
 from sqlalchemy.orm import Session
 
-from ratchet_contract.phases import Event
+from ratchet_contract.phases import Event, EventType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import (
     CheckpointCommitted,
@@ -35,7 +35,7 @@ from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Attempt, Job
 from ratchet_service.db.sanitize import parse_time, sanitize_bounded_json, sanitize_json, sanitize_text
 from ratchet_service.db.types import MAX_NUMBER
-from ratchet_service.lifecycle.redone_steps import REPLAY_DIFFERENCE, add_redone
+from ratchet_service.lifecycle.redone_steps import add_redone
 from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 
 FIGURES: Final = (Metrics, Progress, HookState)
@@ -97,7 +97,9 @@ class Effects:
         """Apply one message of ``rank``. The message is dropped if one of its ``_numbers`` is negative or too large to be
         stored."""
         if not all(number is None or 0 <= number <= MAX_NUMBER for number in _numbers(message)):
-            self._add_note("message-dropped", f"rank {rank}: a {message.kind} message with an impossible number", {})
+            self._add_note(
+                EventType.MESSAGE_DROPPED, f"rank {rank}: a {message.kind} message with an impossible number", {}
+            )
             return
         match message:
             case Started():
@@ -120,7 +122,7 @@ class Effects:
                 self._checkpoints.apply_uploaded(message)
             case CheckpointFailed():
                 text = f"the checkpoint of step {message.step} failed: {sanitize_text(message.error)}"
-                self._add_event("checkpoint-failed", text, {"step": message.step})
+                self._add_event(EventType.CHECKPOINT_FAILED, text, {"step": message.step})
             case CheckpointDeleted():
                 self._checkpoints.apply_deleted(message)
             case Quarantined():
@@ -129,7 +131,8 @@ class Effects:
                 node = node_of_agent_rank(rank)
                 who = {"rank": rank} if node is None else {"node": node}
                 data = {**who, "data": sanitize_bounded_json(message.data)}
-                self._add_note(f"note.{sanitize_text(message.type)}"[:64], sanitize_text(message.message), data)
+                kind = transitions.NoteType(f"note.{sanitize_text(message.type)}"[:64])
+                self._add_note(kind, sanitize_text(message.message), data)
 
     def finish(self, ranks_to_count: Collection[int] = ()) -> None:
         """Write what was collected; called once, after the last message. ``ranks_to_count``: ranks whose hook summaries may be
@@ -140,14 +143,14 @@ class Effects:
         refused = self._series.store()
         if refused and not self._attempt.metric_values_refused:
             text = f"a job keeps {self._bounds.series} metrics: values of {refused[0]!r} and of other new names are dropped"
-            self._add_event("metrics-dropped", text, {"name": refused[0], "series": self._bounds.series})
+            self._add_event(EventType.METRICS_DROPPED, text, {"name": refused[0], "series": self._bounds.series})
         self._attempt.metric_values_refused += len(refused)
         if self._checkpoints.has_commits:
             self._series.delete_unneeded_points()
         self._samples.store(ranks_to_count)
         self._session.flush()
 
-    def _add_note(self, kind: str, message: str, data: dict[str, Any]) -> None:
+    def _add_note(self, kind: EventType | transitions.NoteType, message: str, data: dict[str, Any]) -> None:
         """Add an event that a rank can cause any number of times; beyond ``Bounds.notes`` per attempt they are only counted."""
         self._attempt.notes_reported += 1
         most = self._bounds.notes
@@ -155,9 +158,9 @@ class Effects:
             self._add_event(kind, message, data)
         elif self._attempt.notes_reported == most + 1:
             text = f"the attempt has sent {most} notes: further ones are counted, not stored"
-            self._add_event("notes-left-out", text, {"kept": most})
+            self._add_event(EventType.NOTES_LEFT_OUT, text, {"kept": most})
 
-    def _add_event(self, kind: str, message: str, data: dict[str, Any]) -> None:
+    def _add_event(self, kind: EventType | transitions.NoteType, message: str, data: dict[str, Any]) -> None:
         """Add an event of this attempt to the job's history."""
         transitions.add_event(self._session, self._job.id, kind, message, attempt=self._attempt.number, data=data)
 
@@ -170,7 +173,7 @@ class Effects:
             "device": sanitize_text(message.device),
         }
         data["torch"] = sanitize_text(message.torch)
-        self._add_event("rank-started", f"rank {rank} started on {data['host']} ({data['device']})", data)
+        self._add_event(EventType.RANK_STARTED, f"rank {rank} started on {data['host']} ({data['device']})", data)
 
     def _apply_training(self, message: Training) -> None:
         """Store that the attempt has begun to train, and from which checkpoint. If it is the newest attempt of an active
@@ -189,10 +192,7 @@ class Effects:
         if message.total_steps is not None:
             job.total_steps = message.total_steps
         data = {"base_step": base.step, "base_attempt": base.attempt}
-        transitions.apply(
-            self._session, job.id, Event.TRAINING, expected_attempt=attempt.number, data=data,
-            reason=job.reason, message=job.message,
-        )  # fmt: skip
+        transitions.apply(self._session, job.id, Event.TRAINING, expected_attempt=attempt.number, data=data)
 
     def _apply_resumed(self, message: Resumed) -> None:
         """Store the attempt's resume report and add an event. A script without a Session is training from then on."""
@@ -203,7 +203,9 @@ class Effects:
         if verdict == UNMANAGED:
             text = "the script was started from its first line"
         self._add_event(
-            "resumed", sanitize_text(f"{text}: {message.report.sentence()}"), {"verdict": verdict, "step": base.step}
+            EventType.RESUMED,
+            sanitize_text(f"{text}: {message.report.sentence()}"),
+            {"verdict": verdict, "step": base.step},
         )
         if verdict == UNMANAGED:
             self._mark_unmanaged(message)
@@ -214,9 +216,12 @@ class Effects:
             self._attempt.training_at = parse_time(message.at, self._now)
         if self._is_newest and self._job.phase.active:
             transitions.apply(
-                self._session, self._job.id, Event.TRAINING, expected_attempt=self._attempt.number,
-                data={"verdict": UNMANAGED}, reason=self._job.reason, message=self._job.message,
-            )  # fmt: skip
+                self._session,
+                self._job.id,
+                Event.TRAINING,
+                expected_attempt=self._attempt.number,
+                data={"verdict": UNMANAGED},
+            )
 
     def _add_metrics(self, message: Metrics) -> None:
         """Collect the message's values; NaN is stored as None."""
@@ -247,7 +252,7 @@ class Effects:
         """Store what the rank reports about redone steps. The attempt's first difference adds an event."""
         difference = add_redone(self._attempt, rank, message)
         if difference is not None:
-            self._add_event(REPLAY_DIFFERENCE, difference.sentence(), difference.model_dump(mode="json"))
+            self._add_event(EventType.REPLAY_DIFFERENCE, difference.sentence(), difference.model_dump(mode="json"))
 
     def _apply_hook_state(self, rank: int, message: HookState) -> None:
         """Collect the rank's hook summary."""
@@ -282,4 +287,4 @@ def add_left_out_event(session: Session, attempt: Attempt, bounds: Bounds) -> No
     if parts:
         data = {"notes": notes, "values": attempt.metric_values_refused}
         text = f"{' and '.join(parts)} of attempt {attempt.number} left out"
-        transitions.add_event(session, attempt.job_id, "left-out", text, attempt=attempt.number, data=data)
+        transitions.add_event(session, attempt.job_id, EventType.LEFT_OUT, text, attempt=attempt.number, data=data)

@@ -18,6 +18,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
+from ratchet_contract.phases import EventType
 from ratchet_contract.spec.checkpoint import CheckpointSpec
 from ratchet_service.checkpoints import removal
 from ratchet_service.checkpoints.lineage import bases_of, committed_of, filter_lineage
@@ -121,7 +122,7 @@ def mark_surplus(
     )
     removal.mark_deleted(session, [rows[one] for one in surplus if one in rows and one not in protected])
     for error in on_disk.errors:
-        add_event(session, job.id, "checkpoint-not-deleted", error, attempt=attempt)
+        add_event(session, job.id, EventType.CHECKPOINT_NOT_DELETED, error, attempt=attempt)
     session.flush()
 
 
@@ -135,11 +136,13 @@ def quarantine(session: Session, job: Job, row: Checkpoint, paths: JobPaths) -> 
         with as_owner(paths.root):
             move_to_quarantine(directory, paths.quarantine)
     except (CheckpointError, OSError) as error:
-        add_event(session, job.id, "checkpoint-not-quarantined", str(error), attempt=row.attempt)
+        add_event(session, job.id, EventType.CHECKPOINT_NOT_QUARANTINED, str(error), attempt=row.attempt)
         return False
     row.state = "quarantined"
     text = f"checkpoint {row.name} is damaged and was moved to the quarantine: {row.verification_error}"
-    add_event(session, job.id, "checkpoint-quarantined", text, attempt=row.attempt, data={"checkpoint": row.name})
+    add_event(
+        session, job.id, EventType.CHECKPOINT_QUARANTINED, text, attempt=row.attempt, data={"checkpoint": row.name}
+    )
     return True
 
 

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import CheckpointError, NotFound
 from ratchet_contract.paths import MANIFEST_NAME, HomePaths, JobPaths, checkpoint_dir_name
+from ratchet_contract.phases import EventType
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Checkpoint
@@ -73,7 +74,7 @@ def _record(database: Database, job_id: str, done: Mapping[Id, tuple[bool, str |
             if stays and row.state == "deleted":
                 row.state = "committed"
             if said is not None:
-                add_event(session, job_id, "checkpoint-not-deleted", said, attempt=attempt)
+                add_event(session, job_id, EventType.CHECKPOINT_NOT_DELETED, said, attempt=attempt)
 
 
 def delete_all_marked(database: Database, homes: HomePaths) -> None:

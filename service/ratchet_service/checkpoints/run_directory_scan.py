@@ -25,7 +25,6 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Job
 from ratchet_service.isolation.file_access import as_owner
 
-EVENT: Final = "attempt-found"
 _BATCH_SIZE: Final = 500
 """Number of jobs per query."""
 _MAX_NAMES: Final = 10

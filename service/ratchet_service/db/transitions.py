@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, NewType
 
 import sqlalchemy as sa
 from sqlalchemy.engine import CursorResult
@@ -16,10 +16,13 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.interfaces import ORMOption
 
 from ratchet_contract.errors import Conflict, NotFound
-from ratchet_contract.phases import Cause, Desired, Event, JobPhase, Step, next_step
+from ratchet_contract.phases import Cause, Desired, Event, EventType, JobPhase, JobReason, Step, next_step
 from ratchet_service.db import models
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Job
+
+NoteType = NewType("NoteType", str)
+"""Type of the event of a ``Note``: ``note.TYPE``."""
 
 _DETAILS = {
     "wrong-phase": "the job is {phase}; {event} does not apply to it",
@@ -67,7 +70,7 @@ def apply(
     *,
     expected_attempt: int | None = None,
     cause: Cause | None = None,
-    reason: str | None = None,
+    reason: JobReason | None = None,
     message: str | None = None,
     data: dict[str, Any] | None = None,
     values: dict[str, Any] | None = None,
@@ -76,9 +79,9 @@ def apply(
     the job, whose row stays locked until the transaction ends.
 
     ``cause``: the cause of the stop, for an event that requests one; None: a request through the API. ``reason`` and ``message``
-    replace those of the job, even if they are None; the event ``CHECKPOINT`` keeps the job's. ``data``: more entries for the
-    event row's data. Raises ``NotFound``. Raises ``Conflict`` if the event is refused, or if ``expected_attempt`` is not the
-    job's attempt.
+    replace those of the job, even if they are None; ``CHECKPOINT`` and ``TRAINING`` keep the job's, and the event row of
+    ``TRAINING`` shows them. ``data``: more entries for the event row's data. Raises ``NotFound``. Raises ``Conflict`` if the
+    event is refused, or if ``expected_attempt`` is not the job's attempt.
     """
     job = lock_job(session, job_id)
     before = job.phase
@@ -86,7 +89,10 @@ def apply(
         values or {}
     )
     changes["version"] = Job.version + 1
-    if event is not Event.CHECKPOINT:  # a checkpoint request does not change why the job is in its phase
+    shown: str | None = reason
+    if event is Event.TRAINING:
+        shown, message = job.reason, job.message
+    elif event is not Event.CHECKPOINT:  # a checkpoint request does not change why the job is in its phase
         changes |= {"reason": reason, "message": message}
     statement = sa.update(Job).where(Job.id == job_id, Job.phase == before, Job.desired == job.desired)
     if expected_attempt is not None:
@@ -98,9 +104,9 @@ def apply(
     session.refresh(job)
     text = message or (f"{before.value} -> {job.phase.value}" if before is not job.phase else event.value)
     facts = {"from": before.value, "to": job.phase.value, "desired": job.desired.value} | (data or {})
-    if reason is not None:
-        facts["reason"] = reason
-    add_event(session, job_id, event.value, text, attempt=job.attempt or None, data=facts)
+    if shown is not None:
+        facts["reason"] = shown
+    add_event(session, job_id, event, text, attempt=job.attempt or None, data=facts)
     return job
 
 
@@ -156,7 +162,7 @@ def _is_paused_phase(phase: JobPhase) -> bool:
 def add_event(
     session: Session,
     job_id: str,
-    type_: str,
+    type_: EventType | Event | NoteType,
     message: str,
     *,
     attempt: int | None = None,

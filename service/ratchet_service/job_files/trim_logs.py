@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.checkpoint.step_ring import RING_ATTEMPTS
 from ratchet_contract.paths import JobPaths, parse_attempt_dir_name
+from ratchet_contract.phases import EventType
 from ratchet_service.config.output_limits import Bounds
 from ratchet_service.db.models import Job
 from ratchet_service.db.transitions import add_event
@@ -100,7 +101,9 @@ def record_event(session: Session, job: Job, attempt: int, shortened: Shortened 
     texts = (("were removed", shortened.removed), (kept, shortened.kept))
     what = " or ".join(text for text, applies in texts if applies)
     data = {"attempts": shortened.attempts, "bytes": shortened.nbytes, "removed": shortened.removed}
-    add_event(session, job.id, "logs-shortened", f"logs of attempts {attempts} {what}", attempt=attempt, data=data)
+    add_event(
+        session, job.id, EventType.LOGS_SHORTENED, f"logs of attempts {attempts} {what}", attempt=attempt, data=data
+    )
 
 
 def _allocated_bytes(path: Path) -> int:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import Final
 
-from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
+from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, JobReason, Outcome, Reason
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.timing import max_control_delay
 from ratchet_service.lifecycle.decision import (
@@ -73,7 +73,7 @@ def _decide_queued(view: JobView, now: datetime) -> Decision:
             Action.END,
             Event.END_FAILED,
             counters=view.counters,
-            reason=Cause.TIMEOUT.value,
+            reason=Cause.TIMEOUT,
             message=_timeout_text(view.job_id, view.limits.timeout),
         )
     if view.not_before is not None and now < view.not_before <= now + MAX_BACKOFF_AHEAD:
@@ -139,9 +139,9 @@ def _decide_ended(view: JobView, end: AttemptEnd, now: datetime) -> Decision:
         text = end.message if timeout is None else _timeout_text(view.job_id, timeout)
         if treated.rule is not None:
             return _end_decision(
-                view, Event.END_FAILED, treated, counters, "exit-code", _last_attempt_text(treated, end)
+                view, Event.END_FAILED, treated, counters, Reason.EXIT_CODE, _last_attempt_text(treated, end)
             )
-        return _end_decision(view, Event.END_FAILED, treated, counters, cause.value, text)
+        return _end_decision(view, Event.END_FAILED, treated, counters, cause, text)
     if view.desired is Desired.SUSPEND:
         return _end_decision(
             view, Event.END_SUSPENDED, treated, counters, *_reason_unless(treated, Outcome.SUSPENDED, end)
@@ -189,7 +189,7 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
             f"{pluralize(counters.failures, 'failure')} {kind}, {limits.max_failures} allowed (policy.max_failures). "
         )
         text += f"{last} {_failed_saves_advice(view) if end.cause is Cause.CHECKPOINT_ERROR else _resume_advice(view)}"
-        return _end_decision(view, Event.END_FAILED, treated, counters, "max-failures", text)
+        return _end_decision(view, Event.END_FAILED, treated, counters, Reason.MAX_FAILURES, text)
     if (
         treated.budget is Budget.PREEMPTIONS
         and limits.max_preemptions is not None
@@ -200,20 +200,20 @@ def _exhausted(view: JobView, treated: Treatment, counters: Counters, end: Attem
             f"(policy.max_preemptions). {last}"
         )
         text += f" `ratchet resume {view.job_id}` continues it, with counters reset to 0."
-        return _end_decision(view, Event.END_FAILED, treated, counters, "max-preemptions", text)
+        return _end_decision(view, Event.END_FAILED, treated, counters, Reason.MAX_PREEMPTIONS, text)
     # a third attempt would end in the same way
     if treated.budget is Budget.FAILURES and _fails_at_start(end):
         text = (
             "Two attempts in a row ended with the same error at the same line before their first step: it is not tried again. "
             f"{last} {_resume_advice(view)}"
         )
-        return _end_decision(view, Event.END_FAILED, treated, counters, "same-error", text)
+        return _end_decision(view, Event.END_FAILED, treated, counters, Reason.SAME_ERROR, text)
     if treated.outcome is not Outcome.SUSPENDED and counters.attempts_without_progress >= _no_progress_limit(
         view, treated
     ):
         row = pluralize(counters.attempts_without_progress, "attempt")
         text = f"{row} in a row committed no new step. {last} {_no_progress_advice(view, end)}"
-        return _end_decision(view, Event.END_FAILED, treated, counters, "no-progress", text)
+        return _end_decision(view, Event.END_FAILED, treated, counters, Reason.NO_PROGRESS, text)
     return None
 
 
@@ -277,11 +277,11 @@ def _requeue(view: JobView, treated: Treatment, counters: Counters, end: Attempt
     if delay <= 0.0:
         once = " Tried again at once." if treated.budget is Budget.FAILURES else ""
         return _end_decision(
-            view, Event.END_REQUEUE, treated, counters, treated.cause.value, _last_attempt_text(treated, end) + once
+            view, Event.END_REQUEUE, treated, counters, treated.cause, _last_attempt_text(treated, end) + once
         )
     text = f"{_last_attempt_text(treated, end)} Tried again after {delay:.1f} s."
     return replace(
-        _end_decision(view, Event.END_REQUEUE, treated, counters, "backoff", text),
+        _end_decision(view, Event.END_REQUEUE, treated, counters, Reason.BACKOFF, text),
         not_before=now + timedelta(seconds=delay),
     )
 
@@ -308,7 +308,7 @@ def _needs_spacing(treated: Treatment, end: AttemptEnd) -> bool:
 
 
 def _end_decision(
-    view: JobView, event: Event, treated: Treatment, counters: Counters, reason: str | None, message: str | None
+    view: JobView, event: Event, treated: Treatment, counters: Counters, reason: JobReason | None, message: str | None
 ) -> Decision:
     """Return the decision that ends the attempt and applies ``event`` to the job. ``reason`` and ``message`` are the job's."""
     return Decision(Action.END, event, treated.cause, counters, None, reason, message, treated.outcome, treated.rule)
@@ -319,10 +319,10 @@ def _default_treatment(cause: Cause) -> Treatment:
     return Treatment(cause, cause.outcome, cause.budget)
 
 
-def _reason_unless(treated: Treatment, outcome: Outcome, end: AttemptEnd) -> tuple[str | None, str | None]:
+def _reason_unless(treated: Treatment, outcome: Outcome, end: AttemptEnd) -> tuple[JobReason | None, str | None]:
     """Return the job's reason and message: (None, None) if the attempt ended with ``outcome``, as requested; otherwise the
     attempt's cause."""
-    return (None, None) if treated.outcome is outcome else (treated.cause.value, _last_attempt_text(treated, end))
+    return (None, None) if treated.outcome is outcome else (treated.cause, _last_attempt_text(treated, end))
 
 
 def _last_attempt_text(treated: Treatment, end: AttemptEnd) -> str:

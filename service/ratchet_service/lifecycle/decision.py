@@ -9,7 +9,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, Outcome
+from ratchet_contract.phases import Budget, Cause, Desired, Event, JobPhase, JobReason, Outcome
 from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.policy import ExitRule
 from ratchet_service.db.models import Job
@@ -122,7 +122,7 @@ class Decision:
     cause: Cause | None = None
     counters: Counters = Counters()
     not_before: datetime | None = None
-    reason: str | None = None
+    reason: JobReason | None = None
     message: str | None = None
     outcome: Outcome | None = None
     rule: str | None = None

@@ -9,9 +9,6 @@ from ratchet_contract.protocol.messages import RedoneSteps
 from ratchet_service.db.models import Attempt
 from ratchet_service.db.sanitize import sanitize_text
 
-REPLAY_DIFFERENCE = "replay-difference"
-"""The event for an attempt's first step whose replay gave a different result."""
-
 
 def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDifference | None:
     """Store on ``attempt`` what ``rank`` reports about replayed steps. Return the reported difference if none was

@@ -18,11 +18,11 @@ from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool
 
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
+from ratchet_contract.phases import AttemptPhase, Cause, EventType, JobPhase, Reason
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
 from ratchet_service.db.engine import Database, first_line
 from ratchet_service.db.models import Attempt, Checkpoint, Event, Job
-from ratchet_service.lifecycle.redone_steps import REPLAY_DIFFERENCE, redone_of
+from ratchet_service.lifecycle.redone_steps import redone_of
 
 log = logging.getLogger(__name__)
 
@@ -36,27 +36,7 @@ _ENDED_SECONDS: Final = 60.0
 _MAX_AGE_SECONDS: Final = 2 * _ENDED_SECONDS
 """Age in seconds from which a count of ended jobs is not returned any more: the scrape then counts again and waits for the
 result."""
-_REASONS: Final = frozenset(
-    {
-        "none",
-        "no-slot",
-        "quota",
-        "backoff",
-        "no-launcher",
-        "engine-queue",
-        "engine-unreachable",
-        "reconcile-error",
-        "attempt-ending",
-        "disk-full",
-        "exit-code",
-        "max-failures",
-        "max-preemptions",
-        "no-progress",
-        "same-error",
-        "spec-unreadable",
-        *(cause.value for cause in Cause),
-    }
-)
+_REASONS: Final = frozenset((*Reason, *Cause))
 
 
 class Instruments:
@@ -168,7 +148,7 @@ class Instruments:
         """Remember the rows of this transaction that are counted if it is committed. SQLAlchemy calls it after each flush."""
         rows = session.info.setdefault(self, [])
         rows += [row for row in session.new if isinstance(row, Checkpoint)]
-        rows += [row for row in session.new if isinstance(row, Event) and row.type == REPLAY_DIFFERENCE]
+        rows += [row for row in session.new if isinstance(row, Event) and row.type == EventType.REPLAY_DIFFERENCE]
         for row in session.dirty:
             if isinstance(row, Attempt) and AttemptPhase.ENDED in (sa.inspect(row).attrs.phase.history.added or ()):
                 rows.append(row)
@@ -239,8 +219,7 @@ class Instruments:
         found: dict[str, tuple[int, float]] = {}
         now = database.clock.now()
         for reason, number, since in session.execute(query.group_by(Job.reason)):
-            name = reason or "none"
-            name = name if name in _REASONS else "other"
+            name = "none" if reason is None else reason if reason in _REASONS else "other"
             before = found.get(name, (0, 0.0))
             found[name] = (before[0] + number, max(before[1], (now - since).total_seconds()))
         self._queue.clear()

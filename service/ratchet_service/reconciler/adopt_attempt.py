@@ -12,9 +12,9 @@ from typing import Any
 from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Event
+from ratchet_contract.phases import Event, EventType
 from ratchet_contract.spec.job import JobSpec
-from ratchet_service.checkpoints.run_directory_scan import EVENT, launched_at
+from ratchet_service.checkpoints.run_directory_scan import launched_at
 from ratchet_service.db.api_tokens import hash_token
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.leases import Lease
@@ -22,7 +22,6 @@ from ratchet_service.db.models import RECOVERED_FROM_DISK, Attempt, AttemptNode,
 from ratchet_service.db.transitions import add_event, apply
 from ratchet_service.launchers.base import attempt_name
 from ratchet_service.launchers.launch_file import read_launch_file
-from ratchet_service.reconciler.attempt_watch import KILLED
 
 
 def create_adopted_attempt(
@@ -66,8 +65,8 @@ def create_adopted_attempt(
     apply(
         session, job.id, Event.LAUNCH, message=None, values=values, data={"attempt": number, RECOVERED_FROM_DISK: True}
     )
-    add_event(session, job.id, EVENT, text, attempt=number, data={"attempt": number})
-    add_event(session, job.id, KILLED, text, attempt=number)
+    add_event(session, job.id, EventType.ATTEMPT_FOUND, text, attempt=number, data={"attempt": number})
+    add_event(session, job.id, EventType.AGENT_KILLED, text, attempt=number)
     return Lease(job.id, number, lease_columns["lease_token"])
 
 

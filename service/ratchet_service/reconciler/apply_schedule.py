@@ -9,13 +9,13 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
-from ratchet_contract.phases import Cause, Desired, Event, JobPhase
+from ratchet_contract.phases import Cause, Desired, Event, JobPhase, JobReason, Reason
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Job
 from ratchet_service.db.transitions import apply
 from ratchet_service.scheduling import queue_queries
 from ratchet_service.scheduling.preemption import Running
-from ratchet_service.scheduling.scheduler import BEING_FREED, NO_SLOT, End, Row, Wait, no_slot_message
+from ratchet_service.scheduling.scheduler import BEING_FREED, End, Row, Wait, no_slot_message
 from ratchet_service.scheduling.slots import Capacity
 
 
@@ -40,7 +40,7 @@ def end_unreadable(session: Session, job: Job, error: ValidationError) -> None:
     text = (
         f"this version of Ratchet cannot read the stored spec: {first['msg']} at {first['loc']}; submit the job again"
     )
-    apply(session, job.id, Event.END_FAILED, reason="spec-unreadable", message=text)
+    apply(session, job.id, Event.END_FAILED, reason=Reason.SPEC_UNREADABLE, message=text)
 
 
 def apply_waits(session: Session, waits: Sequence[Wait]) -> None:
@@ -54,7 +54,7 @@ def apply_waits(session: Session, waits: Sequence[Wait]) -> None:
         session.execute(told.execution_options(synchronize_session=False))
 
 
-def store_wait_reason(job: Job, reason: str, message: str) -> bool:
+def store_wait_reason(job: Job, reason: JobReason, message: str) -> bool:
     """Set reason and message of a locked job; False if it has both already. Its ETag does not change."""
     if (job.reason, job.message) == (reason, message):
         return False
@@ -65,7 +65,7 @@ def store_wait_reason(job: Job, reason: str, message: str) -> bool:
 def store_no_slot(session: Session, ids: Sequence[str], kinds: Collection[str], capacity: Capacity) -> None:
     """Store that no slot is left in the rows of those jobs ``ids`` that still wait, of launchers ``kinds``."""
     session.flush()
-    queue_queries.store_waiting_reason(session, ids, kinds, reason=NO_SLOT, message=no_slot_message(capacity))
+    queue_queries.store_waiting_reason(session, ids, kinds, reason=Reason.NO_SLOT, message=no_slot_message(capacity))
 
 
 def _unchanged(row: Row) -> tuple[sa.ColumnElement[bool], ...]:
@@ -89,7 +89,7 @@ def _preempt(session: Session, row: Row, victims: Sequence[Running]) -> bool:
             Event.PREEMPT,
             expected_attempt=one.attempt,
             cause=Cause.HIGHER_PRIORITY,
-            reason=Cause.HIGHER_PRIORITY.value,
+            reason=Cause.HIGHER_PRIORITY,
             message=message,
             data={"for": job.id, "priority": job.priority},
         )

@@ -13,7 +13,7 @@ from typing import Final
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
-from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.phases import Cause, Desired, EventType, Reason
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.db import models
 from ratchet_service.db.leases import Lease
@@ -23,12 +23,7 @@ from ratchet_service.lifecycle.attempt_result import Evidence
 from ratchet_service.lifecycle.decision import Decision, Limits
 from ratchet_service.lifecycle.supervision import DesiredState, Supervised, Supervision
 
-STOPPED: Final = "agent-stopped"
-KILLED: Final = "agent-killed"
-WAITING: Final = "engine-queue"
-"""Reason of a job that waits in its engine's queue, or until the engine can accept its request; the message is the engine's."""
-LEFT: Final = "agent-left"
-"""Event of a script without a Session whose agent has another protocol than the service: it is left to run to its end."""
+_RECORDED_ACTIONS: Final = (EventType.AGENT_STOPPED, EventType.AGENT_KILLED, EventType.AGENT_LEFT)
 
 
 @dataclass
@@ -62,27 +57,27 @@ class Watch:
     @property
     def is_queued(self) -> bool:
         """True if the job's row says that the attempt waits in its engine's queue."""
-        return self.stored_reason is not None and self.stored_reason[0] == WAITING
+        return self.stored_reason is not None and self.stored_reason[0] == Reason.ENGINE_QUEUE
 
 
 def restore_actions(session: Session, lease: Lease, known: Supervision, now: float) -> Supervision:
     """Return ``known`` with what the job's history records of this attempt: a SIGTERM, a kill, or that it is left to run to its
     end. A SIGTERM counts as not sent yet. ``now``: the monotonic time that is set as the time of the SIGTERM or kill."""
     query = sa.select(models.Event).where(models.Event.job_id == lease.job_id, models.Event.attempt == lease.attempt)
-    for event in session.scalars(query.where(models.Event.type.in_((STOPPED, KILLED, LEFT))).order_by(models.Event.id)):
+    for event in session.scalars(query.where(models.Event.type.in_(_RECORDED_ACTIONS)).order_by(models.Event.id)):
         known = restore_action(known, event, now)
     return known
 
 
 def restore_action(known: Supervision, event: models.Event, now: float) -> Supervision:
-    """Return ``known`` with what one event (``LEFT``, ``STOPPED`` or ``KILLED``) records. ``now``: as in ``restore_actions``."""
-    if event.type == LEFT:
+    """Return ``known`` with what one event of ``_RECORDED_ACTIONS`` records. ``now``: as in ``restore_actions``."""
+    if event.type == EventType.AGENT_LEFT:
         return replace(known, left_running=True)
     # without a cause, it was killed because of another agent's result
     cause = Cause(event.data["cause"]) if "cause" in event.data else known.forced_cause
     # the event was written before the SIGTERM was sent: it is sent again
     known = replace(known, forced_cause=cause, stopped_at=now, signal_unsent=True)
-    return replace(known, killing=True, message=event.message) if event.type == KILLED else known
+    return replace(known, killing=True, message=event.message) if event.type == EventType.AGENT_KILLED else known
 
 
 def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, DesiredState]:

@@ -12,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
+from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import AGENT_RANK, Note, RankBatch, RankMessage, node_of_agent_rank, node_rank
 from ratchet_service.agent_reports.checkpoint_effects import hook_iterations
@@ -63,13 +64,13 @@ def ingest_leftover(
                     stored += ingest_batches(session, job, attempt, node, [batch], iterations, bounds, shape)
                 except Refused as error:  # user code wrote the file: it is to keep no attempt from ending
                     text = f"{spool.name} is not read: {error}"
-                    add_event(session, job.id, "message-dropped", text, attempt=lease.attempt)
+                    add_event(session, job.id, EventType.MESSAGE_DROPPED, text, attempt=lease.attempt)
                     break
     if unread:
         others = f" (and {pluralize(len(unread) - 1, 'other file')})" if len(unread) > 1 else ""
         with database.write() as session:
             job = lock_leased_job(session, lease)
-            add_event(session, job.id, "message-dropped", unread[0] + others, attempt=lease.attempt)
+            add_event(session, job.id, EventType.MESSAGE_DROPPED, unread[0] + others, attempt=lease.attempt)
     return stored
 
 

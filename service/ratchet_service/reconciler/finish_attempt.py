@@ -15,7 +15,7 @@ from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import AttemptPaths, JobPaths
-from ratchet_contract.phases import AttemptPhase
+from ratchet_contract.phases import AttemptPhase, EventType
 from ratchet_contract.protocol.attempt_cause import EndSeen
 from ratchet_contract.protocol.counter_layout import finished_step
 from ratchet_contract.protocol.lineage import lineage
@@ -135,7 +135,7 @@ def _adopt_checkpoint(session: Session, job: Job, manifest: Manifest) -> None:
     )
     text = f"checkpoint {manifest.id} was found valid on disk; its report was lost"
     data = {"checkpoint": manifest.id, "step": manifest.step}
-    add_event(session, job.id, "checkpoint-adopted", text, attempt=manifest.attempt, data=data)
+    add_event(session, job.id, EventType.CHECKPOINT_ADOPTED, text, attempt=manifest.attempt, data=data)
     session.flush()
 
 
@@ -172,7 +172,7 @@ def _end_attempt(
     text = f"attempt {number} ended: {decision.cause.value}" + (f": {cause.message}" if cause.message else "")
     if decision.rule is not None:
         data["rule"], text = decision.rule, f"{text} ({decision.rule})"
-    add_event(session, job.id, "attempt-ended", text, attempt=number, data=data)
+    add_event(session, job.id, EventType.ATTEMPT_ENDED, text, attempt=number, data=data)
     session.flush()
     apply(
         session,

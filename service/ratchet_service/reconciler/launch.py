@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Cause, Event, JobPhase
+from ratchet_contract.phases import Event, JobPhase, Reason
 from ratchet_contract.protocol.lineage import lineage
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved
@@ -49,8 +49,6 @@ from ratchet_service.scheduling import queue_queries, quotas, scheduler, slot_ho
 from ratchet_service.scheduling.fair_order import Share
 from ratchet_service.scheduling.scheduler import (
     CREATION_FAILED,
-    NO_SLOT,
-    QUOTA,
     Preemption,
     QueueState,
     Schedule,
@@ -64,7 +62,6 @@ RECENT_SAVES: Final = 20
 
 log = logging.getLogger(__name__)
 
-NO_LAUNCHER: Final = "no-launcher"
 UNLAUNCHABLE_AFTER_SECONDS: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before its row records that there is none."""
 _MAX_PASSES: Final = 3
@@ -143,7 +140,7 @@ class AttemptLauncher:
         return launched
 
     def _schedule(self, tried: Collection[Key]) -> tuple[Schedule, list[str]]:
-        """Read the queue and return what is to be done, and the ids of the jobs that get the reason ``NO_SLOT``. Changes nothing.
+        """Read the queue and return what is to be done, and the ids of the jobs that get the reason ``no-slot``. Changes nothing.
         ``tried``: jobs that are left out."""
         with self._database.read() as session:
             now = now_in(session)
@@ -264,14 +261,15 @@ class AttemptLauncher:
         left = Job.phase.in_(ACTIVE) & sa.or_(Job.lease_token.is_(None), Job.lease_expires_at < long_ago)
         lost = sa.or_(queued, left) & (Job.updated_at < long_ago)
         # the first three show that another reconciler has seen the job
-        unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in([NO_SLOT, QUOTA, CREATION_FAILED, NO_LAUNCHER]))
+        recorded = (Reason.NO_SLOT, Reason.QUOTA, CREATION_FAILED, Reason.NO_LAUNCHER)
+        unsaid = sa.or_(Job.reason.is_(None), Job.reason.not_in(recorded))
         foreign = lost & unsaid & queue_queries.launcher_kind().not_in(list(self._launchers))
         with self._database.read() as session:
             if session.scalar(sa.select(Job.id).where(foreign).limit(1)) is None:
                 return
         text = "no running reconciler has the job's launcher: start one whose launchers file names it"
         with self._database.write() as session:
-            told = sa.update(Job).where(foreign).values(reason=NO_LAUNCHER, message=text)
+            told = sa.update(Job).where(foreign).values(reason=Reason.NO_LAUNCHER, message=text)
             session.execute(told.execution_options(synchronize_session=False))
 
     def _start(
@@ -286,7 +284,7 @@ class AttemptLauncher:
             return None
         if isinstance(next_attempt, OSError):
             why = f"its directory cannot be read, so no number can be assigned to its next attempt: {next_attempt}"
-            if store_wait_reason(job, Cause.LAUNCHER_ERROR.value, why):
+            if store_wait_reason(job, CREATION_FAILED, why):
                 log.error("%s: %s", job.id, why)
             return None
         if next_attempt.on_disk:
@@ -303,7 +301,7 @@ class AttemptLauncher:
             )
         number, now = next_attempt.number, now_in(session)
         if isinstance(planned, Exception):
-            if store_wait_reason(job, Cause.LAUNCHER_ERROR.value, f"the launcher cannot plan the attempt: {planned}"):
+            if store_wait_reason(job, CREATION_FAILED, f"the launcher cannot plan the attempt: {planned}"):
                 log.error("%s: it waits, since its launcher cannot plan attempt %d", job.id, number, exc_info=planned)
             return None
         if planned is None:

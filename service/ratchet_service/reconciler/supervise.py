@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Cause
+from ratchet_contract.phases import Cause, EventType, Reason
 from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.version import PROTOCOL_VERSION
 from ratchet_service.checkpoints import removal
@@ -52,10 +52,6 @@ from ratchet_service.lifecycle.supervision import (
 from ratchet_service.observability.health import MAX_CONCURRENT_FINISHES, ROUND_SECONDS
 from ratchet_service.reconciler import persisted_deadlines
 from ratchet_service.reconciler.attempt_watch import (
-    KILLED,
-    LEFT,
-    STOPPED,
-    WAITING,
     Watch,
     agent_started_at,
     kill_text,
@@ -65,14 +61,11 @@ from ratchet_service.reconciler.attempt_watch import (
 from ratchet_service.reconciler.background_work import Background
 from ratchet_service.reconciler.drain_spools import ingest_leftover
 from ratchet_service.reconciler.finish_attempt import LOG_TAIL, finalise_attempt
-from ratchet_service.reconciler.launch import NO_LAUNCHER, AttemptLauncher
+from ratchet_service.reconciler.launch import AttemptLauncher
 
 log = logging.getLogger(__name__)
 
-UNREACHABLE: Final = "engine-unreachable"
-ENDING: Final = "attempt-ending"
-"""Reason of a job whose attempt is proved dead, and whose finalisation takes long or waits until others are done."""
-_CLEARED_REASONS: Final = (WAITING, UNREACHABLE, NO_LAUNCHER, ENDING)
+_CLEARED_REASONS: Final = (Reason.ENGINE_QUEUE, Reason.ENGINE_UNREACHABLE, Reason.NO_LAUNCHER, Reason.ATTEMPT_ENDING)
 """Reasons that are cleared once the attempt is supervised and out of the queue."""
 _RESUBMIT_SECONDS: Final = 2.0
 """Seconds until the next submission, after the engine was full or unreachable."""
@@ -80,9 +73,6 @@ _MAX_ERROR_CHARS: Final = 1000  # characters of an error
 _FIRST_PAUSE: Final = 0.5
 LONGEST_PAUSE: Final = 30.0
 """Most seconds between two polls of an attempt that cannot be supervised; the pause doubles from ``_FIRST_PAUSE`` on."""
-JUMPED: Final = "clock-jumped"
-RECONCILE_ERROR: Final = "reconcile-error"
-"""Reason of a job whose attempt cannot be supervised, and type of the event that records it."""
 
 
 def supervision_error_text(lease: Lease, error: Exception) -> str:
@@ -160,7 +150,7 @@ class Watcher:
                 lease_held_at,
                 stored_reason=(job.reason, job.message or "") if job.reason in _CLEARED_REASONS else None,
                 stored_reason_desired=job.desired,
-                supervision_error=job.message if job.reason == RECONCILE_ERROR else None,
+                supervision_error=job.message if job.reason == Reason.RECONCILE_ERROR else None,
             )
         watch.stored_deadlines = persisted_deadlines.running_deadlines(known, is_queued=watch.is_queued)
         return watch
@@ -203,9 +193,11 @@ class Watcher:
         except EngineBusy:
             return None
         except EngineUnreachable as error:
-            if watch.stored_reason is None or watch.stored_reason[0] != UNREACHABLE:
-                self._add_event(watch, UNREACHABLE, None, error.detail)
-            self._store_wait_reason(watch, self._database.clock.monotonic(), reason=UNREACHABLE, message=error.detail)
+            if watch.stored_reason is None or watch.stored_reason[0] != Reason.ENGINE_UNREACHABLE:
+                self._add_event(watch, EventType.ENGINE_UNREACHABLE, None, error.detail)
+            self._store_wait_reason(
+                watch, self._database.clock.monotonic(), reason=Reason.ENGINE_UNREACHABLE, message=error.detail
+            )
             return None
         return decision
 
@@ -231,13 +223,13 @@ class Watcher:
             case ActionKind.SUBMIT:
                 self._submit_again(watch, now)
             case ActionKind.STOP:
-                self._add_event(watch, STOPPED, action.cause, action.text or "SIGTERM to the agent")
+                self._add_event(watch, EventType.AGENT_STOPPED, action.cause, action.text or "SIGTERM to the agent")
                 watch.known = supervision.record_stop(watch.known, action, now)
                 self._send_sigterm(watch)
             case ActionKind.SIGNAL:
                 self._send_sigterm(watch)
             case ActionKind.LEAVE:
-                self._add_event(watch, LEFT, None, left_running_text(watch))
+                self._add_event(watch, EventType.AGENT_LEFT, None, left_running_text(watch))
                 watch.known = replace(watch.known, left_running=True)
             case ActionKind.KILL | ActionKind.KILL_LOST | ActionKind.KILL_LINGERING:
                 self._kill(watch, state, action)
@@ -251,7 +243,7 @@ class Watcher:
         exists = watch.known.submitted or state.alive or state.seen
         waiting = state.waiting if exists else watch.engine_full_message
         if waiting is not None:
-            self._store_wait_reason(watch, now, reason=WAITING, message=waiting)
+            self._store_wait_reason(watch, now, reason=Reason.ENGINE_QUEUE, message=waiting)
         elif exists:  # otherwise the result of the last submission stays
             self._store_wait_reason(watch, now)
         return None
@@ -273,16 +265,18 @@ class Watcher:
             Job.id == lease.job_id, Job.attempt == lease.attempt, Job.lease_token == lease.token
         )
         recorded_errors = sa.select(Event.data).where(
-            Event.job_id == lease.job_id, Event.attempt == lease.attempt, Event.type == RECONCILE_ERROR
+            Event.job_id == lease.job_id, Event.attempt == lease.attempt, Event.type == EventType.RECONCILE_ERROR
         )
         with self._database.write() as session:
-            update = own_job.values(reason=RECONCILE_ERROR, message=text).returning(Job.id)
+            update = own_job.values(reason=Reason.RECONCILE_ERROR, message=text).returning(Job.id)
             if session.scalar(update.execution_options(synchronize_session=False)) is None:
                 raise LeaseLost(f"job {lease.job_id}: another reconciler has taken it over")
             if any(data.get("error") == kind for data in session.scalars(recorded_errors)):
                 return
             log.error("%s, attempt %d: it cannot be supervised", lease.job_id, lease.attempt, exc_info=error)
-            add_event(session, lease.job_id, RECONCILE_ERROR, text, attempt=lease.attempt, data={"error": kind})
+            add_event(
+                session, lease.job_id, EventType.RECONCILE_ERROR, text, attempt=lease.attempt, data={"error": kind}
+            )
 
     def record_recovery(self, watch: Watch) -> None:
         """Record that a poll of the attempt succeeded, and clear the supervision error in the job's row."""
@@ -292,7 +286,7 @@ class Watcher:
         log.info("%s: it is supervised again", watch.ref.name)
         with self._database.write() as session:
             job = lock_leased_job(session, watch.lease)
-            if job.reason == RECONCILE_ERROR:
+            if job.reason == Reason.RECONCILE_ERROR:
                 job.reason = job.message = None
         watch.supervision_error = None
 
@@ -315,7 +309,7 @@ class Watcher:
         """Record in the history and the watch that the attempt is to be killed, and why. ``_finish`` kills it later."""
         text = action.text or kill_text(action.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
         others = ": the other nodes' agents were killed" if action.kind is ActionKind.KILL_LOST else ""
-        self._add_event(watch, KILLED, action.cause, text + others)
+        self._add_event(watch, EventType.AGENT_KILLED, action.cause, text + others)
         watch.known = supervision.record_kill(watch.known, action, text)
 
     def _finish(self, watch: Watch, state: AttemptState, now: float) -> Decision | None:
@@ -329,7 +323,7 @@ class Watcher:
             if supervision.is_unproven(watch.known, now):
                 watch.known = replace(watch.known, unproven_reported=True)
                 text = f"{', '.join(remaining)} of the attempt: not ended; no new attempt starts before they have ended"
-                self._add_event(watch, "not-proved-dead", None, text)
+                self._add_event(watch, EventType.NOT_PROVED_DEAD, None, text)
             return None
         last = watch.launcher.poll(watch.ref)  # a result may have been written between the poll and the end
         logs = "" if last.seen else watch.launcher.logs(watch.ref, LOG_TAIL)
@@ -347,7 +341,7 @@ class Watcher:
                 f"no process of attempt {watch.lease.attempt} is alive; its end waits until one of the "
                 f"{MAX_CONCURRENT_FINISHES} ends that are being processed is done"
             )
-            self._store_wait_reason(watch, self._database.clock.monotonic(), reason=ENDING, message=text)
+            self._store_wait_reason(watch, self._database.clock.monotonic(), reason=Reason.ATTEMPT_ENDING, message=text)
         return self.finish_result(watch)
 
     def _finish_in_background(
@@ -374,7 +368,7 @@ class Watcher:
         return end.result()
 
     def _report_slow_finish(self, watch: Watch) -> None:
-        """Store the reason ``ENDING`` in the job's row if the attempt's finalisation takes long; otherwise clear it."""
+        """Store the reason ``ATTEMPT_ENDING`` in the job's row if the attempt's finalisation takes long; otherwise clear it."""
         now = self._database.clock.monotonic()
         slow = now - self._background.finishing_jobs.get(watch.lease.job_id, now) > ROUND_SECONDS
         text = (
@@ -382,7 +376,7 @@ class Watcher:
             "s: there is much to read, or the file system does not respond"
         )
         with suppress(LeaseLost):  # the finalisation has just released the lease, or is about to find it lost
-            self._store_wait_reason(watch, now, reason=ENDING if slow else None, message=text)
+            self._store_wait_reason(watch, now, reason=Reason.ATTEMPT_ENDING if slow else None, message=text)
 
     def _ensure_lease(self, watch: Watch) -> None:
         """Ensure that this process still holds the job's lease. Raise ``LeaseLost`` if another reconciler has it."""
@@ -414,7 +408,7 @@ class Watcher:
                     node.host, node.pid, node.start_time = agent.host, agent.pid, agent.start_time
         watch.recorded_nodes |= new_nodes
 
-    def _store_wait_reason(self, watch: Watch, now: float, *, reason: str | None = None, message: str = "") -> None:
+    def _store_wait_reason(self, watch: Watch, now: float, *, reason: Reason | None = None, message: str = "") -> None:
         """Store in the job's row why the attempt waits. ``reason`` None: the attempt does not wait, so the stored reason is
         cleared. If the row has a reason of another kind, that reason is kept. Raise ``LeaseLost``."""
         why = None if reason is None else (reason, message)
@@ -422,9 +416,9 @@ class Watcher:
             return
         with self._database.write() as session:
             job = lock_leased_job(session, watch.lease)
-            if job.reason in (None, RECONCILE_ERROR, *_CLEARED_REASONS):
+            if job.reason in (None, Reason.RECONCILE_ERROR, *_CLEARED_REASONS):
                 job.reason, job.message = why or (None, None)
-            if reason == WAITING or watch.is_queued:  # its launch deadline stops or starts
+            if reason == Reason.ENGINE_QUEUE or watch.is_queued:  # its launch deadline stops or starts
                 changed = replace(watch, stored_reason=why)
                 persisted_deadlines.write(session, [changed], now, self._database.clock.boot_id())
         watch.stored_reason = why
@@ -438,7 +432,9 @@ class Watcher:
         for watch in watches:
             if watch.lease in held_leases:
                 data = {"seconds": round(seconds, 3)}
-                add_event(session, watch.lease.job_id, JUMPED, text, attempt=watch.lease.attempt, data=data)
+                add_event(
+                    session, watch.lease.job_id, EventType.CLOCK_JUMPED, text, attempt=watch.lease.attempt, data=data
+                )
         return [watch for watch in watches if watch.lease not in held_leases]
 
     def store_deadlines(self, session: Session, watches: Iterable[Watch], *, with_run_time: bool) -> None:
@@ -459,7 +455,7 @@ class Watcher:
             lock_leased_job(session, watch.lease)
             persisted_deadlines.write(session, [watch], now, self._database.clock.boot_id())
 
-    def _add_event(self, watch: Watch, type_: str, cause: Cause | None, message: str) -> None:
+    def _add_event(self, watch: Watch, type_: EventType, cause: Cause | None, message: str) -> None:
         """Log the message and add it as an event to the job's history. Raise ``LeaseLost``."""
         log.info("%s: %s: %s", watch.ref.name, type_, message)
         with self._database.write() as session:

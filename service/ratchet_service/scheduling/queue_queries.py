@@ -13,14 +13,14 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, aliased
 
-from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Reason
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Attempt, AttemptNode, Job
 from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
 from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 from ratchet_service.scheduling.fair_order import Limit, Queued, Share
 from ratchet_service.scheduling.preemption import Running
-from ratchet_service.scheduling.scheduler import CREATION_FAILED, NO_SLOT, QUOTA, Row
+from ratchet_service.scheduling.scheduler import CREATION_FAILED, Row
 from ratchet_service.scheduling.slots import Capacity, Grant, Need, node_need, too_few_gpus
 
 EXAMINED_PER_OWNER: Final = 100
@@ -125,16 +125,16 @@ def no_slot_jobs(
     kinds = [kind for kind, has_slots in slots.items() if has_slots]
     reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
     found: list[str] = []
-    for reason in (reason for reason in reasons if reason not in (NO_SLOT, QUOTA, CREATION_FAILED)):
+    for reason in (reason for reason in reasons if reason not in (Reason.NO_SLOT, Reason.QUOTA, CREATION_FAILED)):
         which = Job.reason.is_(None) if reason is None else Job.reason == reason
         query = sa.select(Job.id).where(QUEUED, which, is_due(now), launched_by(kinds))
         found += session.scalars(query.limit(MAX_REASONS_PER_PASS - len(found)))
-    told_quota = [row.queued.job for row in waiting if row.reason == QUOTA]
+    told_quota = [row.queued.job for row in waiting if row.reason == Reason.QUOTA]
     return told_quota + [job_id for job_id in found if job_id not in decided]
 
 
 def store_waiting_reason(
-    session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
+    session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: Reason, message: str
 ) -> None:
     """Store reason and message in the rows of those jobs ``ids`` that still wait, except after a failed creation. Their ETags do
     not change."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from ratchet_contract.phases import Cause, JobPhase
+from ratchet_contract.phases import Cause, JobPhase, Reason
 from ratchet_service.lifecycle.decide import decide
 from ratchet_service.lifecycle.decision import Action, Decision, JobView, Limits
 from ratchet_service.scheduling.fair_order import Limit, Place, Queued, Share, order_queue
@@ -23,9 +23,7 @@ MAX_REASONS_STORED: Final = 1_000
 do the others."""
 BEING_FREED: Final = "; slots are being freed for it"
 """End of the message of a job for which attempts are stopped."""
-NO_SLOT: Final = "no-slot"
-QUOTA: Final = "quota"
-CREATION_FAILED: Final = Cause.LAUNCHER_ERROR.value
+CREATION_FAILED: Final = Cause.LAUNCHER_ERROR
 """Reason of a queued job whose attempt could not be created when it was to start. Until it can, the job comes after others, and
 no other job is stopped for it."""
 
@@ -78,7 +76,7 @@ class Wait(NamedTuple):
     """A job that waits. ``victims``: the attempts that are stopped for it."""
 
     row: Row
-    reason: str
+    reason: Reason
     message: str
     victims: Sequence[Running] = ()
 
@@ -113,9 +111,9 @@ def schedule(queue: QueueState, slots: Mapping[str, bool], capacity: Capacity, s
         never = too_few_gpus(one.share.gpus, capacity) if has_slots else None
         if never is not None or held_back is not None:
             if never is not None:
-                wait = Wait(row, reason=NO_SLOT, message=never)
+                wait = Wait(row, reason=Reason.NO_SLOT, message=never)
             else:
-                wait = Wait(row, reason=QUOTA, message=held_back or "")
+                wait = Wait(row, reason=Reason.QUOTA, message=held_back or "")
             if _is_new(wait) and reasons < MAX_REASONS_STORED:
                 out.waits.append(wait)
                 reasons += 1
@@ -191,7 +189,7 @@ def _wait_for_slots(row: Row, waiting: Waiting, planner: PreemptionPlanner) -> W
         freed = one.claimed_since is not None and planner.covers_shortfall(waiting.shortfall)
         victims = planner.choose_victims(one.owner, one.priority, row.need, waiting.shortfall)
     message = waiting.message + (BEING_FREED if victims or freed else "")
-    return Wait(row, reason=NO_SLOT, message=message, victims=victims)
+    return Wait(row, reason=Reason.NO_SLOT, message=message, victims=victims)
 
 
 def _is_new(wait: Wait) -> bool:

@@ -17,6 +17,7 @@ from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.code.tree import UNLIMITED, TreeError, list_entries, script_digest
 from ratchet_contract.errors import CheckpointError, Conflict, FieldProblem, SpecError
 from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import ForkSource
 from ratchet_contract.spec.job import JobSpec
@@ -90,7 +91,7 @@ def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomeP
     try:
         job = submit.store(session, adoption.prepared, owner, job_id=adoption.job_id, **columns)
         text = f"continues from step {source.step} of the run without a service in {source.adopted}"
-        add_event(session, job.id, "adopted", text, data={"directory": source.adopted, "step": source.step})
+        add_event(session, job.id, EventType.ADOPTED, text, data={"directory": source.adopted, "step": source.step})
         session.flush()
     except BaseException:
         remove_tree(homes.job(adoption.job_id).root)

@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.api.views import CheckpointDetail, CheckpointView, Page, VerifyResult
 from ratchet_contract.errors import CheckpointError, Conflict
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, VERIFIED_NAME, HomePaths
+from ratchet_contract.phases import EventType
 from ratchet_service.checkpoints import object_store
 from ratchet_service.checkpoints.cleanup import metric_values_of, quarantine
 from ratchet_service.checkpoints.lineage import bases_of, committed_in_lineage, lineage_of
@@ -128,7 +129,7 @@ def record_verification(
     verdict: Literal["ok", "damaged"] = "ok" if outcome.ok else "damaged"
     row.verified_at, row.verification, row.verification_error = now_in(session), verdict, outcome.error
     facts = {"checkpoint": row.name, "verification": verdict, "error": outcome.error}
-    add_event(session, job_id, "verified", f"checkpoint {row.name}: {verdict}", attempt=row.attempt, data=facts)
+    add_event(session, job_id, EventType.VERIFIED, f"checkpoint {row.name}: {verdict}", attempt=row.attempt, data=facts)
     session.flush()
     if (
         not outcome.ok
@@ -175,7 +176,7 @@ def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: 
         raise Conflict(f"job {forks[0]} was forked from it and has not started from it yet", code="checkpoint-in-use")
     if row.pinned != pinned:
         set_pin(session, row, pinned, homes)
-        word = "pinned" if pinned else "unpinned"
+        word = EventType.PINNED if pinned else EventType.UNPINNED
         add_event(
             session, job_id, word, f"checkpoint {row.name} {word}", attempt=row.attempt, data={"checkpoint": row.name}
         )

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.api.requests import ForkRequest
 from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Event
+from ratchet_contract.phases import Event, EventType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import ForkSource
 from ratchet_contract.spec.job import JobSpec, StartSpec
@@ -140,8 +140,8 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
         committed_step=row.step,
     )
     set_pin(session, row, True, homes)
-    add_event(session, parent.id, "forked", f"job {job.id} was forked from {row.name}", data={"fork": job.id})
-    add_event(session, job.id, "forked-from", f"starts from {origin}", data={"source": origin})
+    add_event(session, parent.id, EventType.FORKED, f"job {job.id} was forked from {row.name}", data={"fork": job.id})
+    add_event(session, job.id, EventType.FORKED_FROM, f"starts from {origin}", data={"source": origin})
     session.flush()
     return job
 

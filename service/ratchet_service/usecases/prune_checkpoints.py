@@ -12,6 +12,7 @@ from ratchet_contract.api.views import PruneResult
 from ratchet_contract.checkpoint.resume_report import lineage_contains
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, HomePaths, JobPaths, parse_checkpoint_dir_name
+from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize
 from ratchet_service.checkpoints import removal
 from ratchet_service.checkpoints.lineage import lineage_of
@@ -130,14 +131,14 @@ def _record_deletions(
         if row is not None and row.state == "quarantined":
             row.state = "deleted"
     for detail in refused:
-        add_event(session, job.id, "checkpoint-not-deleted", detail)
+        add_event(session, job.id, EventType.CHECKPOINT_NOT_DELETED, detail)
     if removed or emptied:
         result = _result(False, removed, emptied)
         data = {"checkpoints": result.checkpoints, "quarantined": result.quarantined, "size": result.size}
         text = f"removed: {pluralize(len(removed), 'checkpoint')} that no attempt will start from" + (
             f", and {len(emptied)} damaged" if emptied else ""
         )
-        add_event(session, job.id, "checkpoints-pruned", text, data=data)
+        add_event(session, job.id, EventType.CHECKPOINTS_PRUNED, text, data=data)
 
 
 def _result(dry_run: bool, to_delete: list[_Found], quarantined: list[_Found]) -> PruneResult:

@@ -15,6 +15,7 @@ from ratchet_contract.api.views import Warning_
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.errors import CheckpointError, FieldProblem, SpecError
 from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.spec.git_commit import GitFacts
 from ratchet_contract.spec.job import JobSpec, Resolved
@@ -38,7 +39,7 @@ class Change:
 
     spec: JobSpec
     columns: dict[str, Any] = field(default_factory=dict)
-    events: list[tuple[str, str, dict[str, Any]]] = field(default_factory=list)
+    events: list[tuple[EventType, str, dict[str, Any]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -133,14 +134,14 @@ def make_change(
         resolved = resolved.model_copy(update={"code_digest": code.digest})
         out.columns["resolved"] = resolved.model_dump(mode="json")
         text = f"code: {before_code} -> {code.digest}"
-        out.events.append(("code-changed", text, {"code_digest": _pair(before_code, code.digest)}))
+        out.events.append((EventType.CODE_CHANGED, text, {"code_digest": _pair(before_code, code.digest)}))
     if spec.hook != old.hook:
         if code is None:  # otherwise ``code.warnings`` already includes the new hook's
             warnings = [w for w in warnings if not _is_hook_warning(w.pointer, w.code)] + [*hook_warnings]
         before, after = (hook.values() for hook in (old.hook, spec.hook))
         change = hook_change(old.hook.name, before, spec.hook)
         text = change.description if change is not None else "hook: parameters without effect on the results"
-        out.events.append(("hook-changed", text, {"hook": _pair(before, after)}))
+        out.events.append((EventType.HOOK_CHANGED, text, {"hook": _pair(before, after)}))
     if spec.world != old.world:
         resized, warnings, problems = submission.resize(spec, resolved, warnings)
         if problems:
@@ -151,13 +152,13 @@ def make_change(
     policies = (old.policy.on_hook_mismatch, spec.policy.on_hook_mismatch)
     if policies[0] != policies[1]:
         text = f"policy.on_hook_mismatch: {policies[0]} -> {policies[1]}"
-        out.events.append(("policy-changed", text, {"on_hook_mismatch": _pair(*policies)}))
+        out.events.append((EventType.POLICY_CHANGED, text, {"on_hook_mismatch": _pair(*policies)}))
     return out
 
 
 def _world_event(
     old: JobSpec, spec: JobSpec, old_resolved: Resolved, resolved: Resolved
-) -> tuple[str, str, dict[str, Any]]:
+) -> tuple[EventType, str, dict[str, Any]]:
     """Return type, message and data of the event for another number of nodes or ranks."""
     nodes = (old.world.nodes, spec.world.nodes)
     ranks = (old.world.ranks_per_node, spec.world.ranks_per_node)
@@ -168,7 +169,7 @@ def _world_event(
     if threads[0] != threads[1]:
         text += f", {threads[0]} -> {pluralize(threads[1], 'thread')} per rank"
     return (
-        "world-changed",
+        EventType.WORLD_CHANGED,
         text,
         {"nodes": _pair(*nodes), "ranks_per_node": _pair(*ranks), "threads_per_rank": _pair(*threads)},
     )

@@ -13,7 +13,7 @@ from typing import Any, Final
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api.views import PlanView, Warning_
-from ratchet_contract.phases import JobPhase
+from ratchet_contract.phases import EventType, JobPhase
 from ratchet_contract.spec.job import CodeSpec, JobSpec, Resolved
 from ratchet_contract.spec.masking import masked_spec
 from ratchet_contract.spec.parse import examine_spec, spec_error
@@ -130,7 +130,7 @@ def store(
     session.flush()
     session.add_all(label_rows(job, spec.labels))
     facts = {"name": spec.name, "hook": spec.hook.name, "world_size": spec.world.size}
-    add_event(session, job_id, "submitted", f"job {spec.name} submitted", data=facts)
+    add_event(session, job_id, EventType.SUBMITTED, f"job {spec.name} submitted", data=facts)
     session.flush()
     return job
 

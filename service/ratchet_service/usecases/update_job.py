@@ -10,7 +10,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.api.requests import PatchRequest
 from ratchet_contract.errors import SpecError
-from ratchet_contract.phases import Event
+from ratchet_contract.phases import Event, EventType
 from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.parse import problem_of
 from ratchet_service.db.clock import now_in
@@ -42,7 +42,7 @@ def patch(session: Session, job_id: str, request: PatchRequest, if_match: str | 
     if changes:
         job.version += 1
         job.updated_at = now_in(session)
-        add_event(session, job_id, "patched", f"changed: {', '.join(sorted(changes))}", data=changes)
+        add_event(session, job_id, EventType.PATCHED, f"changed: {', '.join(sorted(changes))}", data=changes)
     session.flush()
     return job
 

@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ratchet_contract.checkpoint.resume_report import lineage_contains
-from ratchet_contract.phases import AttemptPhase, Cause
+from ratchet_contract.phases import AttemptPhase, Cause, EventType
 from ratchet_service.db import leases
 from ratchet_service.db.leases import Lease, LeaseLost
 from ratchet_service.lifecycle import attempt_result, monotonic_deadlines, supervision
 from ratchet_service.lifecycle.decision import view_of
 from ratchet_service.lifecycle.supervision import ActionKind, DesiredState, Supervised, Supervision, Timing
 from ratchet_service.reconciler import persisted_deadlines
-from ratchet_service.reconciler.attempt_watch import KILLED, STOPPED, Watch, restore_action
+from ratchet_service.reconciler.attempt_watch import Watch, restore_action
 from ratchet_service.reconciler.loop import next_poll_at
 from ratchet_service.reconciler.ttl import INTERVAL
 from tests.support.sim_in_memory import launching
@@ -96,7 +96,7 @@ class Reconciler(launching.Launching):
         since = None if ran is None else w.t - ran
         known = Supervision(w.t, w.t, w.t, since)
         for event in w.events[job.id]:
-            if event.attempt == lease.attempt and event.type in (STOPPED, KILLED):
+            if event.attempt == lease.attempt and event.type in (EventType.AGENT_STOPPED, EventType.AGENT_KILLED):
                 known = restore_action(known, event, w.t)
         known = persisted_deadlines.restore(
             known, attempt.deadlines, w,
@@ -198,7 +198,7 @@ class Reconciler(launching.Launching):
             yield from self._finish(watch, state, now)
         elif do is ActionKind.STOP:
             w.check_deadline(watch.lease, deed.cause, LIMITS, TIMING)
-            self._note(watch, STOPPED, deed.cause, "SIGTERM to the agent")
+            self._note(watch, EventType.AGENT_STOPPED, deed.cause, "SIGTERM to the agent")
             yield POINT
             watch.known = supervision.record_stop(watch.known, deed, now)
             yield from self._signal(watch)
@@ -207,7 +207,7 @@ class Reconciler(launching.Launching):
         else:
             w.check_deadline(watch.lease, deed.cause, LIMITS, TIMING)
             text = deed.text or "it did not end"
-            self._note(watch, KILLED, deed.cause, text)
+            self._note(watch, EventType.AGENT_KILLED, deed.cause, text)
             yield POINT
             watch.known = supervision.record_kill(watch.known, deed, text)
 

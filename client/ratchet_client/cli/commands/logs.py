@@ -10,6 +10,7 @@ import typer
 
 from ratchet_client.cli.shared import output
 from ratchet_client.cli.shared.options import LOOK, PATIENCE, RETRY_FOR, JsonFlag, ReadJobId, open_client
+from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize, short_digests
 
 if TYPE_CHECKING:
@@ -202,23 +203,23 @@ class EventFold:
     def add(self, event: views.EventView) -> list[views.EventView]:
         """Return the events to show now that ``event`` has arrived; may include earlier events. ``event`` may be held back until
         a later call or ``flush``, combined with others, or omitted."""
-        if event.type == "result":
+        if event.type == EventType.RESULT:
             self._results.append(event)
             return []
         run = self._checkpoints
-        if event.type == "checkpoint" and self._ended is None and (not run or run[-1].attempt == event.attempt):
+        if event.type == EventType.CHECKPOINT and self._ended is None and (not run or run[-1].attempt == event.attempt):
             run.append(event)
             return [event] if self._follow and len(run) == 1 else []
         ended, shown = self._ended, self._fold_checkpoints()
-        self._ended, self._checkpoints = None, [event] if event.type == "checkpoint" else []
+        self._ended, self._checkpoints = None, [event] if event.type == EventType.CHECKPOINT else []
         if ended is not None and event.type.startswith("end-"):
             return [*shown, self._merge_end(ended, event)]
         shown += [ended] if ended is not None else []
-        if event.type == "attempt-ended":
+        if event.type == EventType.ATTEMPT_ENDED:
             self._ended = event
             self._results = [result for result in self._results if result.attempt != event.attempt]
             return shown
-        return shown if event.type == "checkpoint" and not self._follow else [*shown, event]
+        return shown if event.type == EventType.CHECKPOINT and not self._follow else [*shown, event]
 
     def flush(self) -> list[views.EventView]:
         """Return the events that are still held back. Called once, after the last event has arrived."""

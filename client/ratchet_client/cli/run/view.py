@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from ratchet_client.cli.commands.wait import PlainView
 from ratchet_client.cli.run.rank_output import last_lines
+from ratchet_contract.phases import Event, EventType
 
 if TYPE_CHECKING:
     from ratchet_client.cli.shared.job_figures import Snapshot
@@ -16,7 +17,16 @@ if TYPE_CHECKING:
 
 _PROGRESS_EVERY: Final = 30.0
 _LAST_LINES: Final = 20
-_KNOWN: Final = frozenset({"submitted", "launch", "resume", "rank-started", "training", "checkpoint"})
+_KNOWN: Final = frozenset(
+    {
+        EventType.SUBMITTED,
+        Event.LAUNCH,
+        Event.RESUME,
+        EventType.RANK_STARTED,
+        Event.TRAINING,
+        EventType.CHECKPOINT,
+    }
+)
 """Events that the command itself or its progress lines report."""
 
 
@@ -60,7 +70,7 @@ class RunView(PlainView):
         super().on_event(event.model_copy(update={"message": self._adapt_message(event.message)}))
         rank = event.data.get("rank")
         if (
-            event.type == "attempt-ended"
+            event.type == EventType.ATTEMPT_ENDED
             and event.attempt is not None
             and isinstance(rank, int)
             and not self._shown(rank)

@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 from ratchet_contract.api.requests import PatchRequest
 from ratchet_contract.api.roles import Scope
 from ratchet_contract.api.views import DeleteResult, JobView, Page, PlanView
-from ratchet_contract.phases import JobPhase
+from ratchet_contract.phases import JobPhase, Reason
 from ratchet_contract.spec.job import JobSpec
 from ratchet_service.api import openapi
 from ratchet_service.api.authentication import Caller, needs
@@ -133,7 +133,7 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
     }
     full = None if job.phase.terminal else disk_space.database_disk_full(service.database)
     if full is not None:
-        more.update(reason="disk-full", message=full.detail)
+        more.update(reason=Reason.DISK_FULL.value, message=full.detail)
     return view.model_copy(update=more)
 
 

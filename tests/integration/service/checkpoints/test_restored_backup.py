@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet_contract.paths import JobPaths
-from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase
+from ratchet_contract.phases import AttemptPhase, Cause, Desired, EventType, JobPhase
 from ratchet_contract.protocol.messages import Note
 from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_service.checkpoints import run_directory_scan
@@ -84,7 +84,7 @@ def test_restored_backup_adopts_later_attempts_and_reuses_no_number(control_plan
     assert {(c.step, c.attempt): c.digest for c in control_plane.checkpoints(job_id)}.items() >= known.items()
     assert [a.created_at for a in attempts] == sorted(a.created_at for a in attempts)
     assert attempts[0].created_at >= first
-    found = [e.attempt for e in control_plane.events(job_id) if e.type == run_directory_scan.EVENT]
+    found = [e.attempt for e in control_plane.events(job_id) if e.type == EventType.ATTEMPT_FOUND]
     assert found == [2, 3]
     assert job.failures <= 3
     wait_for(

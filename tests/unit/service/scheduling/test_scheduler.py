@@ -8,14 +8,12 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet_contract.phases import Event
+from ratchet_contract.phases import Event, Reason
 from ratchet_service.scheduling.fair_order import UNLIMITED, Limit, Queued, Share
 from ratchet_service.scheduling.preemption import Running
 from ratchet_service.scheduling.scheduler import (
     CREATION_FAILED,
     MAX_STARTS,
-    NO_SLOT,
-    QUOTA,
     QueueState,
     Row,
     Schedule,
@@ -67,7 +65,7 @@ def test_oldest_jobs_start_until_no_slot_is_left() -> None:
 def test_slots_are_reserved_for_a_large_job_so_that_small_ones_do_not_starve_it() -> None:
     plan = run(row("a", 4), row("b"), cpus=4, held=[Grant((), (0,), "x")])
     assert not plan.starts and plan.exhausted
-    assert waiting(plan) == {"a": (NO_SLOT, "waits for 4 of 4 CPU slots (3 free; x has 1)")}
+    assert waiting(plan) == {"a": (Reason.NO_SLOT, "waits for 4 of 4 CPU slots (3 free; x has 1)")}
 
 
 def test_reason_that_a_row_has_is_not_stored_again() -> None:
@@ -88,7 +86,7 @@ def test_one_pass_starts_a_limited_number_of_jobs() -> None:
 def test_quota_holds_jobs_back_and_says_why() -> None:
     plan = run(row("a"), row("b"), row("c", owner="bob"), limit=Limit(jobs=1))
     assert list(started(plan)) == ["a", "c"]
-    assert waiting(plan)["b"][0] == QUOTA and "0 of 1 jobs are held" in waiting(plan)["b"][1]
+    assert waiting(plan)["b"][0] == Reason.QUOTA and "0 of 1 jobs are held" in waiting(plan)["b"][1]
 
 
 def test_job_that_needs_more_gpus_than_the_machine_has_reserves_nothing() -> None:
