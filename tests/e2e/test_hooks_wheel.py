@@ -130,7 +130,7 @@ def test_readme_example_killed_under_torchrun_resumes_exactly(runs: list[Torchru
     assert all(one == other for one, other in pairs) and pairs[0][0] != pairs[1][0]  # a residual of each rank
 
 
-CLIENT = ["pydantic", "httpx", "typer", "rich", "PyYAML", "pathspec", "pip"]
+CLIENT = ["pydantic", "httpx", "httpx-sse", "typer", "rich", "PyYAML", "pathspec", "pip"]
 
 
 def test_editable_install_provides_hooks_and_train_without_index(tmp_path: Path) -> None:

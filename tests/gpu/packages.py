@@ -16,13 +16,13 @@ PRESENT: Final = frozenset(
 )
 """Distributions that the GPU machine's Python has already."""
 
-ROOTS: Final = ("pydantic", "fastapi", "uvicorn", "sqlalchemy", "alembic", "pathspec")
+ROOTS: Final = ("pydantic", "fastapi", "uvicorn", "sqlalchemy", "alembic", "pathspec", "httpx-sse")
 """Direct requirements of Ratchet that the machine lacks. Their versions are those that ``pyproject.toml`` asks for."""
 
 CARRIED: Final = frozenset(
     """
-    alembic annotated-types fastapi mako opentelemetry-api pathspec pydantic pydantic-core sqlalchemy starlette typing-extensions
-    typing-inspection uvicorn
+    alembic annotated-types fastapi httpx-sse mako opentelemetry-api pathspec pydantic pydantic-core sqlalchemy starlette
+    typing-extensions typing-inspection uvicorn
     """.split()  # noqa: SIM905
 )
 """``ROOTS`` and what they require, without ``PRESENT``. typing-extensions is on the machine, but pydantic wants the newest."""

@@ -1,11 +1,11 @@
-"""Server-sent events (WHATWG HTML, 9.2): parsing, and following a stream across broken connections and restarts."""
+"""Server-sent events (WHATWG HTML, 9.2): following a stream across broken connections and restarts of the service."""
 
 from __future__ import annotations
 
-import io
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator
+
+from httpx_sse import EventSource, ServerSentEvent
 
 from ratchet_client.http.errors import NOT_A_SERVICE, ServiceFault, ServiceUnreachable
 from ratchet_client.http.transport import Params, Transport
@@ -15,48 +15,10 @@ END_EVENT = "end"
 _LONGEST_DELAY = 2.0
 
 
-@dataclass(frozen=True)
-class ServerEvent:
-    """One server-sent event. ``id``: the value of ``Last-Event-ID`` that continues after this event; None if unknown."""
-
-    event: str
-    data: str
-    id: str | None
-
-
-def split_lines(texts: Iterable[str]) -> Iterator[str]:
-    """Yield the complete lines, without line ends, of a stream that arrives in the pieces ``texts``."""
-    # Not ``str.splitlines``, which also splits at characters such as U+2028 that JSON may contain.
-    decoder, rest = io.IncrementalNewlineDecoder(None, translate=True), ""
-    for text in texts:
-        *lines, rest = (rest + decoder.decode(text)).split("\n")
-        yield from lines
-    yield from (rest + decoder.decode("", final=True)).split("\n")[:-1]
-
-
-def parse_events(lines: Iterable[str]) -> Iterator[ServerEvent]:
-    """Yield the events in the lines of a stream. An event that the stream's end cuts off is dropped."""
-    event, data, last_id = "", list[str](), None
-    for line in lines:
-        if not line:
-            if data or event:
-                yield ServerEvent(event or "message", "\n".join(data), last_id)
-            event, data = "", []
-            continue
-        name, _, value = line.partition(":")
-        value = value.removeprefix(" ")
-        if name == "event":
-            event = value
-        elif name == "data":
-            data.append(value)
-        elif name == "id" and "\0" not in value:
-            last_id = value
-
-
 def follow(
     transport: Transport, path: str, params: Params, finished: Callable[[], bool], last_id: str | None = None,
     on_gap: Callable[[str], None] | None = None,
-) -> Generator[ServerEvent]:  # fmt: skip
+) -> Generator[ServerSentEvent]:  # fmt: skip
     """Yield the events of the stream at ``path`` in order; connect again when the stream breaks. ``finished``: called when a
     stream has closed, True if no new events will come. ``on_gap``: called with the error text at an interruption. ``last_id``:
     start after this event.
@@ -70,11 +32,12 @@ def follow(
         try:
             with transport.stream(path, params, headers) as response:
                 silent_since, delay = None, 0.1
-                for event in parse_events(split_lines(response.iter_text())):
+                for event in EventSource(response).iter_sse():
                     if event.event == END_EVENT:
                         return
                     last_id = event.id or last_id
-                    yield event
+                    if event.data:  # httpx-sse also yields one for a comment or a "retry" after an event with an id
+                        yield event
             if done:
                 return
             done = finished()

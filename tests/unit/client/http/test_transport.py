@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
-from ratchet_client.http.sse import parse_events, split_lines
 from ratchet_client.http.transport import Transport
 from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.api.requests import PatchRequest
@@ -168,11 +167,23 @@ def test_followed_log_text_keeps_characters_at_which_python_splits_lines(end: st
         assert [entry.text for entry in client.follow_logs("job-000000000001")] == [text]
 
 
-def test_line_of_a_stream_may_arrive_in_pieces() -> None:
-    assert list(split_lines(["data: ", "a\r", "\n\r", "\nb\n", "c\r"])) == ["data: a", "", "b", "c"]
-    assert list(split_lines(["a\n", "cut"])) == ["a"]
+def test_event_stream_in_single_bytes_with_comments_and_several_data_lines_has_each_event_once() -> None:
+    def event(number: int, *data: str) -> list[str]:
+        return [f"id: {number}", "event: log", *(f"data: {line}" for line in data), ""]
 
+    lines = [": hello", "", *event(1, '{"id": "1.0.1", "attempt": 1, "rank": 0,', '"text": "é one"}'), ": alive", ""]
+    lines += ["retry: 500", "", *event(2, '{"id": "1.0.2", "attempt": 1, "rank": 0, "text": "two"}'), ": alive", ""]
+    body = "\r\n".join([*lines, "event: end", "data: {}", "", ""]).encode()
 
-def test_an_event_with_several_data_lines_is_one_event() -> None:
-    lines = ["data: a", "data:b", "", ": comment", "", "event: x", "id: 7", "", "data: cut"]
-    assert [(e.event, e.data, e.id) for e in parse_events(lines)] == [("message", "a\nb", None), ("x", "", "7")]
+    def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
+        handler.send_response(200)
+        handler.send_header("Content-Type", "text/event-stream")
+        handler.end_headers()
+        for byte in body:
+            handler.wfile.write(bytes([byte]))
+            handler.wfile.flush()
+        handler.close_connection = True
+        return 0, "", b""
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        assert [entry.text for entry in client.follow_logs("job-000000000001")] == ["é one", "two"]
