@@ -20,7 +20,7 @@ import httpx
 from ratchet_client.http.discovery import NEVER_STARTED, Target, find_target, is_loopback, protocol_mismatch
 from ratchet_client.http.errors import ServiceUnreachable, error_from_response, no_service
 from ratchet_contract import env_vars
-from ratchet_contract.errors import Refused
+from ratchet_contract.errors import RatchetError, Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.version import PROTOCOL_HEADER, PROTOCOL_VERSION, RATCHET_VERSION
 
@@ -122,16 +122,13 @@ class Transport:
             headers = {"Content-Type": body.media_type, "Content-Length": str(body.size)}
         if method == "POST":
             headers["Idempotency-Key"] = idempotency_key or str(uuid.uuid4())
-        end = time.monotonic() + self.retry_for
-        delay = _FIRST_DELAY
+        end, delay = time.monotonic() + self.retry_for, _FIRST_DELAY
         while True:
-            outcome = self._request_once(method, path, params, json, headers, body)
-            if isinstance(outcome, httpx.Response) and not _is_retryable(outcome):
-                if outcome.is_success:
-                    return outcome
-                raise error_from_response(outcome)
-            if time.monotonic() >= end or not self._may_retry(method, outcome):
-                raise error_from_response(outcome) if isinstance(outcome, httpx.Response) else outcome
+            try:
+                return self._request_once(method, path, params, json, headers, body)
+            except RatchetError as error:
+                if time.monotonic() >= end or not self._may_retry(method, error):
+                    raise
             time.sleep(min(delay * random.uniform(0.5, 1.0), max(0.0, end - time.monotonic())))
             delay = min(delay * 2, _LONGEST_DELAY)
 
@@ -184,13 +181,9 @@ class Transport:
             raise Refused(text, code="invalid-config") from None
 
     def _request_once(self, method: str, path: str, params: Params | None, json: Any, headers: dict[str, str],
-              body: Body | None) -> httpx.Response | ServiceUnreachable:  # fmt: skip
-        """Send the request once and return the response, of any status, or the ``ServiceUnreachable`` error. Raise ``Refused``,
-        ``ServiceFault`` and errors of the body."""
-        try:
-            url = self._url(path, params)
-        except ServiceUnreachable as error:
-            return error
+                      body: Body | None) -> httpx.Response:  # fmt: skip
+        """Send the request once and return the 2xx response. Raise the errors of ``request``, and errors of the body."""
+        url = self._url(path, params)
         headers = headers | self._authorization(url)
         try:
             response = self._client(url).request(
@@ -198,21 +191,24 @@ class Transport:
                 content=None if body is None else body.parts(),
                 timeout=self._timeout if body is None else self._retries_enabled,
             )  # fmt: skip
-            _raise_if_foreign(response)
-            self._reached = True
-            return response
         except httpx.TransportError as error:
-            return self._unreachable(url, error)
+            raise self._unreachable(url, error) from error
+        _raise_if_foreign(response)
+        self._reached = True
+        if not response.is_success:
+            raise error_from_response(response)
+        return response
 
-    def _may_retry(self, method: str, outcome: httpx.Response | ServiceUnreachable) -> bool:
-        """Return True if a failed request may be sent again: not a DELETE that may have arrived, and not if no service has
-        been found."""
+    def _may_retry(self, method: str, error: RatchetError) -> bool:
+        """Return True if a failed request may succeed later and may be sent again: not a DELETE that may have arrived, and not if
+        no service has been found."""
         # A second DELETE would get 404, which would misreport the first.
-        if isinstance(outcome, httpx.Response):
-            return method != "DELETE"
-        if outcome.code == NEVER_STARTED and not self._reached:
-            return False
-        return method != "DELETE" or not outcome.extra.get("sent", False)
+        if isinstance(error, ServiceUnreachable):
+            is_found = error.code != NEVER_STARTED or self._reached
+            return is_found and (method != "DELETE" or not error.extra.get("sent", False))
+        # A request whose response was lost may still be in progress: its key is rejected until it is done.
+        is_busy = error.extra.get("status") in _RETRY_STATUS or error.code == "idempotency-in-progress"
+        return is_busy and method != "DELETE"
 
     def _is_foreign(self, error: httpx.TransportError) -> bool:
         """Return True if ``error`` suggests that another program listens at a specified address. Such an error is a response that
@@ -244,11 +240,3 @@ def _raise_if_foreign(response: httpx.Response) -> None:
         raise protocol_mismatch(f"the service at {address}", protocol)
     if protocol is None and response.is_success:  # every response of the API has the header
         raise no_service(response)
-
-
-def _is_retryable(response: httpx.Response) -> bool:
-    """Return True if the same request may succeed later, going by the response."""
-    if response.status_code in _RETRY_STATUS:
-        return True
-    # A request whose response was lost may still be in progress: its key is rejected until it is done.
-    return response.status_code == 409 and error_from_response(response).code == "idempotency-in-progress"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -34,9 +35,10 @@ def test_patch_with_lost_response_is_retried() -> None:
         assert [method for method, _, _ in server.requests] == ["PATCH", "PATCH"]
 
 
-def test_delete_with_lost_response_is_not_retried() -> None:
-    with serving(lambda *_: (0, "", b"")) as server, RatchetClient(server.url) as client:
-        with pytest.raises(ServiceUnreachable):
+@pytest.mark.parametrize("reply", [(0, "", b""), problem(503, "busy")])
+def test_delete_that_may_have_arrived_is_not_retried(reply: Reply) -> None:
+    with serving(lambda *_: reply) as server, RatchetClient(server.url) as client:
+        with pytest.raises((ServiceUnreachable, ServiceFault)):
             client.delete("job-000000000001")
         assert len(server.requests) == 1
 
@@ -90,14 +92,18 @@ def test_problem_responses_become_exceptions_with_code_and_field_errors() -> Non
                 client.job("job-000000000001")
 
 
+def test_service_that_was_never_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    with RatchetClient(home=tmp_path, retry_for=20) as client, pytest.raises(ServiceUnreachable, match="ratchet serve"):
+        client.hooks()
+
+
 def test_client_finds_service_restarted_on_another_port(tmp_path: Path) -> None:
     def announce(url: str) -> None:
         text = json.dumps({"protocol": 1, "url": url, "pid": 1, "started_at": "2026-01-01T00:00:00Z"})
         (tmp_path / "service.json").write_text(text)
 
     with RatchetClient(home=tmp_path, retry_for=20) as client:
-        with pytest.raises(ServiceUnreachable, match="ratchet serve"):
-            client.hooks()  # never started: not waited for
         with serving(lambda *_: ok({"items": [HOOK]})) as first:
             announce(first.url)
             assert [h.name for h in client.hooks()] == ["allreduce"]
@@ -105,6 +111,12 @@ def test_client_finds_service_restarted_on_another_port(tmp_path: Path) -> None:
             timer = threading.Timer(0.3, announce, [second.url])  # while the client is already trying
             timer.start()
             assert len(client.hooks()) == 2
+            timer.join()
+        with serving(lambda *_: (204, "", b"")) as third:
+            timer = threading.Timer(0.3, announce, [third.url])
+            timer.start()
+            client.delete_quota("ada")  # without a connection it cannot have arrived
+            assert len(third.requests) == 1
             timer.join()
 
 
