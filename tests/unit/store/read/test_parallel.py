@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,13 +168,13 @@ def test_keyboard_interrupt_ends_parallel_map_and_stops_threads(while_it: str) -
 
 def test_keyboard_interrupt_before_wait_leaves_no_thread_working(monkeypatch: pytest.MonkeyPatch) -> None:
     caller, begun, written, struck = threading.get_ident(), threading.Event(), list[int](), list[str]()
-    real = module._Shared.close
+    real = module.wait
 
-    def close(shared: Any) -> None:
+    def wait(*arguments: Any) -> Any:
         if not struck:
             struck.append("before it waits")
             raise KeyboardInterrupt
-        real(shared)
+        return real(*arguments)
 
     def begin(given_up: IsCancelled) -> Callable[[int], None]:
         def work(item: int) -> None:
@@ -186,10 +187,29 @@ def test_keyboard_interrupt_before_wait_leaves_no_thread_working(monkeypatch: py
 
         return work
 
-    monkeypatch.setattr(module._Shared, "close", close)
+    monkeypatch.setattr(module, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         parallel_map(range(2), begin, 2)
     assert len(written) == 1  # before the call had ended
+
+
+def test_keyboard_interrupt_while_threads_start_leaves_no_thread_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread has started, and the caller does not know it."""
+    real, begun, items = ThreadPoolExecutor.submit, threading.Event(), list[int]()
+
+    def submit(pool: ThreadPoolExecutor, *call: Any) -> None:
+        real(pool, *call)
+        begun.wait(0.2)
+        raise KeyboardInterrupt
+
+    def work(item: int) -> None:
+        begun.set()
+        items.append(item)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        parallel_map(range(3), lambda _: work, 2)
+    assert items == []
 
 
 def test_keyboard_interrupt_during_thread_join_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
