@@ -7,9 +7,11 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ratchet_client.http import transport
 from ratchet_client.http.errors import ServiceFault, ServiceUnreachable
 from ratchet_client.http.transport import Transport
 from ratchet_client.resources.client import RatchetClient
@@ -93,7 +95,8 @@ def test_problem_responses_become_exceptions_with_code_and_field_errors() -> Non
 
 
 def test_service_that_was_never_started_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it waited"))
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waited"))
+    monkeypatch.setattr(transport, "time", clock)
     with RatchetClient(home=tmp_path, retry_for=20) as client, pytest.raises(ServiceUnreachable, match="ratchet serve"):
         client.hooks()
 
