@@ -23,6 +23,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.paths import AttemptPaths, JobPaths
@@ -43,7 +44,7 @@ from ratchet_worker.agent.main import run
 from ratchet_worker.agent.rank_starter import ProcessStarter, RankPlan, RankProcess
 from ratchet_worker.ipc import atomic_files as files
 from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import now, write_atomic
+from ratchet_worker.ipc.atomic_files import now
 from ratchet_worker.ipc.progress_counter import Stage, StepCounter
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.ipc.result_files import write_rank_result

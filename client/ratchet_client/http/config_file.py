@@ -8,11 +8,11 @@ import os
 import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from tempfile import mkstemp
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ratchet_contract import env_vars
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.errors import Refused
 
 _PORTS: Final = {"http": 80, "https": 443}
@@ -88,16 +88,7 @@ def write_config(path: Path, config: ConfigFile) -> None:
     target = path.resolve()  # a symbolic link (into a directory of dot files) is kept
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = mkstemp(prefix=f".{target.name}.", dir=target.parent)  # mode 0600
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(target)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        write_atomic(target, text.encode(), durable=True, mode=0o600)
     except OSError as error:
         what = f"the configuration {path} cannot be written ({error.strerror or error})"
         raise Refused(f"{what}: name another file with {env_vars.CONFIG}", code="invalid-config") from None

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, Final
 
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.code import tree
 from ratchet_contract.code.tree import Entry, Limits, TreeError
 
@@ -99,7 +100,7 @@ def unpack(archive: IO[bytes], digest: str, target: Path, *, one_file: bool = Fa
                 raise
         else:
             target.chmod(0o555)
-            _sync(target.parent)
+            fsync_path(target.parent)
     finally:
         _remove_tree(made)
 
@@ -186,7 +187,7 @@ def _make_read_only(root: Path, entries: list[Entry]) -> None:
         if entry.link is None:
             entry.source.chmod(entry.mode)
     for folder, _, _ in os.walk(root, topdown=False):
-        _sync(Path(folder))
+        fsync_path(Path(folder))
         if Path(folder) != root:
             Path(folder).chmod(0o555)
 
@@ -197,12 +198,3 @@ def _remove_tree(folder: Path) -> None:
         with suppress(OSError):
             Path(below).chmod(0o755)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Make the names in a directory durable."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

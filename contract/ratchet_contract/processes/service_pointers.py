@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes.process_start import start_time
 from ratchet_contract.protocol.messages import ServicePointer
@@ -38,9 +39,9 @@ def create_pointer(home: Path) -> Path:
     started = start_time(os.getpid())
     assert started is not None
     made = directory / f"{HomePaths(home).instance_id}.json"
-    partial = made.with_suffix(".tmp")  # one name per run directory: a file that a kill leaves is overwritten
-    partial.write_text(ServicePointer(home=str(home), pid=os.getpid(), start_time=started).model_dump_json())
-    return partial.rename(made)
+    pointer = ServicePointer(home=str(home), pid=os.getpid(), start_time=started)
+    write_atomic(made, pointer.model_dump_json().encode(), durable=False)
+    return made
 
 
 def remove_pointer(pointer: Path) -> None:

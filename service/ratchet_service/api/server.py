@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 import ssl
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,6 +24,7 @@ from pydantic import ValidationError
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ratchet_contract import env_vars as names
+from ratchet_contract.atomic_write import atomic_file, write_all
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes import service_pointers
 from ratchet_contract.protocol.messages import ServiceFile
@@ -264,16 +264,10 @@ def write_service_file(path: Path, url: str) -> None:
     """Write ``service.json`` at ``path`` by rename: the service's ``url``, this process's pid and the time. Raises
     ``OSError``."""
     content = ServiceFile(url=url, pid=os.getpid(), started_at=utc_now().isoformat()).model_dump_json()
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=".service-")  # mode 0600
-    try:
-        with os.fdopen(fd, "w") as handle:
-            handle.write(content)
+    with atomic_file(path, durable=False, mode=0o600) as fd:
+        write_all(fd, memoryview(content.encode()))
         if HomePaths(path.parent).run_as_file.exists():  # agents of another user look for it there; it holds no secret
-            Path(temporary).chmod(0o644)
-        Path(temporary).rename(path)
-    except OSError:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+            os.fchmod(fd, 0o644)
 
 
 def remove_service_file(path: Path) -> None:

@@ -18,6 +18,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.paths import HomePaths
 from ratchet_service.checkpoints import run_directory_scan
 from ratchet_service.config.settings import Settings
@@ -87,9 +88,9 @@ def backup(settings: Settings, file: Path, *, replace: bool = False) -> None:
             found.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")  # a single file, without ``-wal`` and ``-shm``
         _check(temporary)
-        _fsync(temporary)
+        fsync_path(temporary)
         temporary.rename(file)
-        _fsync(file.parent)
+        fsync_path(file.parent)
     except (sqlite3.Error, OSError) as error:
         raise StartError(f"{source} was not copied to {file}: {error}") from error
     finally:
@@ -129,10 +130,10 @@ def restore(settings: Settings, file: Path, *, replace: bool = False) -> Path | 
             with _open_existing(file, "immutable=1") as found, _create(temporary) as copy:
                 found.backup(copy)
             _check(temporary)
-            _fsync(temporary)
+            fsync_path(temporary)
             aside = _set_aside(target)
             temporary.rename(target)
-            _fsync(target.parent)
+            fsync_path(target.parent)
         except (sqlite3.Error, OSError) as error:
             raise StartError(f"{target} was not replaced by {file}: {error}") from error
         finally:
@@ -280,12 +281,3 @@ def _merge_wal(target: Path) -> None:
     except sqlite3.DatabaseError as error:  # a damaged database is set aside as it is
         if "locked" in str(error):
             raise StartError(f"a process has {target} open: end service and reconcilers first") from None
-
-
-def _fsync(path: Path) -> None:
-    """Sync the file or directory to the disk."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -16,6 +16,7 @@ from typing import Final
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes import parent_death
 from ratchet_contract.protocol.messages import ServiceFile
@@ -310,7 +311,7 @@ def write_ca_certificates(paths: HomePaths, listen: Listening) -> None:
     if listen.ca_file is None:
         paths.service_authorities.unlink(missing_ok=True)
     else:
-        paths.service_authorities.write_text(read_ca_certificates(listen.ca_file), encoding="ascii")
+        write_atomic(paths.service_authorities, read_ca_certificates(listen.ca_file).encode("ascii"), durable=False)
 
 
 def _require_tokens_with_run_as(settings: Settings, listen: Listening) -> None:

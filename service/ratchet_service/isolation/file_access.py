@@ -12,7 +12,6 @@ import ctypes
 import errno
 import os
 import stat
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -153,17 +152,6 @@ def open_read(path: Path) -> BinaryIO:
         os.close(fd)
         raise PermissionError(f"{path} is not a regular file")
     return os.fdopen(fd, "rb")
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write the file at ``path`` by rename; only its owner can read it. A symbolic link at ``path`` is replaced, and not
-    followed. The name is durable only after ``fsync_dir``. Called within ``as_owner``."""
-    fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mode 0600
-    with os.fdopen(fd, "w") as handle:
-        handle.write(text)
-        handle.flush()
-        os.fsync(handle.fileno())
-    Path(temporary).rename(path)
 
 
 def names_in(folder: Path, limit: int = MAX_NAMES) -> list[str]:

@@ -15,6 +15,7 @@ from sqlalchemy.exc import DBAPIError
 
 from ratchet_contract.api.roles import LOCAL_OWNER
 from ratchet_contract.api.views import DeleteResult
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.code.tree import DIGEST
 from ratchet_contract.errors import Conflict, NotFound, RatchetError
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
@@ -25,11 +26,11 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Job
 from ratchet_service.db.queries import find_job_for_update, require_match, waiting_forks
 from ratchet_service.db.transitions import check_transition
-from ratchet_service.isolation.file_access import as_owner, open_read, replace_file
+from ratchet_service.isolation.file_access import as_owner, open_read
 from ratchet_service.job_files import kept_outputs
 from ratchet_service.launchers.attempt_files import lock_is_held
 from ratchet_service.observability import disk_space
-from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
+from ratchet_store.filesystem.durable_io import remove_tree
 from ratchet_store.retention.delete import delete_all
 
 log = logging.getLogger(__name__)
@@ -187,8 +188,7 @@ def _write_marker(paths: JobPaths, mark: _Mark) -> None:
     if not paths.root.is_dir():
         return
     with as_owner(paths.root):
-        replace_file(paths.root / MARKER_NAME, mark.model_dump_json())
-        fsync_dir(paths.root)
+        write_atomic(paths.root / MARKER_NAME, mark.model_dump_json().encode(), durable=True, mode=0o600)
 
 
 def _remove_files(homes: HomePaths, job_id: str) -> str | None:

@@ -10,12 +10,13 @@ from typing import Final
 
 from ratchet_contract.api.roles import Role
 from ratchet_contract.api.views import DeleteResult
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_service.db.api_tokens import Principal
-from ratchet_service.isolation.file_access import as_owner, open_read, replace_file
+from ratchet_service.isolation.file_access import as_owner, open_read
 from ratchet_service.job_files.work_directory import CodeCopy, open_folder, stat_entry
-from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
+from ratchet_store.filesystem.durable_io import remove_tree
 
 _MAX_OWNER_BYTES: Final = 4096  # bytes of the file that names the owner
 
@@ -30,8 +31,7 @@ def keep(paths: JobPaths, owner: str, code: Path | None) -> bool:
     with suppress(OSError):  # it is not empty
         paths.work_dir.rmdir()
         return False
-    replace_file(paths.kept_marker, json.dumps({"owner": owner}))
-    fsync_dir(paths.root)
+    write_atomic(paths.kept_marker, json.dumps({"owner": owner}).encode(), durable=True, mode=0o600)
     return True
 
 

@@ -16,12 +16,13 @@ from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ratchet_contract.atomic_write import ensure_dir, fsync_path, write_atomic
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.version import PROTOCOL_VERSION
-from ratchet_service.isolation.file_access import as_owner, is_foreign, open_read, replace_file
+from ratchet_service.isolation.file_access import as_owner, is_foreign, open_read
 from ratchet_service.launchers.base import AttemptRef, NodeState
 
 MOST_BYTES: Final = 4 << 20
@@ -120,10 +121,12 @@ M = TypeVar("M", bound=BaseModel)
 
 
 def write_launch(paths: AttemptPaths, launch: LaunchFile) -> None:
-    """Write ``launch.json`` by rename, readable by its owner alone, and create the attempt's directory. Raises ``OSError``."""
+    """Write ``launch.json`` atomically and durably, readable by its owner alone, and create the attempt's directory. Raises
+    ``OSError``."""
     with as_owner(paths.root):
-        paths.root.mkdir(parents=True, exist_ok=True)
-        replace_file(paths.launch_file, launch.model_dump_json(indent=1))
+        ensure_dir(paths.root)
+        write_atomic(paths.launch_file, launch.model_dump_json(indent=1).encode(), durable=True, mode=0o600)
+    fsync_path(paths.root.parents[2])  # the name of the job's directory: a submission does not wait for the disk
 
 
 def fence(paths: AttemptPaths) -> None:

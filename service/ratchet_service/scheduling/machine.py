@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Final
 
 from pydantic import BaseModel, ValidationError
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_service.scheduling.slots import Capacity
 
 MACHINE_FILE: Final = "machine.json"
@@ -52,7 +52,8 @@ class _MachineFile(BaseModel):
 
 
 def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
-    """Write what this machine has to ``machine.json`` in the run directory ``home``. ``torch_cuda``: torch can use CUDA here."""
+    """Write what this machine has to ``machine.json`` in the run directory ``home``. ``torch_cuda``: torch can use CUDA here.
+    Raises ``OSError``."""
     content = _MachineFile(
         gpus=machine.gpus,
         cpus=machine.cpus,
@@ -60,10 +61,7 @@ def write_machine(home: Path, machine: Machine, torch_cuda: bool) -> None:
         python=machine.python,
         torch_cuda=torch_cuda,
     )
-    fd, temporary = tempfile.mkstemp(dir=home, prefix=".machine-")
-    with os.fdopen(fd, "w") as handle:
-        handle.write(content.model_dump_json())
-    Path(temporary).rename(home / MACHINE_FILE)
+    write_atomic(home / MACHINE_FILE, content.model_dump_json().encode(), durable=False, mode=0o600)
 
 
 def read_machine(home: Path) -> Machine | None:

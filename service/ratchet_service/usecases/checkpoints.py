@@ -14,6 +14,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api.views import CheckpointDetail, CheckpointView, Page, VerifyResult
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.errors import CheckpointError, Conflict
 from ratchet_contract.paths import MANIFEST_NAME, PINNED_NAME, VERIFIED_NAME, HomePaths
 from ratchet_contract.phases import EventType
@@ -28,7 +29,6 @@ from ratchet_service.db.transitions import add_event
 from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.usecases import pagination
 from ratchet_service.usecases.views import checkpoint_view
-from ratchet_store.filesystem.durable_io import fsync_dir
 from ratchet_store.format.manifest_file import read_manifest
 from ratchet_store.read.checkpoint_reader import VerifyOutcome, verify
 
@@ -113,7 +113,7 @@ def _mark_verified(directory: Path, ok: bool) -> None:
             (directory / VERIFIED_NAME).touch()
         else:
             (directory / VERIFIED_NAME).unlink(missing_ok=True)
-        fsync_dir(directory)
+        fsync_path(directory)
 
 
 def record_verification(
@@ -205,7 +205,7 @@ def _set_pin_marker(directory: Path, name: str, pinned: bool) -> None:
         # before the manifest is read: a deletion removes the manifest before it checks for the marker file, so that
         # one of the two notices the other
         made = _create_marker(mark)
-        fsync_dir(directory)
+        fsync_path(directory)
         read_manifest(directory)
     except (OSError, CheckpointError):
         if made:  # one that already existed belongs to another pin

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Final
 
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.code.archive import unpack
 from ratchet_contract.code.choice import Allowed, Choice, allow_all, choose
 from ratchet_contract.code.tree import (
@@ -27,7 +28,7 @@ from ratchet_contract.code.tree import (
 )
 from ratchet_contract.errors import FieldProblem, SpecError
 from ratchet_service.observability import disk_space
-from ratchet_store.filesystem.durable_io import fsync_dir, remove_tree
+from ratchet_store.filesystem.durable_io import remove_tree
 
 GRACE: Final = 600.0
 """Seconds that code which no job names is kept after it was stored or used."""
@@ -101,7 +102,7 @@ def _store_snapshot(entries: list[Entry], code_root: Path, allowed: Allowed) -> 
                 temporary.chmod(0o755)  # a directory must be writable to be renamed
                 temporary.rename(target)
                 target.chmod(0o555)
-                fsync_dir(code_root)
+                fsync_path(code_root)
             os.utime(target)  # remove_unreferenced reads this time
             return made
         finally:
@@ -213,7 +214,7 @@ def _copy(entries: list[Entry], target: Path, allowed: Allowed) -> str:
             target_path(entry).symlink_to(entry.link)
     made = tree_digest(entries, lambda entry: _copy_file(entry, target_path(entry), allowed))
     for folder in sorted(folders, reverse=True):
-        fsync_dir(folder)
+        fsync_path(folder)
         folder.chmod(0o555)
     return made
 

@@ -7,15 +7,14 @@ import errno
 import os
 import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Final, cast
 
 from ratchet_contract.errors import CheckpointError
 
-TMP_SUFFIX: Final = ".tmp"
 DAMAGED: Final = "checkpoint-damaged"  # the bytes on disk are not those that were committed: quarantine, fall back
 MISSING: Final = "checkpoint-missing"  # what was requested is not there: never committed, or deleted
 FORMAT: Final = "checkpoint-format"  # written in another format: use the version that wrote it; never fall back
@@ -26,26 +25,6 @@ EXISTS: Final = "checkpoint-exists"  # another checkpoint is already there, or i
 _DIRECTORY_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CACHESTAT: Final = 451  # the same on every architecture
 _MISSING_ERRNOS: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO})
-
-
-@contextmanager
-def atomic_write(path: Path) -> Iterator[int]:
-    """Context manager: create ``<path>.tmp`` and yield its descriptor. At the end of the block the file is synced and renamed
-    to ``path``; after an error it is deleted. The rename is durable only after the caller's ``fsync_dir`` of the parent
-    directory. Raise ``OSError``."""
-    tmp = path.with_name(path.name + TMP_SUFFIX)
-    fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
-    try:
-        try:
-            yield fd
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        tmp.rename(path)
-    except BaseException:
-        with suppress(OSError):
-            tmp.unlink()
-        raise
 
 
 def write_error(path: Path, error: OSError, needed_bytes: int | None = None) -> CheckpointError:
@@ -91,30 +70,6 @@ def read_error(path: Path, error: OSError) -> CheckpointError:
         "No older checkpoint was used instead.",
         code=UNREADABLE,
     )
-
-
-def fsync_dir(path: Path) -> None:
-    """Make the names in the directory ``path`` durable, not the files' bytes. Raise ``OSError``."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def ensure_dir(path: Path) -> None:
-    """Create the directory ``path`` and its missing parents, each new name durable in its parent. Raise ``OSError``."""
-    if path.is_dir():
-        return
-    ensure_dir(path.parent)
-    path.mkdir(exist_ok=True)
-    fsync_dir(path.parent)
-
-
-def write_all(fd: int, data: memoryview) -> None:
-    """Call ``os.write`` until all of ``data`` is written. Raises ``OSError``."""
-    while data:
-        data = data[os.write(fd, data) :]
 
 
 def start_writeback(fd: int, offset: int, nbytes: int) -> None:

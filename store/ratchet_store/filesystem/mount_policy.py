@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from ratchet_store.filesystem.durable_io import atomic_write, fsync_dir
+from ratchet_contract.atomic_write import TMP_SUFFIX, atomic_file, fsync_path, write_all
 
 _PREFIX: Final = ".ratchet-probe-"
 _STALE_SECONDS: Final = 3600.0  # seconds after which a scratch directory is abandoned
@@ -54,12 +54,13 @@ def _check_file_rename(scratch: Path) -> None:
     """Check that a written and renamed file is whole under its new name, and gone under the old one. Raise ``Unfit``."""
     path = scratch / "file"
     for content in (b"first", b"second, and longer"):
-        with _supported("write, fsync and rename of a file"), atomic_write(path) as fd:
-            os.write(fd, content)
+        with _supported("write, fsync and rename of a file"), atomic_file(path, durable=False) as fd:
+            write_all(fd, memoryview(content))
+            os.fsync(fd)
         with _supported("fsync of a directory"):
-            fsync_dir(scratch)
+            fsync_path(scratch)
         found = path.read_bytes()
-        if found != content or path.stat().st_size != len(content) or (scratch / "file.tmp").exists():
+        if found != content or path.stat().st_size != len(content) or any(scratch.glob(f"*{TMP_SUFFIX}")):
             raise Unfit(f"rename left {found[:20]!r} where {content!r} was written")
 
 
@@ -70,7 +71,7 @@ def _check_directory_rename(scratch: Path) -> None:
     (one / "inside").write_bytes(b"one")
     with _supported("rename of a directory"):
         one.rename(two)
-        fsync_dir(scratch)
+        fsync_path(scratch)
     if one.exists() or (two / "inside").read_bytes() != b"one":
         raise Unfit("rename moved a directory in parts")
     one.mkdir()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.atomic_write import fsync_path, write_atomic
 from ratchet_contract.checkpoint.manifest import Manifest, Sealer, open_manifest
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import (
@@ -22,12 +23,9 @@ from ratchet_store.filesystem.durable_io import (
     EXISTS,
     MISSING,
     NOT_WRITTEN,
-    atomic_write,
-    fsync_dir,
     open_regular,
     read_error,
     refresh,
-    write_all,
     write_error,
 )
 from ratchet_store.format.manifest_structure import StructureCheck, check_structure
@@ -66,12 +64,13 @@ class ManifestWriter:
                 )
             new = not _is_committed(directory, sealed)
             if new:
-                _write_by_rename(path, raw)
+                write_atomic(path, raw, durable=True)
+            else:  # the process that wrote it may have been killed before the sync
+                fsync_path(directory)
             checkpoints, job = directory.parents[:2]
-            fsync_dir(directory)
-            fsync_dir(checkpoints)
+            fsync_path(checkpoints)
             if job not in self._durable:  # another process may have created it without a sync
-                fsync_dir(job)
+                fsync_path(job)
                 self._durable.add(job)
         except OSError as error:
             raise (_retract_manifest(path, error) if new else write_error(path, error)) from error
@@ -85,7 +84,7 @@ def mark_finished(directory: Path) -> None:
     try:
         # the manifest is not changed, since digests refer to it
         path.touch()
-        fsync_dir(directory)
+        fsync_path(directory)
     except OSError as error:
         raise write_error(path, error) from error
 
@@ -106,7 +105,7 @@ def mark_changed(directory: Path, description: str) -> bool:
             file.write(description.encode())
             file.flush()
             os.fsync(fd)
-        fsync_dir(directory)
+        fsync_path(directory)
     except OSError as error:
         raise write_error(path, error) from error
     return True
@@ -219,10 +218,5 @@ def _retract_manifest(path: Path, error: OSError) -> CheckpointError:
         )
         return CheckpointError(reason, code=NOT_WRITTEN)
     with suppress(OSError):  # the process that removes the rest syncs first
-        fsync_dir(path.parent)
+        fsync_path(path.parent)
     return write_error(path, error)
-
-
-def _write_by_rename(path: Path, raw: bytes) -> None:
-    with atomic_write(path) as fd:
-        write_all(fd, memoryview(raw))

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 
 import xxhash
 
+from ratchet_contract.atomic_write import ensure_dir, fsync_path, write_atomic
 from ratchet_contract.checkpoint.manifest import FileEntry, Manifest
 from ratchet_contract.checkpoint.resume_report import Base, Segment, lineage_contains
 from ratchet_contract.errors import CheckpointError
@@ -20,10 +21,6 @@ from ratchet_contract.paths import CHANGED_NAME, FINISHED_NAME, MANIFEST_NAME, P
 from ratchet_store.filesystem.durable_io import (
     DAMAGED,
     MISSING,
-    atomic_write,
-    ensure_dir,
-    fsync_dir,
-    write_all,
     write_error,
 )
 from ratchet_store.format.manifest_file import MAX_MARKER_BYTES, checkpoint_dirs, read_manifest
@@ -146,14 +143,13 @@ def fetch(
                     (place / mark).touch()
             if CHANGED_NAME in sizes:
                 (place / CHANGED_NAME).write_bytes(remote.objects.get(f"{folder}/{CHANGED_NAME}", MAX_MARKER_BYTES))
-            with atomic_write(place / MANIFEST_NAME) as fd:
-                write_all(fd, memoryview(raw))
+            write_atomic(place / MANIFEST_NAME, raw, durable=True)
             remove_lock(place)
-            fsync_dir(place)
+            fsync_path(place)
             if not _is_present(target, manifest):
                 _clear_target(target, quarantine)
                 place.rename(target)
-            fsync_dir(checkpoints)
+            fsync_path(checkpoints)
     except OSError as error:
         raise write_error(target, error) from error
     return read_manifest(target)
@@ -217,11 +213,7 @@ class _Download:
         if self._progress.stop.is_set():
             raise CheckpointError(f"the fetch of {self._objects.url}/{self._folder} was stopped", code=REMOTE)
         for entry in self._files:
-            fd = os.open(self._directory / entry.name, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            fsync_path(self._directory / entry.name)
 
     def _work(self) -> None:
         """Fetch parts until none is left, one has failed, or the fetch is stopped. An error is recorded for ``run``."""

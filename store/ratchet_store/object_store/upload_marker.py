@@ -7,9 +7,10 @@ import os
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import checkpoint_dir_name, parse_checkpoint_dir_name
-from ratchet_store.filesystem.durable_io import MISSING, atomic_write, open_regular, read_error, write_all, write_error
+from ratchet_store.filesystem.durable_io import MISSING, open_regular, read_error, write_error
 
 RECORD_NAME: Final = "UPLOADED.json"
 _MAX_BYTES: Final = 64 << 20  # bytes; hundreds of thousands of checkpoints
@@ -53,8 +54,7 @@ class Record:
         """Replace the file, then the rows in memory. Raises ``CheckpointError``."""
         data = json.dumps({"where": self._url, "checkpoints": rows}, indent=1).encode()
         try:
-            with atomic_write(self._path) as fd:
-                write_all(fd, memoryview(data))
+            write_atomic(self._path, data, durable=True)
         except OSError as error:
             raise write_error(self._path, error) from error
         self._rows = rows

@@ -8,11 +8,12 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ratchet_contract.atomic_write import ensure_dir, fsync_path
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Base, Segment, lineage_contains
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
-from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, ensure_dir, fsync_dir, read_error, refresh
+from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, read_error, refresh
 from ratchet_store.format.manifest_file import checkpoint_dirs, read_manifest
 from ratchet_store.read.checkpoint_reader import verify_files
 
@@ -93,8 +94,8 @@ def find_adoptable(
 def _sync_names(directory: Path) -> None:
     """Sync the checkpoint's directory and its parent, so that the names in both are durable. Raises ``CheckpointError``."""
     try:
-        fsync_dir(directory)
-        fsync_dir(directory.parent)
+        fsync_path(directory)
+        fsync_path(directory.parent)
     except OSError as error:
         raise read_error(directory, error) from error
 
@@ -161,8 +162,8 @@ def move_to_quarantine(directory: Path, quarantine: Path) -> Path:
                 if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                     continue
                 raise
-            fsync_dir(quarantine)
-            fsync_dir(directory.parent)
+            fsync_path(quarantine)
+            fsync_path(directory.parent)
             return target
     except OSError as error:
         raise CheckpointError(

@@ -13,6 +13,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.checkpoint.step_ring import RING_ATTEMPTS
@@ -29,7 +30,7 @@ from ratchet_contract.paths import (
 )
 from ratchet_contract.protocol.lineage import lineage
 from ratchet_contract.protocol.messages import LaunchFile
-from ratchet_store.filesystem.durable_io import MISSING, fsync_dir, open_regular
+from ratchet_store.filesystem.durable_io import MISSING, open_regular
 from ratchet_store.format.manifest_file import check_files
 from ratchet_store.read.checkpoint_reader import verify_files
 from ratchet_store.read.find_base import find_base
@@ -128,7 +129,7 @@ class RunDirectory:
                     self._copy(theirs.counter(rank), ours.counter(rank))
                     self._copy(theirs.ring(rank), ours.ring(rank))
         for folder in (place, target.checkpoints, target.root, target.root.parent):
-            fsync_dir(folder)
+            fsync_path(folder)
 
     def _copy(self, source: Path, target: Path) -> None:
         """Copy one file and sync the copy; missing parents of ``target`` are created. Raises ``FileExistsError`` if ``target``

@@ -13,11 +13,12 @@ from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ratchet_contract.atomic_write import TMP_SUFFIX, fsync_path
 from ratchet_contract.checkpoint.manifest import open_manifest
 from ratchet_contract.checkpoint.resume_report import Segment, lineage_contains
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, PINNED_NAME, JobPaths
-from ratchet_store.filesystem.durable_io import TMP_SUFFIX, UNREADABLE, fsync_dir, open_regular, remove_tree
+from ratchet_store.filesystem.durable_io import UNREADABLE, open_regular, remove_tree
 from ratchet_store.format.manifest_file import MAX_MANIFEST_BYTES, check_files, checkpoint_dirs, read_manifest
 from ratchet_store.format.safetensors_header import refuse_json_bomb
 from ratchet_store.retention.rules import Id
@@ -68,7 +69,7 @@ def _uncommit(directory: Path) -> bool:
     else:
         renamed = True
     with suppress(FileNotFoundError, NotADirectoryError):  # the whole directory is gone: another process has deleted it
-        fsync_dir(directory)
+        fsync_path(directory)
     return renamed
 
 
@@ -76,7 +77,7 @@ def _restore_manifest(directory: Path) -> None:
     """Undo ``_uncommit``, durably: the checkpoint counts again. Only for a checkpoint from which nothing else was removed.
     Raises ``OSError``."""
     (directory / DELETED_MANIFEST_NAME).rename(directory / MANIFEST_NAME)
-    fsync_dir(directory)
+    fsync_path(directory)
 
 
 def sweep(checkpoints: Path, *, dead_attempts: Collection[int]) -> list[str]:

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from ratchet_contract.atomic_write import atomic_file, ensure_dir
 from ratchet_contract.checkpoint.manifest import RANK_PREFIX, FileEntry, TensorEntry, dump_entries
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
 from ratchet_hooks.state.safetensors_header import ITEMSIZE, Stored, entries_json
-from ratchet_store.filesystem.durable_io import EXISTS, atomic_write, ensure_dir, fsync_dir, write_error
+from ratchet_store.filesystem.durable_io import EXISTS, write_error
 from ratchet_store.format.json_state import JsonValue, encode_state
 from ratchet_store.format.safetensors_header import MAX_DIMENSIONS, build_header, is_complete
 from ratchet_store.write.block_writer import BLOCK, Blockwise, Range
@@ -91,9 +92,8 @@ class RankWriter:
             ensure_dir(directory.parent)
             directory.mkdir(exist_ok=True)  # the commit makes its name durable; before that nothing in it counts
             _raise_if_committed(directory)
-            with atomic_write(path) as fd:
+            with atomic_file(path, durable=True) as fd:
                 size, blocks, digests = self._stream(Blockwise(fd, header, view, BLOCK, ranges))
-            fsync_dir(directory)
         except OSError as error:
             raise write_error(path, error, len(header) + layout.size) from error
         file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=blocks)

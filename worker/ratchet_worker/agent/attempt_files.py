@@ -14,12 +14,13 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from ratchet_contract.atomic_write import ensure_dir, write_atomic
 from ratchet_contract.paths import NodePaths
 from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.version import PROTOCOL_VERSION, not_upgraded
 from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import log_message, now, release, write_atomic
+from ratchet_worker.ipc.atomic_files import log_message, now, release
 
 _LOCK_TIMEOUT: Final = 1.0  # seconds; a process that only probes the lock holds it for a moment
 _RESULT_TIMEOUT: Final = 10.0  # seconds to wait for free space for result.json on a full disk
@@ -59,7 +60,7 @@ def load_launch(path: Path, node: int = 0) -> LaunchFile:
 def lock(paths: NodePaths) -> int | None:
     """Lock ``agent.lock``, and return a descriptor that holds the lock until it is closed. Return None if another process
     holds the lock for more than a second. Creates the node's directory if it is missing."""
-    paths.root.mkdir(parents=True, exist_ok=True)
+    ensure_dir(paths.root)
     fd = os.open(paths.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     deadline = time.monotonic() + _LOCK_TIMEOUT
     while True:

@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 from pydantic import ValidationError
 
 from ratchet_contract import env_vars as names
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
@@ -44,7 +45,7 @@ from ratchet_worker.agent.report_sender import ReportSender
 from ratchet_worker.agent.supervisor import Supervisor
 from ratchet_worker.agent.wakeup_pipe import STOP_SIGNALS
 from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import log_message, now, reserve, write_atomic
+from ratchet_worker.ipc.atomic_files import log_message, now, reserve
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.ipc.result_files import Conclusion, Ended, NotStarted, conclude
 

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.atomic_write import fsync_path, write_atomic
 from ratchet_contract.code import tree
 from ratchet_contract.code.tree import Entry
 from ratchet_contract.paths import JobPaths
 from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import write_atomic
 
 _OTHER: Final = "other"
 """The form of a path that is neither a file nor a link, is unreadable, or lies below a link or a file: it is not replaced."""
@@ -55,14 +55,14 @@ def prepare(code: Path | None, work: Path, digest: str | None = None, *, node: i
             found = _entries(code)
             _copy(found, copy)
             _write_record(work, CopiedCode(digest=digest, files=_forms(found)))
-        _sync(copy)
+        fsync_path(copy)
         copy.rename(work)
     except BaseException as error:
         procfs.remove_tree(copy)
         if isinstance(error, OSError) and work.is_dir():  # another node's agent created it first
             return []
         raise
-    _sync(work.parent)
+    fsync_path(work.parent)
     return []
 
 
@@ -128,7 +128,7 @@ def _replace_file(entry: Entry, work: Path, prefix: str) -> None:
         (made / "file").replace(place)
     finally:
         procfs.remove_tree(made)
-    _sync(place.parent)
+    fsync_path(place.parent)
 
 
 def _forms(found: list[Entry]) -> dict[str, str]:
@@ -196,7 +196,7 @@ def _copy(found: list[Entry], target: Path) -> None:
         _write_entry(entry, place)
     for folder in folders:
         folder.chmod(0o755)
-        _sync(folder)
+        fsync_path(folder)
 
 
 def _write_entry(entry: Entry, place: Path) -> None:
@@ -206,13 +206,4 @@ def _write_entry(entry: Entry, place: Path) -> None:
         return
     shutil.copyfile(entry.source, place)
     place.chmod(0o755 if entry.executable else 0o644)
-    _sync(place)
-
-
-def _sync(path: Path) -> None:
-    """Write a file or directory to the disk (``fsync``)."""
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_path(place)

@@ -19,11 +19,11 @@ from typing import IO, Any, BinaryIO, Final
 
 import torch
 
+from ratchet_contract.atomic_write import write_all
 from ratchet_contract.errors import CheckpointError, RatchetError
 from ratchet_contract.paths import rank_file_name
 from ratchet_hooks.state.files import DTYPE_NAMES
 from ratchet_hooks.state.safetensors_header import Stored
-from ratchet_store.filesystem.durable_io import write_all
 from ratchet_store.format.manifest_file import check_files, read_manifest
 from ratchet_store.format.safetensors_header import model_header
 from ratchet_worker.export.torch_format import open_checkpoint, read_model, read_rank

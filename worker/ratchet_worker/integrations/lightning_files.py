@@ -16,7 +16,7 @@ from typing import Any, Final
 from lightning.fabric.utilities.cloud_io import _is_local_file_protocol
 from lightning.pytorch.loggers import CSVLogger, Logger
 
-from ratchet_worker.ipc.atomic_files import write_atomic
+from ratchet_contract.atomic_write import write_atomic
 
 WRITTEN, REMOVED, LOST, LOGS, ENDED = "written", "removed", "lost", "logs", "ended"
 _UNKNOWN: Final = object()

@@ -17,29 +17,6 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Write ``data`` to ``path`` atomically, and create missing parent directories. ``durable``: also sync to the disk. Raises
-    ``OSError``."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with tmp.open("wb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        tmp.replace(path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
-    if durable:
-        fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 def reserve(path: Path) -> None:
     """Reserve 128 KiB of disk space for the result file ``path``, in a file next to it. Ignores errors."""
     with suppress(OSError):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.protocol.messages import Control
-from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 def write_control(path: Path, control: Control) -> None:
     """Replace the desired state in the file ``path``. Raises ``OSError`` if that fails; the old state then stays in force."""
-    write_atomic(path, control.model_dump_json().encode())
+    write_atomic(path, control.model_dump_json().encode(), durable=False)
 
 
 class ControlReader:

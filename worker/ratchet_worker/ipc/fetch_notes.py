@@ -6,14 +6,14 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.protocol.messages import LaunchFile
-from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 def write_notes(paths: AttemptPaths, notes: Sequence[str]) -> None:
     """Write ``notes`` to the attempt's file, for the ranks. Raises ``OSError``."""
-    write_atomic(paths.fetch_notes_file, json.dumps(list(notes)).encode())
+    write_atomic(paths.fetch_notes_file, json.dumps(list(notes)).encode(), durable=False)
 
 
 def read_notes(launch: LaunchFile) -> list[str]:

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 
 from pydantic import ValidationError
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.exit_codes import CAUSE_OF_EXIT_CODE
 from ratchet_contract.phases import CAUSE_PRECEDENCE, Cause, Desired, Outcome
 from ratchet_contract.protocol.messages import Control, RankEnd, RankResult
-from ratchet_worker.ipc.atomic_files import write_atomic
 
 TRACEBACK_LIMIT: Final = 16 * 1024
 _TIE: Final = 0.01  # seconds; the kernel's clock for file times is no finer than 4 ms
@@ -23,8 +23,9 @@ def write_rank_result(path: Path, result: RankResult) -> None:
     """Write a rank's result to ``path``. Call it before the rank leaves the process group. Raises ``OSError``."""
     if result.traceback is not None and len(result.traceback) > TRACEBACK_LIMIT:
         result = result.model_copy(update={"traceback": result.traceback[-TRACEBACK_LIMIT:]})
+    path.parent.mkdir(parents=True, exist_ok=True)
     # The file times show which rank failed first.
-    write_atomic(path, result.model_dump_json().encode())
+    write_atomic(path, result.model_dump_json().encode(), durable=False)
 
 
 def read_rank_result(path: Path) -> tuple[RankResult, float] | None:

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+from ratchet_contract.atomic_write import ensure_dir
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.protocol.messages import ForkSource, LaunchFile
-from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, ensure_dir, read_error, refresh
+from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, read_error, refresh
 from ratchet_store.filesystem.mount_policy import check_directory
 from ratchet_store.format.manifest_file import check_files, read_manifest
 from ratchet_store.read.checkpoint_reader import verify_files

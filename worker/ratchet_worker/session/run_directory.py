@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ratchet_contract.atomic_write import ensure_dir, write_atomic
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths, NodePaths
@@ -31,7 +32,6 @@ from ratchet_store.read.run_directory import RunDirectory
 from ratchet_store.retention.delete import complete_checkpoints, delete_unless_pinned, sweep
 from ratchet_store.retention.rules import Id, Rules
 from ratchet_worker.agent.attempt_files import lock
-from ratchet_worker.ipc.atomic_files import write_atomic
 
 
 class StandaloneDirectory:
@@ -41,7 +41,6 @@ class StandaloneDirectory:
     def __init__(self, root: Path) -> None:
         self.paths = JobPaths(root)
         self._run = RunDirectory(self.paths)
-        root.mkdir(parents=True, exist_ok=True)
         held = lock(NodePaths(root))
         if held is None:
             raise UserError(
@@ -94,6 +93,7 @@ class StandaloneDirectory:
             report_token="",
             service_file="",
         )
+        ensure_dir(paths.root)
         write_atomic(paths.launch_file, launch.model_dump_json().encode(), durable=True)
         return launch
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from ratchet_contract.api.views import EnvironmentView
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.checkpoint.resume_report import EnvironmentDifference
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.plural import join_first
@@ -22,7 +23,6 @@ from ratchet_contract.spec.git_commit import GitFacts
 from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.version import RATCHET_VERSION
 from ratchet_hooks import torch_compat
-from ratchet_worker.ipc.atomic_files import write_atomic
 from ratchet_worker.state import package_list
 
 Fact: TypeAlias = str | int | float | bool | None
@@ -186,7 +186,9 @@ def write(launch: LaunchFile, packages: list[str]) -> None:
         digest=package_list.digest(packages),
         git=commit_of(launch.spec),
     )
-    write_atomic(AttemptPaths(Path(launch.attempt_dir)).environment_file, found.model_dump_json().encode())
+    write_atomic(
+        AttemptPaths(Path(launch.attempt_dir)).environment_file, found.model_dump_json().encode(), durable=False
+    )
 
 
 def compare(recorded: Record | dict[str, Any], current: Record) -> list[EnvironmentDifference]:

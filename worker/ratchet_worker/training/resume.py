@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import nn
 
+from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.checkpoint.manifest import SHARED_PREFIX, Manifest
 from ratchet_contract.checkpoint.resume_report import (
     NOT_EXACT_SINCE,
@@ -32,7 +33,6 @@ from ratchet_hooks.specs.compatibility import HookChange
 from ratchet_hooks.torch_versions import untested
 from ratchet_store.format.manifest_file import mark_changed, read_changed_marker
 from ratchet_worker.checkpoint.late_changes import unfinished_body_message
-from ratchet_worker.ipc.atomic_files import write_atomic
 from ratchet_worker.resume import read_checkpoint as disk
 from ratchet_worker.resume import start_from as imported
 from ratchet_worker.resume.read_checkpoint import Chosen

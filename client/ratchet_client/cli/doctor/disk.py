@@ -17,6 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.doctor.findings import Finding, failed, not_checked, ok, warning
 
 MIN_FREE_BYTES: Final = 1 << 30
@@ -225,11 +226,7 @@ def _rename(folder: Path) -> list[Finding]:
     old.write_text("old")
     new.write_text("new")
     new.replace(old)
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    fsync_path(folder)
     if old.read_text() == "new" and not new.exists():
         return [ok("rename", "works", "onto an existing file, directory synced")]
     return [

@@ -227,7 +227,7 @@ def test_delete_with_keep_checkpoints_leaves_only_the_checkpoints(api: Api) -> N
 def test_delete_on_a_disk_that_fills_after_the_commit_uses_the_reserve(
     api: Api, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job_id, real = api.submit(), kept_outputs.replace_file
+    job_id, real = api.submit(), kept_outputs.write_atomic
     api.set_phase(job_id, JobPhase.SUCCEEDED)
     paths = api.settings.paths.job(job_id)
     paths.work_dir.mkdir(parents=True)
@@ -237,12 +237,12 @@ def test_delete_on_a_disk_that_fills_after_the_commit_uses_the_reserve(
     reserve = disk_space._reserve_file(api.database)
     assert reserve is not None
 
-    def write(path: Path, text: str) -> None:
+    def write(path: Path, data: bytes, *, durable: bool, mode: int) -> None:
         if reserve.exists():
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, text)
+        real(path, data, durable=durable, mode=mode)
 
-    monkeypatch.setattr(kept_outputs, "replace_file", write)
+    monkeypatch.setattr(kept_outputs, "write_atomic", write)
     answer = api.client.delete(f"/v1/jobs/{job_id}")
     assert answer.status_code == 200, answer.text
     assert answer.json()["outputs"] == str(paths.work_dir)

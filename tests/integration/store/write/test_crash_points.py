@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Segment
 from ratchet_contract.errors import Conflict
@@ -22,7 +23,6 @@ from ratchet_contract.spec.checkpoint import CheckpointSpec
 from ratchet_service.db.models import Checkpoint
 from ratchet_service.usecases.checkpoints import _mark_verified as mark_verified
 from ratchet_service.usecases.checkpoints import set_pin
-from ratchet_store.filesystem.durable_io import fsync_dir
 from ratchet_store.format.manifest_file import checkpoint_dirs, mark_finished
 from ratchet_store.read.checkpoint_reader import verify
 from ratchet_store.read.find_base import Quarantine, find_base
@@ -115,7 +115,7 @@ def test_crash_points_of_the_saving_thread_keep_acknowledged_checkpoints(recorde
                 mark = os.open(checkpoints / saved[-1].id / PINNED_NAME, os.O_CREAT | os.O_WRONLY)
                 os.fsync(mark)
                 os.close(mark)
-                fsync_dir(checkpoints / saved[-1].id)
+                fsync_path(checkpoints / saved[-1].id)
                 pinned_at = len(recorder.ops)
             before = len(recorder.ops)
             deleted += [(before, checkpoint_dir_name(*one)) for one in keeper.on_committed(saved[-1]).deleted]

@@ -115,7 +115,7 @@ def under_way(job: ForkedJob, attempt: int) -> str | None:
             continue
         if DELETED_MANIFEST_NAME in names:
             continue
-        if f"{MANIFEST_NAME}.tmp" in names:
+        if any(name.startswith(f".{MANIFEST_NAME}.") for name in names):
             return "manifest written"
         if MANIFEST_NAME not in names:
             return (

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract import atomic_write
+from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Segment
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, checkpoint_dir_name
 from ratchet_contract.spec.checkpoint import CheckpointSpec
-from ratchet_store.filesystem.durable_io import NOT_WRITTEN, fsync_dir
+from ratchet_store.filesystem.durable_io import NOT_WRITTEN
 from ratchet_store.format import manifest_file as store_commit
 from ratchet_store.format.manifest_file import checkpoint_dirs, read_manifest
 from ratchet_store.read.checkpoint_reader import verify
@@ -46,18 +48,20 @@ def base(root: Path) -> Manifest | None:
 
 
 class Disk:
-    """Syncs of one folder fail; where ``stuck``, no name can be removed either, as on a file system that went read-only."""
+    """Syncs of one folder fail once a manifest is in it. ``stuck``: no name can be removed either, as on a file system that went
+    read-only."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, *, stuck: bool = False) -> None:
         self._patch, self._folder = monkeypatch, folder
-        monkeypatch.setattr(store_commit, "fsync_dir", self._sync)
+        for module in (store_commit, atomic_write):
+            monkeypatch.setattr(module, "fsync_path", self._sync)
         if stuck:
             monkeypatch.setattr(os, "unlink", self._remove)
 
     def _sync(self, path: Path) -> None:
-        if path == self._folder:
+        if path == self._folder and any(path.rglob(MANIFEST_NAME)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        fsync_dir(path)
+        fsync_path(path)
 
     def _remove(self, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))

@@ -209,7 +209,7 @@ def test_adopted_checkpoint_is_synced_before_adoption(job: JobPaths, monkeypatch
     """Its rank 0 may have been killed between the rename and the sync. No disk here forgets what was not synced; that the call
     is made stands for it, and the power-loss model for what the call does."""
     synced: list[Path] = []
-    monkeypatch.setattr(lineage, "fsync_dir", synced.append)
+    monkeypatch.setattr(lineage, "fsync_path", synced.append)
     found = make_chain(job.checkpoints, 10, 20)
     assert find_adoptable(job.checkpoints, FIRST, {(10, 1)}, expected_job_id=JOB) == [found[1]]
     assert synced == [job.checkpoints / found[1].id, job.checkpoints]
@@ -217,7 +217,7 @@ def test_adopted_checkpoint_is_synced_before_adoption(job: JobPaths, monkeypatch
     def fail(path: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(lineage, "fsync_dir", fail)
+    monkeypatch.setattr(lineage, "fsync_path", fail)
     with pytest.raises(CheckpointError) as caught:
         find_adoptable(job.checkpoints, FIRST, {(10, 1)}, expected_job_id=JOB)
     assert caught.value.code == UNREADABLE

@@ -197,13 +197,13 @@ def test_delete_succeeds_when_another_process_finishes_first(
     directory = tmp_path / checkpoint_dir_name(10, 1)
     if first:
         (directory / MANIFEST_NAME).unlink()
-    real = retain_module.fsync_dir
+    real = retain_module.fsync_path
 
     def sync(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         real(folder)
 
-    monkeypatch.setattr(retain_module, "fsync_dir", sync)
+    monkeypatch.setattr(retain_module, "fsync_path", sync)
     delete(directory)
     assert ids(tmp_path) == {(20, 1)}
 

@@ -106,7 +106,7 @@ def test_commit_contains_tensors_reported_by_ranks_for_that_save(tmp_path: Path)
         saves.check(step, sizes)
 
 
-@pytest.mark.parametrize("call", ["_write_by_rename", "fsync_dir"])
+@pytest.mark.parametrize("call", ["write_atomic", "fsync_path"])
 def test_failed_commit_is_reported_and_leaves_no_state_for_next_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
@@ -114,7 +114,7 @@ def test_failed_commit_is_reported_and_leaves_no_state_for_next_save(
     saves = Saves(tmp_path)
     assert saves.save(1, [5, 5])["error"] is None
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patched:
