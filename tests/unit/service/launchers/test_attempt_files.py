@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.atomic_write import ensure_dir
+from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths
 from ratchet_contract.phases import Cause, Desired
-from ratchet_contract.protocol.messages import AgentFile, AttemptResult
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult, Resolved
+from ratchet_contract.spec.job import JobSpec
 from ratchet_service.launchers import attempt_files
 from ratchet_service.launchers.attempt_files import MOST_BYTES, MOST_TEXT
 from ratchet_service.launchers.base import AttemptRef, AttemptState
+from ratchet_service.launchers.launch_file import build_launch_file
 from ratchet_service.lifecycle.attempt_result import Evidence, cause_of
+from tests.support.power_loss import Recorder, disk_states
 from tests.support.run_as import AS_ROOT, UID, open_directory
 
 AT = "2030-01-01T00:00:00+00:00"
@@ -127,3 +133,22 @@ def test_fence_is_made_in_directories_that_their_owner_has_closed(closed: str, m
             assert paths.fence_file.exists() and not attempt_files.lock_is_held(paths.lock_file)
         finally:
             os.seteuid(0)
+
+
+def test_launch_file_survives_loss_of_power(tmp_path: Path) -> None:
+    """With all directories above it, of which the submission has created the job's without a sync."""
+    (tmp_path / "disk").mkdir()
+    recorder = Recorder(tmp_path / "disk")
+    home, job_id = HomePaths(recorder.root), "job-000000000001"
+    paths = home.job(job_id).attempt(1)
+    spec = JobSpec.model_validate({"name": "a", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 1}})
+    resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable)
+    launch = build_launch_file(home, job_id, 1, spec, resolved, (), "token", Desired.RUN)
+    with recorder.recording():
+        ensure_dir(home.jobs)
+        home.job(job_id).root.mkdir()
+        attempt_files.write_launch(paths, launch)
+    for name in disk_states(recorder.ops, len(recorder.ops), tmp_path / "after"):
+        found = HomePaths(tmp_path / "after").job(job_id).attempt(1).launch_file
+        assert found.read_bytes() == paths.launch_file.read_bytes(), name
+        shutil.rmtree(tmp_path / "after")
