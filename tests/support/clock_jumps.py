@@ -1,7 +1,7 @@
 """Wall clocks that jump: of one process, by as many seconds as a file says. Monotonic clocks go on as ever.
 
 Installed where Ratchet reads wall clocks for what it stores: ``ratchet_service.db.clock`` (all of the service, and with SQLite
-its leases) and ``ratchet_worker.ipc.atomic_files.now`` (what agents and stand-in ranks write). Not covered: ``time.time`` in the
+its leases) and ``ratchet_worker.ipc.log_lines.now`` (what agents and stand-in ranks write). Not covered: ``time.time`` in the
 agent's supervisor, which compares deaths of ranks on one node, and modification times of files, which are the kernel's.
 """
 

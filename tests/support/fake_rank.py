@@ -32,7 +32,7 @@ def finish(cause: str, code: int, step: int, message: str | None = None) -> NoRe
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.phases import Cause
     from ratchet_contract.protocol.messages import RankResult
-    from ratchet_worker.ipc.atomic_files import now
+    from ratchet_worker.ipc.log_lines import now
     from ratchet_worker.ipc.result_files import write_rank_result
 
     result = RankResult(rank=RANK, cause=Cause(cause), at=now(), last_step=step, message=message)
@@ -78,7 +78,7 @@ def misbehave(what: str, step: int) -> None:
 def spool_notes(count: int) -> None:
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.protocol.messages import Note
-    from ratchet_worker.ipc.atomic_files import now
+    from ratchet_worker.ipc.log_lines import now
     from ratchet_worker.ipc.report_spool import Spool
 
     spool = Spool(AttemptPaths(ROOT).spool(RANK))

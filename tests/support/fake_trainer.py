@@ -42,9 +42,8 @@ from ratchet_store.read.find_base import find_base
 from ratchet_store.retention.attempt_retention import Keeper
 from ratchet_worker.agent.main import run
 from ratchet_worker.agent.rank_starter import ProcessStarter, RankPlan, RankProcess
-from ratchet_worker.ipc import atomic_files as files
-from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import now
+from ratchet_worker.ipc import log_lines, procfs
+from ratchet_worker.ipc.log_lines import now
 from ratchet_worker.ipc.progress_counter import Stage, StepCounter
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.ipc.result_files import write_rank_result
@@ -192,7 +191,7 @@ class Rank:
 
 if __name__ == "__main__":
     if "RATCHET_ATTEMPT_DIR" in os.environ:  # some tests start agents themselves
-        clock_jumps.install(files, Path(os.environ["RATCHET_ATTEMPT_DIR"]) / clock_jumps.FILE)
+        clock_jumps.install(log_lines, Path(os.environ["RATCHET_ATTEMPT_DIR"]) / clock_jumps.FILE)
     if sys.argv[1] == "agent":
         sys.exit(run(Path(sys.argv[2]), TrainerStarter(), node=int(sys.argv[4]) if sys.argv[3:] else 0))
     procfs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))

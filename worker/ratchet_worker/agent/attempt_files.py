@@ -20,7 +20,8 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.version import PROTOCOL_VERSION, not_upgraded
 from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import log_message, now, release
+from ratchet_worker.ipc.disk_reserve import release
+from ratchet_worker.ipc.log_lines import log_message, now
 
 _LOCK_TIMEOUT: Final = 1.0  # seconds; a process that only probes the lock holds it for a moment
 _RESULT_TIMEOUT: Final = 10.0  # seconds to wait for free space for result.json on a full disk

@@ -17,8 +17,8 @@ from ratchet_store.object_store.client import DENIED, NO_CLIENT, REMOTE, Patienc
 from ratchet_store.object_store.download import FetchResult, Progress, fetch_newest, newest_local
 from ratchet_store.object_store.remote_checkpoints import open_job_checkpoints
 from ratchet_worker.agent.checkpoint_upload import AgentMessages
-from ratchet_worker.ipc.atomic_files import log_message
 from ratchet_worker.ipc.fetch_notes import write_notes
+from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 T = TypeVar("T")

@@ -19,7 +19,7 @@ from ratchet_contract.protocol.messages import AGENT_RANK, CheckpointDeleted, Ch
 from ratchet_store.object_store.client import Patience
 from ratchet_store.object_store.remote_checkpoints import open_job_checkpoints
 from ratchet_store.object_store.upload import Mirror, Step, Uploaded
-from ratchet_worker.ipc.atomic_files import log_message, now
+from ratchet_worker.ipc.log_lines import log_message, now
 from ratchet_worker.ipc.report_spool import Spool
 
 _PERIOD: Final = 1.0

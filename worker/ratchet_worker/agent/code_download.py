@@ -16,7 +16,7 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_worker.agent.rendezvous import WaitUntil
 from ratchet_worker.agent.service_client import Denied, Fenced, ServiceLink, Unreachable
-from ratchet_worker.ipc.atomic_files import log_message
+from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 

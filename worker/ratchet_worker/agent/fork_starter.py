@@ -11,7 +11,7 @@ from typing import Any
 
 from ratchet_contract import env_vars as names
 from ratchet_worker.agent.rank_starter import Child, RankPlan, RankProcess, start_process
-from ratchet_worker.ipc.atomic_files import log_message
+from ratchet_worker.ipc.log_lines import log_message
 
 
 class ForkingStarter:

@@ -14,7 +14,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.protocol.log_index import RECORD, SPACING_BYTES, SPACING_SECONDS
 from ratchet_contract.protocol.messages import LaunchFile, Note, node_rank
 from ratchet_store.filesystem import sparse
-from ratchet_worker.ipc.atomic_files import log_message, now
+from ratchet_worker.ipc.log_lines import log_message, now
 from ratchet_worker.ipc.report_spool import Spool
 
 HEAD: Final = 1 << 20

@@ -45,7 +45,8 @@ from ratchet_worker.agent.report_sender import ReportSender
 from ratchet_worker.agent.supervisor import Supervisor
 from ratchet_worker.agent.wakeup_pipe import STOP_SIGNALS
 from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import log_message, now, reserve
+from ratchet_worker.ipc.disk_reserve import reserve
+from ratchet_worker.ipc.log_lines import log_message, now
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.ipc.result_files import Conclusion, Ended, NotStarted, conclude
 

@@ -11,7 +11,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.protocol.messages import RankEnd
 from ratchet_worker.agent.rank_starter import RankProcess
 from ratchet_worker.ipc import group_abort, procfs
-from ratchet_worker.ipc.atomic_files import log_message
+from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.result_files import Ended, read_rank_result
 from ratchet_worker.ipc.stack_dump import Target, capture_stacks
 

@@ -11,7 +11,7 @@ from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import Group, LaunchFile
 from ratchet_worker.agent import network_addresses
 from ratchet_worker.agent.service_client import ServiceLink, Unreachable
-from ratchet_worker.ipc.atomic_files import log_message
+from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 T = TypeVar("T")

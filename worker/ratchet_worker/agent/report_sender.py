@@ -16,7 +16,7 @@ from ratchet_contract.protocol.messages import AGENT_RANK, AgentReport, AttemptR
 from ratchet_contract.protocol.timing import max_control_delay
 from ratchet_worker.agent.rendezvous import NodeRendezvous
 from ratchet_worker.agent.service_client import Fenced, ServiceLink, TooLarge, Unreachable
-from ratchet_worker.ipc.atomic_files import log_message
+from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.report_spool import LOW_PRIORITY_KINDS, SpoolReader
 
 _MAX_LINES: Final = 500

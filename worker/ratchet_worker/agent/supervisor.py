@@ -22,9 +22,9 @@ from ratchet_worker.agent.rank_starter import RankPlan, Starter
 from ratchet_worker.agent.report_sender import Status
 from ratchet_worker.agent.wakeup_pipe import WakeupPipe
 from ratchet_worker.ipc import procfs
-from ratchet_worker.ipc.atomic_files import log_message
-from ratchet_worker.ipc.atomic_files import now as clock
 from ratchet_worker.ipc.control_file import write_control
+from ratchet_worker.ipc.log_lines import log_message
+from ratchet_worker.ipc.log_lines import now as clock
 from ratchet_worker.ipc.progress_counter import CounterReader
 from ratchet_worker.ipc.result_files import (
     Conclusion,

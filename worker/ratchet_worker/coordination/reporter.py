@@ -17,7 +17,7 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.protocol import messages as m
 from ratchet_hooks.ddp.numeric_warnings import HookWarning
 from ratchet_hooks.summary import HookSummary
-from ratchet_worker.ipc.atomic_files import now
+from ratchet_worker.ipc.log_lines import now
 from ratchet_worker.ipc.report_spool import Spool
 
 _PROGRESS_SECONDS: Final = 0.5

@@ -19,7 +19,8 @@ from ratchet_contract.protocol.messages import RankResult
 from ratchet_hooks.errors import advice_on
 from ratchet_hooks.manage.managed_ddp import UnsupportedModel
 from ratchet_worker.host.user_code import shadowing_advice
-from ratchet_worker.ipc.atomic_files import print_to_log, release
+from ratchet_worker.ipc.disk_reserve import release
+from ratchet_worker.ipc.log_lines import print_to_log
 from ratchet_worker.ipc.result_files import write_rank_result
 
 EXIT_CODES: Final = {

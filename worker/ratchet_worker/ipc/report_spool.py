@@ -12,7 +12,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from ratchet_contract.protocol.messages import Note, RankBatch, RankMessage
-from ratchet_worker.ipc.atomic_files import now, print_to_log
+from ratchet_worker.ipc.log_lines import now, print_to_log
 
 _MEMORY_LIMIT: Final = 16 * 1024 * 1024
 LOW_PRIORITY_KINDS: Final = frozenset({"metrics", "progress", "hook"})

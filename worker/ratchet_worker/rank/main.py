@@ -78,7 +78,7 @@ def _exit_refused(text: str, cause: str = "user-error") -> int:
     from ratchet_contract.paths import AttemptPaths
     from ratchet_contract.phases import Cause
     from ratchet_contract.protocol.messages import RankResult
-    from ratchet_worker.ipc.atomic_files import now, print_to_log
+    from ratchet_worker.ipc.log_lines import now, print_to_log
     from ratchet_worker.ipc.result_files import write_rank_result
 
     print_to_log(f"ratchet: {text}")

@@ -30,7 +30,8 @@ from ratchet_worker.coordination.stop_listener import Listener
 from ratchet_worker.coordination.store_exchange import Abandoned, Exchange
 from ratchet_worker.host import cpu, determinism, resource_limits, user_code
 from ratchet_worker.host.exit import ScriptExit, cause_of, exit_code_of, exit_process, write_result
-from ratchet_worker.ipc.atomic_files import now, print_to_log, reserve
+from ratchet_worker.ipc.disk_reserve import reserve
+from ratchet_worker.ipc.log_lines import now, print_to_log
 from ratchet_worker.ipc.progress_counter import StepCounter
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.rank.unmanaged_script import Unmanaged

@@ -40,7 +40,7 @@ from ratchet_worker.coordination.stop_listener import Listener
 from ratchet_worker.coordination.store_exchange import Exchange
 from ratchet_worker.host import cpu, determinism
 from ratchet_worker.host.exit import cause_of, exit_process, write_result
-from ratchet_worker.ipc.atomic_files import now
+from ratchet_worker.ipc.log_lines import now
 from ratchet_worker.ipc.progress_counter import StepCounter
 from ratchet_worker.session.arguments import SessionArguments
 from ratchet_worker.session.console_report import ConsoleReport, display_path, print_line

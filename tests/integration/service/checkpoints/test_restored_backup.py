@@ -17,7 +17,7 @@ from ratchet_service.checkpoints.run_directory_scan import Next, next_attempt
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import AttemptNode
 from ratchet_service.launchers.launch_file import build_launch_file
-from ratchet_worker.ipc.atomic_files import now
+from ratchet_worker.ipc.log_lines import now
 from tests.support.control_plane import Plane
 from tests.support.database_restore import dump_rows, restore_rows
 from tests.support.server import processes_below, wait_for
