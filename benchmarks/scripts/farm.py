@@ -21,9 +21,9 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.processes.procfs import start_time
 from ratchet_contract.protocol.messages import AgentFile, LaunchFile
 from ratchet_contract.version import REPORT_AFTER_HEADER
-from ratchet_service.isolation.proc import start_time
 from ratchet_worker.agent.report_sender import periods_to_wait
 from ratchet_worker.agent.service_client import parse_seconds
 from ratchet_worker.ipc.report_spool import LOW_PRIORITY_KINDS

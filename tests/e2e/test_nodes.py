@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.processes import procfs
 from ratchet_store.read.compare import Comparison, compare, render
-from ratchet_worker.ipc import procfs
 from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.e2e.exactness import final_checkpoint, run_undisturbed
 from tests.support import two_node_launcher
@@ -107,7 +107,7 @@ def stop_within_a_step(paths: AttemptPaths, rank: int) -> None:
 
     def stopped() -> bool:
         os.kill(pid, signal.SIGSTOP)
-        wait_for(lambda: procfs.state(pid) == "T", f"rank {rank} to stop", 10)
+        wait_for(lambda: procfs.stat(pid).state == "T", f"rank {rank} to stop", 10)
         reading = counter.read()
         if reading is not None and reading.started > reading.finished:
             return True

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ratchet_client import RatchetClient
-from ratchet_service.isolation import proc
+from ratchet_contract.processes import procfs
 from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint
 from tests.support.full_matrix import full
@@ -170,7 +170,7 @@ def test_run_as_job_resumes_exactly_after_restart_and_preemption(confined: Serve
     wait_for(lambda: (gate / "step13.reached.1").exists(), "the ranks to wait", 90)
     _, paths = confined.wait_step(gated, 12, saved=True)
     pids = [rank_pid(paths, rank) for rank in (0, 1)]
-    assert all(proc.runs_as(pid, UID) for pid in pids)
+    assert all(procfs.runs_as(pid, UID) for pid in pids)
     confined.kill()
     confined.start()
     shutil.rmtree(code)  # what was submitted is what goes on

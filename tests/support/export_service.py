@@ -13,12 +13,12 @@ import httpx
 import pytest
 
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.processes import procfs
 from ratchet_service.app import create_app
 from ratchet_service.config.settings import Settings
 from ratchet_service.db.engine import Database
 from ratchet_service.db.migrate import upgrade
 from ratchet_service.db.models import Job
-from ratchet_service.isolation import proc
 from ratchet_store.format.manifest_file import read_manifest
 from tests.support.api import Api, FakeSubmission, Server, checkpoint_message, training_message
 from tests.support.server import wait_for
@@ -121,7 +121,7 @@ class Held:
 
 
 def have_ended(pids: list[int]) -> bool:
-    return all(proc.start_time(pid) is None for pid in pids)
+    return all(procfs.start_time(pid) is None for pid in pids)
 
 
 FULL = """

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ratchet_worker.ipc import procfs, stack_dump
+from ratchet_worker.ipc import child_processes, stack_dump
 from ratchet_worker.ipc.progress_counter import Stage, StepCounter
 
 RANK = int(os.environ["RANK"])
@@ -102,7 +102,7 @@ def requested_stop() -> str | None:
 
 
 def main() -> None:
-    procfs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
+    child_processes.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
     stack_dump.install_handlers()
     plan: dict[str, Any] = json.loads(os.environ.get("STAND_IN", "{}")).get(str(RANK), {})
     print(f"rank {RANK} starts", flush=True)

@@ -42,7 +42,7 @@ from ratchet_store.read.find_base import find_base
 from ratchet_store.retention.attempt_retention import Keeper
 from ratchet_worker.agent.main import run
 from ratchet_worker.agent.rank_starter import ProcessStarter, RankPlan, RankProcess
-from ratchet_worker.ipc import log_lines, procfs
+from ratchet_worker.ipc import child_processes, log_lines
 from ratchet_worker.ipc.log_lines import now
 from ratchet_worker.ipc.progress_counter import Stage, StepCounter
 from ratchet_worker.ipc.report_spool import Spool
@@ -194,7 +194,7 @@ if __name__ == "__main__":
         clock_jumps.install(log_lines, Path(os.environ["RATCHET_ATTEMPT_DIR"]) / clock_jumps.FILE)
     if sys.argv[1] == "agent":
         sys.exit(run(Path(sys.argv[2]), TrainerStarter(), node=int(sys.argv[4]) if sys.argv[3:] else 0))
-    procfs.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
+    child_processes.die_with_parent(int(os.environ["RATCHET_AGENT_PID"]))
     if "PLANTED" in os.environ:
         from tests.support.chaos.planted_faults import plant
 

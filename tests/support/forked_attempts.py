@@ -158,9 +158,9 @@ def _agent(parent: int, launch_file: str, log: str, limits: list[tuple[int, int]
     import resource
 
     from ratchet_worker.agent import main as agent
-    from ratchet_worker.ipc import procfs
+    from ratchet_worker.ipc import child_processes
 
-    procfs.die_with_parent(parent)  # which ends with the test, however that does; an agent's own would live on
+    child_processes.die_with_parent(parent)  # which ends with the test, however that does; an agent's own would live on
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _log_to(Path(log))

@@ -21,7 +21,7 @@ from typing import Final
 import pytest
 
 from ratchet_contract.paths import HomePaths
-from ratchet_service.isolation import proc
+from ratchet_contract.processes import procfs
 from ratchet_service.isolation.sandbox import Command, Limits, Sandbox, User
 from tests.support.server import processes_below, wait_for
 
@@ -81,7 +81,7 @@ def open_home() -> Iterator[HomePaths]:
         paths.run_as_file.touch()
         yield paths
         for pid in processes_below(root):
-            proc.kill(pid)
+            procfs.kill(pid)
         wait_for(lambda: not processes_below(root), "the test's processes to go", 10)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Final
 
 from ratchet_contract.env_vars import ENDS_WITH
-from ratchet_contract.processes.process_start import start_time
+from ratchet_contract.processes.procfs import start_time
 
 _POLL_SECONDS: Final = 0.5
 """Seconds between two polls."""

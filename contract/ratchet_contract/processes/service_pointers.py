@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.processes.process_start import start_time
+from ratchet_contract.processes.procfs import start_time
 from ratchet_contract.protocol.messages import ServicePointer
 
 

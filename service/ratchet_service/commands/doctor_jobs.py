@@ -15,9 +15,9 @@ from ratchet_contract import env_vars
 from ratchet_contract.doctor.findings import Finding, not_checked, ok, warning
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.plural import pluralize
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import ServiceFile
 from ratchet_service.checkpoints.run_directory_scan import difference
-from ratchet_service.isolation import proc
 from ratchet_service.isolation.run_as import recorded_user
 
 MAX_SKEW_SECONDS: Final = 5.0
@@ -131,7 +131,7 @@ def _running_attempts(home: HomePaths) -> set[str]:
     """Return ``JOB/NNNN`` of the run directory's attempts with processes on this machine whose environment this process may
     read."""
     found = set()
-    for _, folder in proc.processes_with_variable(env_vars.ATTEMPT_DIR):
+    for _, folder in procfs.processes_with_variable(env_vars.ATTEMPT_DIR):
         try:
             job_id, word, number = Path(folder).relative_to(home.jobs).parts
         except ValueError:

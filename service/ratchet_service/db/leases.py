@@ -17,11 +17,10 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import NotFound, RatchetError
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.processes.process_start import start_time
+from ratchet_contract.processes.procfs import is_alive, start_time
 from ratchet_service.db.clock import clock_of
 from ratchet_service.db.models import Job
 from ratchet_service.db.transitions import lock_job
-from ratchet_service.isolation.proc import is_alive
 
 ACTIVE = tuple(p for p in JobPhase if p.active)
 

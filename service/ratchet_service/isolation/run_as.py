@@ -22,6 +22,7 @@ from typing import Final
 from pydantic import TypeAdapter, ValidationError
 
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.spec.types import Size, size_in_bytes
 from ratchet_service.errors import StartError
 from ratchet_service.isolation.sandbox import Limits, Sandbox, User, minimal_environ
@@ -212,7 +213,7 @@ def _check_user(paths: HomePaths, user: User) -> None:
         answered, _, _ = select.select([child.stdout], [], [], _CHECK_SECONDS)
         reported = os.read(child.stdout.fileno(), 100).strip() if answered else b""
         try:
-            seen = bool(Path(f"/proc/{child.pid}/environ").read_bytes())
+            seen = bool(procfs.read_environ(child.pid))
         except OSError:
             seen = False
         try:

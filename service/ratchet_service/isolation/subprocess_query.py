@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, Final
 
-from ratchet_service.isolation import proc
+from ratchet_contract.processes import procfs
 from ratchet_service.isolation.sandbox import MARKER_VARIABLE, NO_SANDBOX, Limits, Sandbox
 
 log = logging.getLogger("ratchet.service")
@@ -123,14 +123,11 @@ def _kill_all(child: subprocess.Popen[bytes], marker: str) -> None:
     with suppress(ProcessLookupError):
         # the leader is not reaped yet, so its pid is still the group's
         os.killpg(child.pid, signal.SIGKILL)
-    end = time.monotonic() + _KILL_SECONDS
-    while others := proc.kill_all(
-        lambda: [p for p in proc.pids_with_variable(MARKER_VARIABLE, marker) if p != child.pid]
-    ):
-        if time.monotonic() > end:
-            log.error("processes %s, started by a helper process, could not be killed", others)
-            break
-        time.sleep(0.001)
+    left = procfs.kill_until_gone(
+        lambda: [pid for pid in procfs.pids_with_variable(MARKER_VARIABLE, marker) if pid != child.pid], _KILL_SECONDS
+    )
+    if left:
+        log.error("processes %s, started by a helper process, could not be killed", left)
     child.wait()
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.processes.procfs import is_alive
 from ratchet_contract.protocol.messages import AgentFile
-from ratchet_service.isolation.proc import is_alive
 from tests.support import clock_jumps
 from tests.support.chaos.control_plane_process import Role
 from tests.support.chaos.schedule import Draw, short_seconds, stop_seconds

@@ -17,9 +17,9 @@ from pydantic import ValidationError
 from ratchet_contract.atomic_write import ensure_dir, write_atomic
 from ratchet_contract.paths import NodePaths
 from ratchet_contract.phases import Cause
+from ratchet_contract.processes.procfs import start_time
 from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile
 from ratchet_contract.version import PROTOCOL_VERSION, not_upgraded
-from ratchet_worker.ipc import procfs
 from ratchet_worker.ipc.disk_reserve import release
 from ratchet_worker.ipc.log_lines import log_message, now
 
@@ -83,7 +83,9 @@ def start_session() -> None:
 
 def agent_file() -> AgentFile:
     """The content of ``agent.json`` for this process: its pid, start time and host."""
-    return AgentFile(pid=os.getpid(), start_time=procfs.start_time(os.getpid()), host=socket.gethostname())
+    started = start_time(os.getpid())
+    assert started is not None
+    return AgentFile(pid=os.getpid(), start_time=started, host=socket.gethostname())
 
 
 def write_refusal(paths: NodePaths, launch_file: Path, node: int, refusal: LaunchRefused, started_at: str) -> None:

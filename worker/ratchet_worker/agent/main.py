@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import time
 import traceback
@@ -44,7 +45,7 @@ from ratchet_worker.agent.rendezvous import NodeRendezvous, Rendezvous, single_n
 from ratchet_worker.agent.report_sender import ReportSender
 from ratchet_worker.agent.supervisor import Supervisor
 from ratchet_worker.agent.wakeup_pipe import STOP_SIGNALS
-from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc import child_processes
 from ratchet_worker.ipc.disk_reserve import reserve
 from ratchet_worker.ipc.log_lines import log_message, now
 from ratchet_worker.ipc.report_spool import Spool
@@ -137,7 +138,7 @@ class _Attempt:
         """Run the ranks, clean up, write the result and send it to the service; return the agent's exit code."""
         ends: list[Ended] = []
         try:
-            procfs.become_subreaper()
+            child_processes.become_subreaper()
             self._supervisor.install_signal_handlers()
             parent_death.end_with_parent(os.environ)
             self._supervisor.raise_if_over()
@@ -223,10 +224,10 @@ class _Attempt:
 
     def _clean_up(self) -> None:
         """Kill processes that the ranks have left behind on this node, and delete the attempt's temporary directory there."""
-        left = procfs.kill_stragglers(names.NODE_DIR, str(self._node_paths.root))
+        left = child_processes.kill_stragglers(names.NODE_DIR, str(self._node_paths.root))
         if left:
             log_message(f"processes {left} did not end after SIGKILL")
-        procfs.remove_tree(self._node_paths.tmp)
+        shutil.rmtree(self._node_paths.tmp, ignore_errors=True)
 
     def _finish_uploads(self, cause: Cause) -> None:
         """Finish the uploads to the object store, or abandon them if the attempt is fenced."""

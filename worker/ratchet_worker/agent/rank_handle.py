@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import Final
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import RankEnd
 from ratchet_worker.agent.rank_starter import RankProcess
-from ratchet_worker.ipc import group_abort, procfs
+from ratchet_worker.ipc import group_abort
 from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.result_files import Ended, read_rank_result
 from ratchet_worker.ipc.stack_dump import Target, capture_stacks
@@ -47,7 +48,8 @@ class SupervisedRank:
     @property
     def is_halted(self) -> bool:
         """True if a signal or a debugger has halted the process."""
-        return procfs.state(self.process.pid) in ("T", "t")
+        found = procfs.stat(self.process.pid)
+        return found is not None and found.state in "Tt"
 
     @property
     def target(self) -> Target:

@@ -4,13 +4,15 @@ implementation."""
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ratchet_worker.ipc import procfs, stack_dump
+from ratchet_worker.ipc import stack_dump
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,8 @@ class Child:
     def kill_group(self) -> None:
         """Send SIGKILL to the whole process group; does nothing after ``reap``, since the pid may be reused then."""
         if self._reaped_exit_code is None:
-            procfs.kill_group(self.pid)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def request_stacks(self) -> None:
         """Request, by a signal, that the process writes the stacks of its threads to its log. The signal continues a halted

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import Control, LaunchFile
 from ratchet_contract.protocol.timing import Pace
 from ratchet_contract.script.public_names import PACKAGE
@@ -21,7 +22,7 @@ from ratchet_worker.agent.rank_handle import SupervisedRank, Timing, abort_group
 from ratchet_worker.agent.rank_starter import RankPlan, Starter
 from ratchet_worker.agent.report_sender import Status
 from ratchet_worker.agent.wakeup_pipe import WakeupPipe
-from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc import child_processes
 from ratchet_worker.ipc.control_file import write_control
 from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.log_lines import now as clock
@@ -67,7 +68,7 @@ class Supervisor:
         self._learner = Learner(launch.deadlines, launch.pace)
         self._stuck_since: float | None = None
         self._evidence = Evidence()
-        self._oom = procfs.OomWatch()
+        self._oom = child_processes.OomWatch()
         self._wanted: Control | None = None  # the merged desired state that the main thread acts on
         self._published: Control | None = None  # the one that the control file has
         self._stop_since: float | None = None
@@ -263,7 +264,7 @@ class Supervisor:
         if now - self._housekeeping_at < 1.0:
             return
         self._housekeeping_at = now
-        procfs.reap_orphans(lambda: {r.process.pid for r in self._ranks.values()})
+        child_processes.reap_orphans(lambda: {r.process.pid for r in self._ranks.values()})
         self._oom.killed_recently()
         for number, rank in self._ranks.items():
             if not rank.live or not rank.result_path.exists():

@@ -17,7 +17,6 @@ from ratchet_contract.atomic_write import fsync_path, write_atomic
 from ratchet_contract.code import tree
 from ratchet_contract.code.tree import Entry
 from ratchet_contract.paths import JobPaths
-from ratchet_worker.ipc import procfs
 
 _OTHER: Final = "other"
 """The form of a path that is neither a file nor a link, is unreadable, or lies below a link or a file: it is not replaced."""
@@ -58,7 +57,7 @@ def prepare(code: Path | None, work: Path, digest: str | None = None, *, node: i
         fsync_path(copy)
         copy.rename(work)
     except BaseException as error:
-        procfs.remove_tree(copy)
+        shutil.rmtree(copy, ignore_errors=True)
         if isinstance(error, OSError) and work.is_dir():  # another node's agent created it first
             return []
         raise
@@ -76,7 +75,7 @@ def _remove_leftovers(work: Path, prefix: str) -> None:
     """Delete the incomplete copies, named ``prefix`` and more, that interrupted calls have left next to ``work``."""
     for left in work.parent.glob(f"{prefix}*"):
         if left.is_dir() and not left.is_symlink():
-            procfs.remove_tree(left)
+            shutil.rmtree(left, ignore_errors=True)
         else:
             left.unlink()
 
@@ -127,7 +126,7 @@ def _replace_file(entry: Entry, work: Path, prefix: str) -> None:
         _write_entry(entry, made / "file")
         (made / "file").replace(place)
     finally:
-        procfs.remove_tree(made)
+        shutil.rmtree(made, ignore_errors=True)
     fsync_path(place.parent)
 
 

@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from ratchet_contract.errors import UserError
-from ratchet_worker.ipc.procfs import die_with_parent
+from ratchet_worker.ipc.child_processes import die_with_parent
 
 # Of a TrainLoader's workers. A forked child would inherit locks whose holders do not exist in it, and the peers' sockets, which
 # must close when the rank is killed. A forkserver's children are not the rank's own, and would outlive it.

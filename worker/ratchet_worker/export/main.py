@@ -27,7 +27,7 @@ from ratchet_hooks.state.safetensors_header import Stored
 from ratchet_store.format.manifest_file import check_files, read_manifest
 from ratchet_store.format.safetensors_header import model_header
 from ratchet_worker.export.torch_format import open_checkpoint, read_model, read_rank
-from ratchet_worker.ipc.procfs import die_with_parent
+from ratchet_worker.ipc.child_processes import die_with_parent
 from ratchet_worker.resume.read_checkpoint import Chosen
 from ratchet_worker.state.snapshot import byte_view
 

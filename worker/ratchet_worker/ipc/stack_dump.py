@@ -94,7 +94,7 @@ def _state(process: Asked) -> str:
         return f"it ended meanwhile (exit code {code})"
     facts = []
     with suppress(OSError):
-        status = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+        status = Path(f"/proc/{process.pid}/status").read_text(errors="replace").splitlines()
         facts += [line.replace("\t", " ") for line in status if line.startswith("State:")]
     with suppress(OSError):
         waits = Path(f"/proc/{process.pid}/wchan").read_text().strip()

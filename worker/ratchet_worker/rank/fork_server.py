@@ -16,8 +16,8 @@ from ratchet_contract import env_vars as names
 from ratchet_worker.coordination.stop_listener import STOP_SIGNALS
 from ratchet_worker.host.cpu import gc_disabled
 from ratchet_worker.ipc import stack_dump
+from ratchet_worker.ipc.child_processes import die_with_parent
 from ratchet_worker.ipc.log_lines import print_to_log
-from ratchet_worker.ipc.procfs import die_with_parent
 
 _TASKS: Final = Path("/proc/self/task")
 

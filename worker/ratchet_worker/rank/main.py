@@ -17,7 +17,7 @@ from ratchet_contract import env_vars as names
 from ratchet_contract.exit_codes import EXIT_USER_ERROR
 from ratchet_worker.coordination.stop_listener import STOP_SIGNALS, Listener
 from ratchet_worker.host.cpu import gc_disabled
-from ratchet_worker.ipc.procfs import die_with_parent
+from ratchet_worker.ipc.child_processes import die_with_parent
 from ratchet_worker.rank import fork_server
 
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from typing import Final
 from ratchet_client.cli.shared import output
 from ratchet_client.cli.shared.service_process import (
     CannotStart,
-    environment_variable,
     kill_attempts,
     service_file,
     start_service,
@@ -28,7 +27,7 @@ from ratchet_contract import env_vars
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes import parent_death
-from ratchet_contract.processes.process_start import start_time
+from ratchet_contract.processes.procfs import environment_variable, start_time
 
 COMMAND_FILE: Final = "command.txt"
 """The command as typed; the file is in a private run directory while the command can continue its job."""

@@ -5,8 +5,6 @@ Callers pass the environment of ``without_ratchet_variables``, so that the servi
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -22,6 +20,7 @@ from ratchet_client.http.errors import DeadlineReached
 from ratchet_contract import env_vars
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import ServiceFile
 
 START_SECONDS: Final = 60.0
@@ -99,35 +98,17 @@ def kill_attempts(root: Path) -> None:
     to ``END_SECONDS``."""
     root = root.resolve()  # as the service writes it
 
-    def none_left() -> bool:
-        """Kill all such processes that exist now. Return True if there were none."""
-        found = [pid for pid in _pids() if was_started_below(pid, root)]
-        for pid in found:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        return not found
-
-    with suppress(DeadlineReached):  # stuck in the kernel: nothing more can be done
-        wait_for(none_left, "killed processes to end", END_SECONDS, 0.02)
-
-
-def _pids() -> list[int]:
-    return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    procfs.kill_until_gone(
+        lambda: [
+            pid for pid, folder in procfs.processes_with_variable(env_vars.ATTEMPT_DIR) if folder.startswith(f"{root}/")
+        ],
+        END_SECONDS,
+    )
 
 
 def was_started_below(pid: int, root: Path) -> bool:
     """Return True if the process was started for an attempt below ``root``, a resolved path, as far as its environment shows."""
     try:
-        return (environment_variable(pid, env_vars.ATTEMPT_DIR) or "").startswith(f"{root}/")
+        return (procfs.environment_variable(pid, env_vars.ATTEMPT_DIR) or "").startswith(f"{root}/")
     except OSError:
         return False
-
-
-def environment_variable(pid: int, name: str) -> str | None:
-    """Return the variable ``name`` that the process was started with; None if it is not set. Raise ``OSError`` if that is
-    unreadable."""
-    needle = os.fsencode(f"{name}=")
-    for pair in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-        if pair.startswith(needle):
-            return os.fsdecode(pair[len(needle) :])
-    return None

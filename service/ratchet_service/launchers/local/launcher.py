@@ -19,9 +19,10 @@ from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.paths import AttemptPaths, HomePaths, is_job_id, parse_attempt_dir_name
 from ratchet_contract.plural import pluralize
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import AgentFile, LaunchFile
 from ratchet_contract.spec.job import JobSpec
-from ratchet_service.isolation import file_access, proc
+from ratchet_service.isolation import file_access
 from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers import attempt_files as files
@@ -146,7 +147,10 @@ class LocalLauncher:
         except OSError as error:
             raise LaunchError(f"the agent could not be started: {error}") from error
         for pid in pids:
-            proc.wait_until_visible(pid)  # a repeated submit, here or in another process, must see it
+            with suppress(OSError):  # it has ended
+                procfs.read_environ(
+                    pid
+                )  # returns after execve: a repeated submit, also in another process, must see it
 
     def has_started(self, ref: AttemptRef) -> bool:
         """True if an agent of the attempt has started, now or earlier, or if processes of the attempt exist."""
@@ -174,16 +178,16 @@ class LocalLauncher:
         used."""
         for agent in self._agents(ref).values():
             if self._is_agent(ref, agent):
-                proc.kill(agent.pid, signal.SIGTERM)
+                procfs.kill(agent.pid, signal.SIGTERM)
 
     def kill(self, ref: AttemptRef) -> list[str]:
         """Send SIGKILL to all processes of the attempt; their end is not awaited. Return the names of the processes found. The
         names of other agents whose lock is still held are returned, too."""
-        found = proc.kill_all(lambda: self._pids(ref))
+        found = procfs.kill_all(lambda: self._pids(ref))
         for node, agent in self._agents(ref).items():
             if agent.pid not in found and files.lock_is_held(ref.paths.node(node).lock_file):
                 if self._is_agent(ref, agent):
-                    proc.kill(agent.pid)
+                    procfs.kill(agent.pid)
                 found.append(
                     agent.pid
                 )  # also if the process is not visible here: its death is not proved while the lock is held
@@ -202,14 +206,14 @@ class LocalLauncher:
         found = {ref.name: folders for ref, folders in self.running_attempts()}
         orphans = sorted(set(found) - set(known(list(found)))) if found else []
         for name in orphans:
-            proc.kill_all(partial(self._pids_in_folders, found[name]))
+            procfs.kill_all(partial(self._pids_in_folders, found[name]))
         return orphans
 
     def running_attempts(self) -> list[tuple[AttemptRef, set[str]]]:
         """Return the attempts of this run directory that have processes here. Each comes with the paths by which these processes
         name its directory: several spellings are possible."""
         found: dict[str, tuple[AttemptRef, set[str]]] = {}
-        for _, folder in proc.processes_with_variable(names.ATTEMPT_DIR):
+        for _, folder in procfs.processes_with_variable(names.ATTEMPT_DIR):
             ref = self._ref_from_folder(Path(folder))
             if ref is not None:
                 found.setdefault(ref.name, (ref, set()))[1].add(folder)
@@ -245,16 +249,16 @@ class LocalLauncher:
         ``owner_of`` returns root or None."""
         # user code may have written the pid of another process into agent.json
         owner = file_access.owner_of(ref.paths.root)
-        own = owner is None or owner[0] == 0 or proc.runs_as(agent.pid, owner[0])
-        return own and proc.is_alive(agent.pid, agent.start_time)
+        own = owner is None or owner[0] == 0 or procfs.runs_as(agent.pid, owner[0])
+        return own and procfs.is_alive(agent.pid, agent.start_time)
 
     def _pids(self, ref: AttemptRef) -> list[int]:
         """Return the pids of live processes with the attempt's directory in their environment."""
-        return proc.pids_with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
+        return procfs.pids_with_variable(names.ATTEMPT_DIR, str(ref.paths.root))
 
     def _pids_in_folders(self, folders: Collection[str]) -> list[int]:
         """Return the pids of live processes whose environment names one of these attempt directories."""
-        return [pid for pid, folder in proc.processes_with_variable(names.ATTEMPT_DIR) if folder in folders]
+        return [pid for pid, folder in procfs.processes_with_variable(names.ATTEMPT_DIR) if folder in folders]
 
     def _agents(self, ref: AttemptRef) -> dict[int, AgentFile]:
         """Return node -> content of ``agent.json``, of the nodes whose agent has started."""

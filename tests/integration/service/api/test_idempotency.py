@@ -15,7 +15,7 @@ from sqlalchemy.engine import Connection
 
 from ratchet_contract.api.roles import Role
 from ratchet_contract.phases import JobPhase
-from ratchet_contract.processes.process_start import start_time
+from ratchet_contract.processes.procfs import start_time
 from ratchet_service.api.idempotency import make_call
 from ratchet_service.db.engine import utc_now
 from ratchet_service.db.models import IdempotencyKey, Job

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.spec.job import JobSpec
 from ratchet_service.__main__ import main
 from ratchet_service.commands import doctor_jobs, serve
 from ratchet_service.config.network import Listening
 from ratchet_service.config.settings import Settings
 from ratchet_service.errors import StartError
-from ratchet_service.isolation import proc, run_as, subprocess_query
+from ratchet_service.isolation import run_as, subprocess_query
 from ratchet_service.isolation.sandbox import Sandbox, User
 from ratchet_service.launchers.registry import load
 from ratchet_service.preflight.paths import Roots
@@ -257,5 +258,7 @@ def test_timed_out_query_kills_the_sandboxed_process_group() -> None:
         subprocess_query.query_process(
             ["/bin/sh", "-c", ask], {}, cwd="/", env=dict(os.environ), timeout_seconds=0.5, sandbox=Sandbox(USER)
         )
-    left = [pid for pid, _ in proc.processes_with_variable(subprocess_query.MARKER_VARIABLE) if proc.runs_as(pid, UID)]
-    wait_for(lambda: all(proc.start_time(pid) is None for pid in left), "what was started to be gone", 10)
+    left = [
+        pid for pid, _ in procfs.processes_with_variable(subprocess_query.MARKER_VARIABLE) if procfs.runs_as(pid, UID)
+    ]
+    wait_for(lambda: all(procfs.start_time(pid) is None for pid in left), "what was started to be gone", 10)

@@ -16,11 +16,12 @@ import pytest
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import AgentFile
 from ratchet_service.checkpoints import object_store
 from ratchet_service.db.engine import Database, sqlite_url
 from ratchet_service.db.models import Checkpoint, Job
-from ratchet_service.isolation import file_access, proc, run_as
+from ratchet_service.isolation import file_access, run_as
 from ratchet_service.isolation.sandbox import Sandbox, User
 from ratchet_service.job_files.log_files import LogFilter
 from ratchet_service.launchers import attempt_files
@@ -69,7 +70,7 @@ def test_agent_under_run_as_owns_the_job_directory_and_can_be_killed(home: HomeP
     assert ref.paths.launch_file.stat().st_mode & 0o777 == 0o600
     again = LocalLauncher(home, sandbox=Sandbox(USER))  # after a restart
     assert again.poll(ref).alive
-    found = [pid for pid, _ in proc.processes_with_variable("RATCHET_ATTEMPT_DIR") if proc.runs_as(pid, UID)]
+    found = [pid for pid, _ in procfs.processes_with_variable("RATCHET_ATTEMPT_DIR") if procfs.runs_as(pid, UID)]
     assert again.sweep(lambda names: names) == [] and found
     assert again.kill(ref)
     wait_for(lambda: launcher.kill(ref) == [], "the attempt to be dead", 10)
@@ -130,9 +131,9 @@ def test_kill_does_not_end_a_process_named_in_a_forged_agent_file(
 ) -> None:
     launcher, ref = submitted(home)
     ended: list[int] = []
-    monkeypatch.setattr(proc, "kill", lambda pid, number=signal.SIGKILL: ended.append(pid))
+    monkeypatch.setattr(procfs, "kill", lambda pid, number=signal.SIGKILL: ended.append(pid))
     with subprocess.Popen(["sleep", "60"]) as other:
-        started = proc.start_time(other.pid)
+        started = procfs.start_time(other.pid)
         assert started is not None
         forged = AgentFile(pid=other.pid, start_time=started, host="here").model_dump_json()
         write = f"cat > {ref.paths.agent_file}; exec 9>{ref.paths.lock_file}; flock 9; exec sleep 60"

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.spec.job import JobSpec
 from ratchet_service.__main__ import main
 from ratchet_service.errors import StartError
-from ratchet_service.isolation import proc, run_as
+from ratchet_service.isolation import run_as
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Limits, Sandbox, User, probe_limits
 from ratchet_service.launchers.local.launcher import LocalLauncher
 from ratchet_service.user_code.hook_probe import Probe
@@ -134,7 +135,7 @@ def test_fork_bomb_stops_at_the_process_limit_and_is_killed(home: HomePaths) -> 
     launcher.submit(plan)
 
     def theirs() -> list[int]:
-        return [pid for pid, _ in proc.processes_with_variable("RATCHET_ATTEMPT_DIR") if proc.runs_as(pid, uid)]
+        return [pid for pid, _ in procfs.processes_with_variable("RATCHET_ATTEMPT_DIR") if procfs.runs_as(pid, uid)]
 
     try:
         wait_for(lambda: len(theirs()) >= most, "the user to have all that it may", 30)
@@ -152,9 +153,9 @@ def test_end_all_stops_newly_found_processes_before_killing_them(
 ) -> None:
     """Else there is always one more, made while the last list was read."""
     looks, done = iter([[1], [1, 2], [2, 3], [3], [3]]), list[tuple[int, int]]()
-    monkeypatch.setattr(proc, "kill", lambda pid: done.append((signal.SIGKILL, pid)))
-    monkeypatch.setattr(proc, "_signal_group", lambda pid, number: done.append((number, pid)))
-    assert proc.kill_all(lambda: next(looks)) == [1, 2, 3]
+    monkeypatch.setattr(procfs, "kill", lambda pid: done.append((signal.SIGKILL, pid)))
+    monkeypatch.setattr(procfs, "_signal_group", lambda pid, number: done.append((number, pid)))
+    assert procfs.kill_all(lambda: next(looks)) == [1, 2, 3]
     stop, kill = signal.SIGSTOP, signal.SIGKILL
     assert done == [(kill, 1), (stop, 2), (stop, 3), (kill, 2), (kill, 3)]
 
@@ -169,7 +170,7 @@ def test_end_all_leaves_no_stopped_process_without_the_variable() -> None:
         child = int(late.stdout.readline())
         try:
             looks = iter([[first.pid], [late.pid], []])
-            assert proc.kill_all(lambda: next(looks)) == sorted([first.pid, late.pid])
-            wait_for(lambda: proc.start_time(child) is None, "the child to end", 10)
+            assert procfs.kill_all(lambda: next(looks)) == sorted([first.pid, late.pid])
+            wait_for(lambda: procfs.start_time(child) is None, "the child to end", 10)
         finally:
-            proc.kill(child)
+            procfs.kill(child)

@@ -16,9 +16,9 @@ import pytest
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved
-from ratchet_service.isolation import proc
 from ratchet_service.isolation.sandbox import Sandbox, User
 from ratchet_service.launchers.base import LaunchError
 from ratchet_service.launchers.launch_file import build_launch_file
@@ -112,14 +112,14 @@ def test_second_submission_starts_no_second_agent(home: HomePaths) -> None:
     first, second = launcher(home), launcher(home)
     plan = first.plan(launch(home))
     first.submit(plan)
-    started = proc.pids_with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root))
+    started = procfs.pids_with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root))
     assert len(started) == 1, "an agent is seen from its start on"
     second.submit(second.plan(launch(home)))
     wait_for(lambda: first.poll(plan.ref).seen, "the agent to start", 30)
     second.submit(second.plan(launch(home)))
     agent = first.poll(plan.ref).nodes[0].agent
     assert agent is not None
-    assert proc.pids_with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root)) == started == [agent.pid]
+    assert procfs.pids_with_variable("RATCHET_ATTEMPT_DIR", str(plan.ref.paths.root)) == started == [agent.pid]
     assert plan.ref.paths.agent_log.read_text() == ""
 
 
@@ -150,7 +150,7 @@ def test_kill_ends_grandchildren_in_their_own_sessions(home: HomePaths) -> None:
         made.submit(each)
 
     def family(root: Path) -> list[int]:
-        return proc.pids_with_variable("RATCHET_ATTEMPT_DIR", str(root))
+        return procfs.pids_with_variable("RATCHET_ATTEMPT_DIR", str(root))
 
     wait_for(lambda: len(family(plan.ref.paths.root)) == 3, "agent, child and grandchild", 30)
     wait_for(lambda: len(family(other.ref.paths.root)) == 3, "those of the other attempt", 30)
@@ -283,7 +283,7 @@ def test_with_variable_finds_a_process_immediately_after_its_spawn() -> None:
     for i in range(600):
         pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], {"RATCHET_TEST_SPAWN": f"{os.getpid()}-{i}"})
         try:
-            assert proc.pids_with_variable("RATCHET_TEST_SPAWN", f"{os.getpid()}-{i}") == [pid]
+            assert procfs.pids_with_variable("RATCHET_TEST_SPAWN", f"{os.getpid()}-{i}") == [pid]
         finally:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, JobPhase, Outcome
+from ratchet_contract.processes.procfs import pids_with_variable
 from ratchet_service.db.engine import Database, sqlite_url
 from ratchet_service.db.migrate import upgrade
 from ratchet_service.db.models import Attempt, Job
-from ratchet_service.isolation.proc import pids_with_variable
 from ratchet_service.launchers.local.launcher import LocalLauncher
 from ratchet_service.lifecycle.supervision import Timing
 from ratchet_service.reconciler.ttl import Expiry

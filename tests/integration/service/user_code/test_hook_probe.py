@@ -16,10 +16,10 @@ import pytest
 
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_hooks.specs.hook_specs import CustomSpec
 from ratchet_service.api import problem_json as problems
-from ratchet_service.isolation import proc, subprocess_query
 from ratchet_service.launchers.registry import load
 from ratchet_service.preflight.resolve import resolve
 from ratchet_service.scheduling.machine import Machine
@@ -145,18 +145,18 @@ def test_hook_probe_reports_each_fault_with_pointer_and_code(
 
 def test_hook_probe_ends_all_processes_started_by_the_module(code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[int]] = []
-    search = proc.pids_with_variable
+    search = procfs.pids_with_variable
 
     def spy(name: str, value: str) -> list[int]:
         seen.append(search(name, value))
         return seen[-1]
 
-    monkeypatch.setattr(subprocess_query.proc, "pids_with_variable", spy)
+    monkeypatch.setattr(procfs, "pids_with_variable", spy)
     assert look(code, "family:f") == []
     started = {pid for pids in seen for pid in pids}
     assert len(started) >= 2 and seen[-1] == []  # those that had left the process group
     # A killed process has no memory left, and so no environment to be found by, an instant before it is a zombie.
-    wait_for(lambda: all(proc.start_time(pid) is None for pid in started), "all of them to have ended", 5)
+    wait_for(lambda: all(procfs.start_time(pid) is None for pid in started), "all of them to have ended", 5)
     assert not list(code.rglob("__pycache__"))
 
 
@@ -224,7 +224,7 @@ def test_killed_parent_of_a_hook_probe_leaves_no_process_and_no_file(code: Path,
     try:
         pid = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "the look"))
         asker.kill()
-        wait_for(lambda: proc.start_time(pid) is None, "the look to end", 10)
+        wait_for(lambda: procfs.start_time(pid) is None, "the look to end", 10)
     finally:
         asker.kill()
         asker.wait()

@@ -19,11 +19,11 @@ import pytest
 
 from ratchet_contract import env_vars as names
 from ratchet_contract.phases import Cause
+from ratchet_contract.processes import procfs
 from ratchet_worker.agent.fork_starter import ForkingStarter
 from ratchet_worker.agent.rank_starter import Child, RankPlan, RankProcess
-from ratchet_worker.ipc import procfs
+from ratchet_worker.ipc import child_processes
 from ratchet_worker.ipc.group_abort import ABORT_SIGNAL
-from ratchet_worker.ipc.procfs import has_variable
 from tests.support.launch import Attempt, Job
 from tests.support.server import processes_below, rank_pid, wait_for
 
@@ -185,7 +185,10 @@ def test_forked_ranks_die_with_their_agent(attempt: Attempt) -> None:
     assert pids == [rank_pid(attempt.paths, rank) for rank in range(2)]
     # Forked, not executed: their environment is the server's, which has itself gone.
     assert sorted(pid for pid in processes_below(attempt.paths.root) if pid != attempt.agent.pid) == sorted(pids)
-    assert all(has_variable(pid, b"WORLD_SIZE=2") and not has_variable(pid, b"RANK=0") for pid in pids)
+    assert all(
+        (procfs.environment_variable(pid, "WORLD_SIZE"), procfs.environment_variable(pid, "RANK")) == ("2", None)
+        for pid in pids
+    )
     attempt.agent.kill()
     wait_for(lambda: not processes_below(attempt.paths.root), "the ranks to die", 10)
 
@@ -262,5 +265,5 @@ def test_reap_orphans_does_not_reap_a_rank_of_the_supervisor(
         os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
         return set()
 
-    procfs.reap_orphans(ranks)
+    child_processes.reap_orphans(ranks)
     assert child.wait() == -signal.SIGKILL

@@ -13,11 +13,11 @@ import pytest
 
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, EXIT_USER_ERROR
 from ratchet_contract.phases import Cause, Desired
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import AgentFile, Control
 from ratchet_worker.agent.rank_handle import Timing
 from ratchet_worker.agent.rank_starter import Starter
 from ratchet_worker.agent.supervisor import Supervisor
-from ratchet_worker.ipc import procfs
 from ratchet_worker.ipc.result_files import NotStarted
 from tests.support.attempts import Attempt
 from tests.support.server import wait_for

@@ -31,8 +31,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.phases import Cause
+from ratchet_contract.processes import procfs
 from ratchet_service.api.file_response import Sending, read_chunks
-from ratchet_service.isolation import proc
 from ratchet_service.isolation.sandbox import minimal_environ
 from ratchet_service.launchers.registry import Launchers
 from ratchet_service.scheduling.machine import Machine
@@ -515,7 +515,7 @@ def test_export_of_killed_service_leaves_no_process_and_no_file(jobs: dict[str, 
         try:
             pid = int(wait_for(lambda: pid_file.exists() and pid_file.read_text(), "the export to read"))
             service.kill()
-            wait_for(lambda: proc.start_time(pid) is None, "the export to end", 10)
+            wait_for(lambda: procfs.start_time(pid) is None, "the export to end", 10)
         finally:
             service.kill()
             service.wait()

@@ -203,8 +203,9 @@ def test_note_on_unreachable_store_says_only_what_the_service_has_recorded(
     bases = make_chain(HomePaths(tmp_path).job(JOB).checkpoints, 10, 20)
     recorded = next((one.base for one in bases if one.base.step == step), None)
     launch = launch_in(tmp_path, lineage=[Segment(attempt=1, after_step=0)], recorded=recorded)
-    told = Told()
-    checkpoint_download.download_checkpoint(launch, HomePaths(tmp_path).job(JOB).attempt(1), soon, told)  # type: ignore[arg-type]
+    paths, told = HomePaths(tmp_path).job(JOB).attempt(1), Told()
+    paths.root.mkdir(parents=True)
+    checkpoint_download.download_checkpoint(launch, paths, soon, told)  # type: ignore[arg-type]
     assert "the service has recorded no checkpoint newer than step-000000000020.a0001 of this disk" in told.rows[-1]
 
 

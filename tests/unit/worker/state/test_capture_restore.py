@@ -293,7 +293,10 @@ def test_rendezvous_socket_is_not_inheritable() -> None:
 
 
 def test_rank_dies_when_agent_died_before_die_with_parent() -> None:
-    code = "import os; from ratchet_worker.ipc.procfs import die_with_parent; die_with_parent(os.getppid() + 1); print('alive')"
+    code = (
+        "import os; from ratchet_worker.ipc.child_processes import die_with_parent; "
+        "die_with_parent(os.getppid() + 1); print('alive')"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"")
 

@@ -1,20 +1,20 @@
-"""Linux processes: parent-death signal, facts from /proc, and killing the processes that a rank left running."""
+"""Child processes: their end with the parent, the processes that ranks leave running, and the out-of-memory killer."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.processes import procfs
+
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
-_PF_EXITING: Final = 0x4
 _PROC: Final = Path("/proc")
 
 
@@ -39,88 +39,20 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def _stat(pid: int) -> list[str] | None:
-    """Return the fields of ``/proc/<pid>/stat`` from number 3 (state) on; None if that cannot be read, as without such a
-    process."""
-    try:
-        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return None
-
-
-def start_time(pid: int) -> int:
-    """Return when the process started, in clock ticks since boot. Raises ``ProcessLookupError`` if there is no such process."""
-    fields = _stat(pid)
-    if fields is None:
-        raise ProcessLookupError(pid)
-    return int(fields[19])
-
-
-def state(pid: int) -> str | None:
-    """Return the state of a process as one letter of proc(5), such as R or Z; None without such a process."""
-    fields = _stat(pid)
-    return fields[0] if fields else None
-
-
-def is_exiting(pid: int) -> bool:
-    """True if the process does not exist, is a zombie, or is exiting."""
-    fields = _stat(pid)
-    return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
-
-
-def pids() -> Iterator[int]:
-    """Yield the pids of all processes that this process can see."""
-    for entry in _PROC.iterdir():
-        if entry.name.isdigit():
-            yield int(entry.name)
-
-
-def descendants(root: int) -> set[int]:
-    """Return the pids of all processes below ``root``, zombies included, without ``root`` itself."""
-    parents = {pid: int(fields[1]) for pid in pids() if (fields := _stat(pid)) is not None}
-    found = {root}
-    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
-        found |= more
-    return found - {root}
-
-
-def has_variable(pid: int, assignment: bytes) -> bool:
-    """True if ``assignment`` (``NAME=value``) is in the environment with which ``pid`` was started; False if that cannot be
-    read."""
-    try:
-        return assignment in (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-
-
-def kill_group(pgid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Send the signal ``number`` to all processes of a process group. Ignores a missing or foreign group."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pgid, number)
-
-
 def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[int]:
     """Kill every other process started with ``variable=value`` in its environment, and every descendant of this process. Reaps
     all dead children. Blocks for about ``timeout`` seconds at most; returns the pids that were alive at its last poll."""
-    assignment = os.fsencode(f"{variable}={value}")
-    own = os.getpid()
-    end = time.monotonic() + timeout
-    while True:
-        marked = {pid for pid in pids() if pid != own and has_variable(pid, assignment)} | descendants(own)
-        alive = {pid for pid in marked if state(pid) not in ("Z", "X", None)}
-        for pid in alive:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
-        reap_orphans(set)
-        if not alive or time.monotonic() > end:
-            return sorted(alive)
-        time.sleep(0.01)
+    left = procfs.kill_until_gone(
+        lambda: [*procfs.pids_with_variable(variable, value), *procfs.live_descendants(os.getpid())], timeout
+    )
+    reap_orphans(set)  # only now: until then no pid of a child is reused
+    return left
 
 
 def reap_orphans(owned_pids: Callable[[], set[int]]) -> None:
     """Reap all dead children of this process, except those whose pids ``owned_pids`` returns, which other code reaps."""
     own = os.getpid()
-    dead = {pid for pid in pids() if (fields := _stat(pid)) and fields[0] == "Z" and int(fields[1]) == own}
+    dead = {p for p in procfs.pids() if (found := procfs.stat(p)) and found.state == "Z" and found.parent == own}
     # Called after the dead children are listed, since one of them may have got its owner just before.
     for pid in dead - owned_pids():
         with contextlib.suppress(ChildProcessError):
@@ -172,8 +104,3 @@ def _oom_source() -> Path:
             if candidate.is_file():
                 return candidate
     return _PROC / "vmstat"
-
-
-def remove_tree(path: Path) -> None:
-    """Delete a directory with everything in it. What cannot be deleted is skipped without an error."""
-    shutil.rmtree(path, ignore_errors=True)
