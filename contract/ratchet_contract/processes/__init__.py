@@ -1,1 +1,1 @@
-"""Processes of one machine: their identity, their end together with ``ratchet run``, and pointers to running services."""
+"""Processes of one machine: how they are found and killed, their end with ``ratchet run``, and pointers to running services."""
