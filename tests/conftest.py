@@ -8,6 +8,10 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# OpenMP's threads spin while they wait for each other, which takes most of the time of processors that are busy anyway. Set
+# before torch is imported, and what starts processes.
+os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")
+
 import pytest
 
 from ratchet_service.db.engine import Database
@@ -36,9 +40,7 @@ __all__ = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt.
-    OpenMP's threads spin while they wait for each other, which takes most of the time of processors that are busy anyway."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before torch is imported, also for what the tests start
+    """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
