@@ -12,7 +12,8 @@ import sqlalchemy as sa
 import yaml
 
 from ratchet_contract.phases import Desired, JobPhase
-from ratchet_service.db.models import Base, Job
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.models import Base, Event, Job
 from ratchet_service.job_files import kept_outputs
 from ratchet_service.job_files.delete_job import MARKER_NAME, sweep_deleted
 from ratchet_service.observability import disk_space
@@ -280,6 +281,17 @@ def test_job_view_shows_the_desired_state(api: Api) -> None:
     job_id = api.submit()
     api.set_phase(job_id, JobPhase.STOPPING, Desired.SUSPEND)
     assert api.job(job_id)["desired"] == "suspend"
+
+
+def test_reason_and_event_type_of_a_newer_version_are_shown_as_they_are(api: Api) -> None:
+    job = api.submit()
+    with api.database.write() as session:
+        session.execute(sa.update(Job).where(Job.id == job).values(reason="of-tomorrow"))
+        session.add(Event(job_id=job, at=now_in(session), type="of-tomorrow", message="new"))
+    path = f"/v1/jobs/{job}"
+    assert [e["type"] for e in api.client.get(f"{path}/events").json()["items"]] == ["submitted", "of-tomorrow"]
+    assert api.client.get(path).json()["reason"] == "of-tomorrow"
+    assert [one["reason"] for one in api.client.get("/v1/queue").json()["items"]] == ["of-tomorrow"]
 
 
 def test_expiry_continues_after_a_job_that_cannot_be_deleted(api: Api) -> None:
