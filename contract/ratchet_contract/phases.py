@@ -166,8 +166,8 @@ class Event(StrEnum):
 
 
 class EventType(StrEnum):
-    """Types of events in a job's history. The history also has the job's transitions (``Event``), and notes of ranks and agents
-    as ``note.TYPE``. A newer version may have written other types."""
+    """Types of events in a job's history. The history also has the job's transitions (``Event``), and notes
+    (``NoteType``). A newer version may have written other types."""
 
     SUBMITTED = "submitted"
     ADOPTED = "adopted"  # a run without a service became this job
@@ -213,6 +213,56 @@ class EventType(StrEnum):
     NOTES_LEFT_OUT = "notes-left-out"  # from here on, the attempt's notes are only counted
     LEFT_OUT = "left-out"  # at the attempt's end: the numbers of notes and metric values that are not stored
     MESSAGE_DROPPED = "message-dropped"
+
+
+class NoteType(StrEnum):
+    """Types of the notes that ranks and agents send for a job's history: a note of type ``TYPE`` becomes an event of type
+    ``note.TYPE``. Apart from these types, ``hook-CODE`` reports a numeric problem of a hook."""
+
+    # of checkpoints
+    CHECKPOINT_WAITED = "checkpoint-waited"
+    CHECKPOINT_SKIPPED = "checkpoint-skipped"
+    CHECKPOINT_LATE = "checkpoint-late"  # no time was left for a save
+    CHECKPOINT_INTERVAL = "checkpoint-interval"  # the one that every_steps: auto has found
+    CHECKPOINT_NOT_NEEDED = "checkpoint-not-needed"
+    CHECKPOINT_NOT_DELETED = "checkpoint-not-deleted"
+    CHECKPOINT_FETCHED = "checkpoint-fetched"  # from the object store
+    CHECKPOINT_ENTRY_LEFT_OUT = "checkpoint-entry-left-out"  # of a Lightning hook
+    KEEP_BEST_UNKNOWN = "keep-best-unknown"
+    FILE_SYSTEM = "file-system"  # trusted with a remark
+    FILE_SYSTEM_NOT_TRIED = "file-system-not-tried"
+    STAGING_BLOCKING = "staging-blocking"
+    CHANGED_BEHIND_CHECKPOINT = "changed-behind-checkpoint"
+    OBJECT_STORE = "object-store"
+    UPLOAD_FAILED = "upload-failed"
+    UPLOAD_INCOMPLETE = "upload-incomplete"
+
+    # of repeated steps
+    FINGERPRINTS_PARTIAL = "fingerprints-partial"
+    FINGERPRINTS_UNAVAILABLE = "fingerprints-unavailable"
+
+    # of training loops
+    BATCHES_RENUMBERED = "batches-renumbered"
+    UNREGISTERED = "unregistered"  # objects of the script that the Session does not know
+    NO_SESSION = "no-session"
+    SESSION_ARGUMENTS = "session-arguments"
+    IGNORED_NOT_FOUND = "ignored-not-found"
+    EVALUATION_ABANDONED = "evaluation-abandoned"
+    TRIAL_ENDED = "trial-ended"
+    LOOP_VARIABLES = "loop-variables"
+    OTHER_TOTAL = "other-total"
+    TRAINED_OUTSIDE_THE_LOADER = "trained-outside-the-loader"
+    LOAD_STATE = "load-state"
+    RESUME_FROM_CHECKPOINT = "resume-from-checkpoint"
+    CSV_ROWS_LOST = "csv-rows-lost"
+    DDP_TIMEOUT = "ddp-timeout"
+
+    # of dropped data
+    LOG_SHORTENED = "log-shortened"
+    LOGS_UNBOUNDED = "logs-unbounded"
+    LOG_NOT_KEPT = "log-not-kept"
+    WORK_KEPT = "work-kept"
+    BAD_MESSAGE = "bad-message"  # takes the place of a message that cannot be read
 
 
 class Step(NamedTuple):

@@ -131,7 +131,7 @@ class Effects:
                 node = node_of_agent_rank(rank)
                 who = {"rank": rank} if node is None else {"node": node}
                 data = {**who, "data": sanitize_bounded_json(message.data)}
-                kind = transitions.NoteType(f"note.{sanitize_text(message.type)}"[:64])
+                kind = transitions.NoteEventType(f"note.{sanitize_text(message.type)}"[:64])
                 self._add_note(kind, sanitize_text(message.message), data)
 
     def finish(self, ranks_to_count: Collection[int] = ()) -> None:
@@ -150,7 +150,7 @@ class Effects:
         self._samples.store(ranks_to_count)
         self._session.flush()
 
-    def _add_note(self, kind: EventType | transitions.NoteType, message: str, data: dict[str, Any]) -> None:
+    def _add_note(self, kind: EventType | transitions.NoteEventType, message: str, data: dict[str, Any]) -> None:
         """Add an event that a rank can cause any number of times; beyond ``Bounds.notes`` per attempt they are only counted."""
         self._attempt.notes_reported += 1
         most = self._bounds.notes
@@ -160,7 +160,7 @@ class Effects:
             text = f"the attempt has sent {most} notes: further ones are counted, not stored"
             self._add_event(EventType.NOTES_LEFT_OUT, text, {"kept": most})
 
-    def _add_event(self, kind: EventType | transitions.NoteType, message: str, data: dict[str, Any]) -> None:
+    def _add_event(self, kind: EventType | transitions.NoteEventType, message: str, data: dict[str, Any]) -> None:
         """Add an event of this attempt to the job's history."""
         transitions.add_event(self._session, self._job.id, kind, message, attempt=self._attempt.number, data=data)
 

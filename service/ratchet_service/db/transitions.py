@@ -21,8 +21,8 @@ from ratchet_service.db import models
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Job
 
-NoteType = NewType("NoteType", str)
-"""Type of the event of a ``Note``: ``note.TYPE``."""
+NoteEventType = NewType("NoteEventType", str)
+"""``note.TYPE``: the type of the event for a note. ``TYPE`` is usually a ``NoteType``, but ranks may send any text."""
 
 _DETAILS = {
     "wrong-phase": "the job is {phase}; {event} does not apply to it",
@@ -162,7 +162,7 @@ def _is_paused_phase(phase: JobPhase) -> bool:
 def add_event(
     session: Session,
     job_id: str,
-    type_: EventType | Event | NoteType,
+    type_: EventType | Event | NoteEventType,
     message: str,
     *,
     attempt: int | None = None,

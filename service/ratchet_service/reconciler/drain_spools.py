@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
-from ratchet_contract.phases import EventType
+from ratchet_contract.phases import EventType, NoteType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import AGENT_RANK, Note, RankBatch, RankMessage, node_of_agent_rank, node_rank
 from ratchet_service.agent_reports.checkpoint_effects import hook_iterations
@@ -120,5 +120,8 @@ def _parse(line: bytes, rank: int, seq: int, name: str) -> RankMessage:
         first = error.errors(include_url=False, include_input=False)[0]["msg"]
         at = datetime.now(UTC).isoformat()
         return Note(
-            rank=rank, at=at, type="bad-message", message=f"line {seq} of {name} is not a valid message: {first}"[:4000]
+            rank=rank,
+            at=at,
+            type=NoteType.BAD_MESSAGE,
+            message=f"line {seq} of {name} is not a valid message: {first}"[:4000],
         )

@@ -20,6 +20,7 @@ from ratchet_contract.paths import (
     checkpoint_dir_name,
     parse_checkpoint_dir_name,
 )
+from ratchet_contract.phases import NoteType
 from ratchet_contract.spec.checkpoint import CheckpointSpec
 from ratchet_store.filesystem.durable_io import read_error
 from ratchet_store.retention.delete import delete_unless_pinned
@@ -38,7 +39,7 @@ class Retained(NamedTuple):
     messages for the user."""
 
     deleted: list[Id]
-    notes: list[tuple[str, str]]
+    notes: list[tuple[NoteType, str]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Keeper:
             seen = _Own.from_manifest(directory, manifest)
             there = self._list_attempts()
         except OSError as error:
-            return Retained([], self._new_notes([("checkpoint-not-deleted", str(read_error(directory, error)))]))
+            return Retained([], self._new_notes([(NoteType.CHECKPOINT_NOT_DELETED, str(read_error(directory, error)))]))
         self._own_checkpoints[manifest.step] = seen
         if manifest.reason == "first":
             self._first_step = manifest.step
@@ -172,19 +173,19 @@ class Keeper:
     def _delete(self, steps: list[int], values: Mapping[int, float]) -> Retained:
         """Delete the unpinned checkpoints of ``steps``, oldest first. An error becomes a note. ``values``: the metric by step."""
         deleted: list[Id] = []
-        notes: list[tuple[str, str]] = []
+        notes: list[tuple[NoteType, str]] = []
         for step in reversed(steps):
             try:
                 if delete_unless_pinned(self._own_checkpoints[step].directory):
                     deleted.append((step, self._attempt))
                     del self._own_checkpoints[step]
             except CheckpointError as error:
-                notes.append(("checkpoint-not-deleted", error.detail))
+                notes.append((NoteType.CHECKPOINT_NOT_DELETED, error.detail))
         if deleted and self._rules.keep_best is not None and all(math.isnan(value) for value in values.values()):
-            notes.append(("keep-best-unknown", self._values.missing_reason()))
+            notes.append((NoteType.KEEP_BEST_UNKNOWN, self._values.missing_reason()))
         return Retained(deleted, self._new_notes(notes))
 
-    def _new_notes(self, notes: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+    def _new_notes(self, notes: Iterable[tuple[NoteType, str]]) -> list[tuple[NoteType, str]]:
         """Return the notes whose text was not returned before."""
         new = [note for note in notes if note[1] not in self._reported]
         self._reported.update(text for _, text in new)

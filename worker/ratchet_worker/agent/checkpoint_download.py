@@ -11,7 +11,7 @@ from typing import Final, Protocol, TypeVar
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import AttemptPaths, JobPaths, checkpoint_dir_name
-from ratchet_contract.phases import Cause
+from ratchet_contract.phases import Cause, NoteType
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_store.object_store.client import DENIED, NO_CLIENT, REMOTE, Patience
 from ratchet_store.object_store.download import FetchResult, Progress, fetch_newest, newest_local
@@ -48,7 +48,8 @@ def download_checkpoint(launch: LaunchFile, paths: AttemptPaths, wait_for: WaitF
     if work.failure is not None:
         raise NotStarted(Conclusion(Cause.CHECKPOINT_ERROR, None, None, work.failure))
     for note in work.notes:
-        messages.note("checkpoint-fetched" if note.startswith("fetched") else "object-store", note)
+        kind = NoteType.CHECKPOINT_FETCHED if note.startswith("fetched") else NoteType.OBJECT_STORE
+        messages.note(kind, note)
     if work.notes:
         write_notes(paths, work.notes)
 

@@ -15,6 +15,7 @@ from typing import Final, NoReturn
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.phases import NoteType
 from ratchet_contract.protocol.messages import AGENT_RANK, CheckpointDeleted, CheckpointUploaded, LaunchFile, Note
 from ratchet_store.object_store.client import Patience
 from ratchet_store.object_store.remote_checkpoints import open_job_checkpoints
@@ -38,7 +39,7 @@ class AgentMessages:
     def __init__(self, paths: AttemptPaths) -> None:
         self._spool = Spool(paths.agent_spool)
 
-    def note(self, kind: str, message: str) -> None:
+    def note(self, kind: NoteType, message: str) -> None:
         """Write a message to the agent's log and, cut to 4000 characters, to the job's history. ``kind``: the event's type."""
         log_message(f"{kind}: {message}")
         self._spool.append(Note(rank=AGENT_RANK, at=now(), type=kind, message=message[:4000]))
@@ -101,7 +102,7 @@ class Uploader:
         if missing:
             names = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             text = f"not in the object store when the attempt ended: {names}. The next attempt's agent copies those still here"
-            self._messages.note("upload-incomplete", text)
+            self._messages.note(NoteType.UPLOAD_INCOMPLETE, text)
 
     def abandon(self) -> None:
         """Stop uploading as soon as possible, since the attempt is fenced. Waits for the thread, at most half a second."""
@@ -162,7 +163,7 @@ class Uploader:
             self._messages.report_uploaded(step.uploaded)
             self._pending_repeats.append((time.monotonic() + _REPEAT_SECONDS, step.uploaded))
         if step.failed is not None:
-            self._messages.note("upload-failed", f"{step.failed.folder}: {step.failed.error}")
+            self._messages.note(NoteType.UPLOAD_FAILED, f"{step.failed.folder}: {step.failed.error}")
         for number, attempt in step.removed:
             self._pending_repeats = [
                 (at, done)
@@ -184,7 +185,7 @@ class Uploader:
         self._failures += 1
         if code != self._reported_code or time.monotonic() - self._reported_at > _REPORT_AGAIN_SECONDS:
             self._reported_code, self._reported_at = code, time.monotonic()
-            self._messages.note("upload-failed", f"{text}; training continues, and the upload is retried")
+            self._messages.note(NoteType.UPLOAD_FAILED, f"{text}; training continues, and the upload is retried")
 
     def _back_off(self) -> float:
         """The seconds to wait after a failure: random, and growing with the failures in a row up to ``_LAST_DELAY``."""

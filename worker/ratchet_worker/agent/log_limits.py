@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import NoteType
 from ratchet_contract.protocol.log_index import RECORD, SPACING_BYTES, SPACING_SECONDS
 from ratchet_contract.protocol.messages import LaunchFile, Note, node_rank
 from ratchet_store.filesystem import sparse
@@ -42,7 +43,7 @@ class LogKeeper:
         self._max_bytes, self._node = launch.log_bytes, launch.node
         self._spool_path = paths.node_spool(launch.node)
         self._open_spool: Spool | None = None
-        self._reported_kinds: set[str] = set()
+        self._reported_kinds: set[NoteType] = set()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="logs", daemon=True)
 
@@ -81,7 +82,7 @@ class LogKeeper:
             except FileNotFoundError:
                 continue
             except OSError as error:
-                self._report_once("log-not-kept", f"the size of {log.path} cannot be limited: {error.strerror}")
+                self._report_once(NoteType.LOG_NOT_KEPT, f"the size of {log.path} cannot be limited: {error.strerror}")
 
     def _record(self, log: _Log, size: int, at: float, last: bool) -> None:
         """Append the log's ``size`` and the time ``at`` to its index, if a new record is due."""
@@ -101,24 +102,24 @@ class LogKeeper:
 
     def _shorten(self, log: _Log, size: int) -> None:
         """Remove the middle of the log, down to about three quarters of the bound, if the file system can punch holes."""
-        if "logs-unbounded" in self._reported_kinds:
+        if NoteType.LOGS_UNBOUNDED in self._reported_kinds:
             return
         if (
-            "log-shortened" not in self._reported_kinds
+            NoteType.LOG_SHORTENED not in self._reported_kinds
             and (why := sparse.unsupported_reason(log.path.parent)) is not None
         ):
             text = f"the file system of {log.path.parent} cannot free the middle of a file: {why}"
-            self._report_once("logs-unbounded", f"{text}. Logs of this node grow without bound")
+            self._report_once(NoteType.LOGS_UNBOUNDED, f"{text}. Logs of this node grow without bound")
             return
         head = min(HEAD, self._max_bytes // 4)
         end = size - (self._max_bytes - head) * 3 // 4
         sparse.punch_hole(log.path, head, end)
         log.removed_bytes = end - head
-        if "log-shortened" not in self._reported_kinds:
+        if NoteType.LOG_SHORTENED not in self._reported_kinds:
             text = f"the log of rank {log.rank} has grown beyond {self._max_bytes >> 20} MiB: of logs of this node, only the"
-            self._report_once("log-shortened", f"{text} first {head >> 10} KiB and the end are retained")
+            self._report_once(NoteType.LOG_SHORTENED, f"{text} first {head >> 10} KiB and the end are retained")
 
-    def _report_once(self, kind: str, message: str) -> None:
+    def _report_once(self, kind: NoteType, message: str) -> None:
         """Write a message to the agent's log and the job's history, once per kind."""
         if kind in self._reported_kinds:
             return

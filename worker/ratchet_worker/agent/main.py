@@ -22,7 +22,7 @@ from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_LEASE_LOST, exit_code_of
 from ratchet_contract.paths import AttemptPaths
-from ratchet_contract.phases import Cause
+from ratchet_contract.phases import Cause, NoteType
 from ratchet_contract.processes import parent_death
 from ratchet_contract.protocol.messages import AttemptResult, LaunchFile, Note, node_rank
 from ratchet_worker.agent import code_download, working_directory
@@ -207,7 +207,9 @@ class _Attempt:
             )
             log_message(text)
             spool = Spool(self._paths.node_spool(self._launch.node))
-            spool.append(Note(rank=node_rank(self._launch.node), at=now(), type="work-kept", message=text[:4000]))
+            spool.append(
+                Note(rank=node_rank(self._launch.node), at=now(), type=NoteType.WORK_KEPT, message=text[:4000])
+            )
             spool.close()
 
     def _join_rendezvous(self) -> Rendezvous:

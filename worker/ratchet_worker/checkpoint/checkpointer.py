@@ -16,6 +16,7 @@ from ratchet_contract.checkpoint.manifest import SHARED_PREFIX
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import JobPaths
+from ratchet_contract.phases import NoteType
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_hooks.errors import HookStateError
 from ratchet_store.filesystem.durable_io import NOT_WRITTEN
@@ -236,7 +237,7 @@ class Checkpointer:
             takes = self._schedule.save_seconds() or self._launch.save_seconds or None
             if takes is not None and takes > remaining_seconds:
                 text = f"a save takes about {takes:.1f} s, and {max(0.0, remaining_seconds):.1f} s are left"
-                self._reporter.note("checkpoint-late", text, seconds=takes, left=remaining_seconds)
+                self._reporter.note(NoteType.CHECKPOINT_LATE, text, seconds=takes, left=remaining_seconds)
         told: str | None = self._due.broadcast(text)
         return told
 
@@ -347,5 +348,5 @@ class Checkpointer:
             text = (
                 f"{reason}. From now on the state is copied before a step begins, not concurrently (checkpoint.staging)"
             )
-            self._reporter.note("staging-blocking", text)
+            self._reporter.note(NoteType.STAGING_BLOCKING, text)
         self._overlapped = False

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from ratchet_contract.errors import UserError
+from ratchet_contract.phases import NoteType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.spec.checkpoint import CheckpointSpec
 from ratchet_worker.coordination.reporter import Reason, Reporter
@@ -273,7 +274,7 @@ class Due:
         """Report the current interval of the automatic schedule as a note."""
         seconds = schedule.save_seconds() or 0.0
         text = f"automatic schedule: every {schedule.interval} steps; a save takes {seconds:.3g} s from begin to end"
-        self._reporter.note("checkpoint-interval", text, steps=schedule.interval, seconds=seconds)
+        self._reporter.note(NoteType.CHECKPOINT_INTERVAL, text, steps=schedule.interval, seconds=seconds)
 
     def _report_waiting(self, step: int, drain: Callable[[], object]) -> None:
         """Wait for the previous save by ``drain``, and report a wait of a second or more as a note."""
@@ -285,12 +286,12 @@ class Due:
                 f"training waited {seconds:.1f} s at step {step} for the previous checkpoint: saves take longer than the time "
                 "between them. Save less often, or set checkpoint.when_busy to skip"
             )
-            self._reporter.note("checkpoint-waited", text, step=step, seconds=seconds)
+            self._reporter.note(NoteType.CHECKPOINT_WAITED, text, step=step, seconds=seconds)
 
     def _report_skipped(self, step: int) -> None:
         """If due saves were skipped since the last report, report their number as a note."""
         if self._skipped:
             left = pluralize(self._skipped, "due checkpoint")
             text = f"{left} before step {step} skipped: the previous one was still being written"
-            self._reporter.note("checkpoint-skipped", text, step=step, skipped=self._skipped)
+            self._reporter.note(NoteType.CHECKPOINT_SKIPPED, text, step=step, skipped=self._skipped)
             self._skipped = 0

@@ -14,6 +14,7 @@ import torch
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.checkpoint.resume_report import Base, ResumeReport, StepDifference
 from ratchet_contract.errors import UserError
+from ratchet_contract.phases import NoteType
 from ratchet_contract.protocol import messages as m
 from ratchet_hooks.ddp.numeric_warnings import HookWarning
 from ratchet_hooks.summary import HookSummary
@@ -118,7 +119,7 @@ class Reporter:
             text = str(warning)
             if text not in self._warned:
                 self._warned.add(text)
-                self.note(f"hook-{warning.code}", text, parameter=warning.parameter)
+                self._send_note(f"hook-{warning.code}", text, {"parameter": warning.parameter})
 
     def report_saved_hook(self, summary: HookSummary) -> None:
         """Send the hook's summary of a saved step, apart from the periodic summaries."""
@@ -163,8 +164,11 @@ class Reporter:
         """Send that a damaged checkpoint, by step and attempt, was moved to the quarantine."""
         self._send(m.Quarantined(rank=self._rank, at=now(), step=step, attempt=attempt, error=error))
 
-    def note(self, type_: str, message: str, **data: Any) -> None:
+    def note(self, type_: NoteType, message: str, **data: Any) -> None:
         """Send an event for the job's history. ``message`` is cut at 4000 characters; ``data``: further fields of the event."""
+        self._send_note(type_, message, data)
+
+    def _send_note(self, type_: str, message: str, data: dict[str, Any]) -> None:
         self._send(m.Note(rank=self._rank, at=now(), type=type_, message=message[:4000], data=data))
 
     def close(self) -> None:

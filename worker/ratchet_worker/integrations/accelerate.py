@@ -40,6 +40,7 @@ except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install 'ratchet-train[worker,accelerate]'") from error
 
 from ratchet_contract.errors import UserError
+from ratchet_contract.phases import NoteType
 from ratchet_hooks.manage.managed_ddp import close_group
 from ratchet_worker.integrations import data_loader_shard
 from ratchet_worker.session.session import Session
@@ -215,7 +216,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             super().load_state(input_dir, *args, **kwargs)
             text = f"load_state({str(input_dir)!r}): the job begins with this state, at the first batch of epoch 0"
         if runtime.rank == 0:
-            runtime.reporter.note("load-state", text)
+            runtime.reporter.note(NoteType.LOAD_STATE, text)
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:

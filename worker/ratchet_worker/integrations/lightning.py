@@ -80,6 +80,7 @@ except ImportError as error:
 from ratchet_contract import env_vars as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.paths import HomePaths, JobPaths
+from ratchet_contract.phases import NoteType
 from ratchet_contract.plural import pluralize
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.state.encode import encode
@@ -210,7 +211,7 @@ class SessionStrategy(DDPStrategy):
             if self.is_global_zero:
                 own = continues_own_job(self.session)
                 for lost in rewind_csv(trainer.loggers, recorded.get("rows", []), own=own):
-                    runtime.reporter.note("csv-rows-lost", lost)
+                    runtime.reporter.note(NoteType.CSV_ROWS_LOST, lost)
             # Until all is restored: values before that point have been logged.
             mute(trainer.loggers)
 
@@ -625,7 +626,7 @@ class _Progress:
             self._left_out.update(new)
             if trainer.is_global_zero:
                 text = f"no checkpoint has what on_save_checkpoint changed in {', '.join(new)}: it cannot be stored"
-                self._session._runtime.reporter.note("checkpoint-entry-left-out", text, names=new)
+                self._session._runtime.reporter.note(NoteType.CHECKPOINT_ENTRY_LEFT_OUT, text, names=new)
         return changes
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

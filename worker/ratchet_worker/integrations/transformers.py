@@ -34,6 +34,7 @@ except ImportError as error:
 from ratchet_contract import env_vars
 from ratchet_contract.errors import UserError
 from ratchet_contract.paths import RUN_DIRECTORY
+from ratchet_contract.phases import NoteType
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_worker.data.sampler_position import SamplerPosition
 from ratchet_worker.integrations import accelerate
@@ -110,7 +111,7 @@ class Trainer(transformers.Trainer):
         with self.session:
             if self.session.rank == 0 and self.args.ddp_timeout != TrainingArguments.ddp_timeout:
                 self._runtime.reporter.note(
-                    "ddp-timeout",
+                    NoteType.DDP_TIMEOUT,
                     f"ddp_timeout={self.args.ddp_timeout} applies only before train(): within it the limit is "
                     "policy.step_deadline of the job, and without a service 1800 s",
                 )
@@ -134,7 +135,7 @@ class Trainer(transformers.Trainer):
             )
         if session.rank == 0:
             self._runtime.reporter.note(
-                "resume-from-checkpoint",
+                NoteType.RESUME_FROM_CHECKPOINT,
                 f"resume_from_checkpoint: {checkpoint} is not read: the job continues from its own step {session.step}",
             )
 

@@ -11,6 +11,7 @@ from typing import Final
 
 from pydantic import TypeAdapter, ValidationError
 
+from ratchet_contract.phases import NoteType
 from ratchet_contract.protocol.messages import Note, RankBatch, RankMessage
 from ratchet_worker.ipc.log_lines import now, print_to_log
 
@@ -163,4 +164,4 @@ class SpoolReader:
         except ValidationError as error:  # a note takes this line's number, so the following lines are not lost
             first = error.errors(include_url=False, include_input=False)[0]["msg"]
             text = f"line {seq} of {self._path.name} is no message: {first}"
-            return Note(rank=self._rank, at=now(), type="bad-message", message=text[:4000])
+            return Note(rank=self._rank, at=now(), type=NoteType.BAD_MESSAGE, message=text[:4000])

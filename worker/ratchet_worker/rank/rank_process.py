@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_COMPLETED, EXIT_PREEMPTED
 from ratchet_contract.paths import AttemptPaths
-from ratchet_contract.phases import Cause
+from ratchet_contract.phases import Cause, NoteType
 from ratchet_contract.protocol.messages import LaunchFile, RankResult
 from ratchet_hooks.manage.managed_ddp import close_group
 from ratchet_worker.coordination.process_group import Clients, Identity, connect, rank_device, select_device, sign_off
@@ -148,7 +148,7 @@ class RankProcess:
         with self._open_lock:
             if (odd := arguments.differences(self._launch.spec)) and self._identity.rank == 0:
                 text = f"the job's spec takes precedence over other values in the script: {', '.join(odd)}"
-                self._reporter.note("session-arguments", text)
+                self._reporter.note(NoteType.SESSION_ARGUMENTS, text)
             if self._runtime is None:
                 self._opener = threading.current_thread()
                 self._runtime = self._join()
@@ -248,7 +248,7 @@ class RankProcess:
                 raise self._thread_error
             if self._identity.rank == 0:
                 self._reporter.note(
-                    "no-session", "the script ended without a step of a Session: there is no checkpoint"
+                    NoteType.NO_SESSION, "the script ended without a step of a Session: there is no checkpoint"
                 )
             self._unmanaged.begin()
         # Wait for the others: rank 0 serves the store that they may still need. A stop can end the wait.
@@ -277,7 +277,7 @@ class RankProcess:
         if decision.stop is None:
             if self._identity.rank == 0:
                 self._reporter.note(
-                    "checkpoint-not-needed", "no step of a Session was done in this attempt: nothing to save"
+                    NoteType.CHECKPOINT_NOT_NEEDED, "no step of a Session was done in this attempt: nothing to save"
                 )
         elif not self._unmanaged.pass_stop(decision.stop):
             self._exit_before_first_step(decision.stop)

@@ -11,6 +11,7 @@ from ratchet_contract.atomic_write import ensure_dir
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.errors import CheckpointError, RatchetError, UserError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
+from ratchet_contract.phases import NoteType
 from ratchet_contract.protocol.messages import ForkSource, LaunchFile
 from ratchet_store.filesystem.durable_io import DAMAGED, MISSING, UNREADABLE, read_error, refresh
 from ratchet_store.filesystem.mount_policy import check_directory
@@ -128,12 +129,12 @@ class _RankZero:
             ensure_dir(self._job.checkpoints)
             verdict = check_directory(self._job.checkpoints)
         except OSError as error:  # no verdict on its kind; the next read or save reports the error's effect
-            self._reporter.note("file-system-not-tried", f"{self._job.checkpoints}: {error.strerror or error}")
+            self._reporter.note(NoteType.FILE_SYSTEM_NOT_TRIED, f"{self._job.checkpoints}: {error.strerror or error}")
             return
         if verdict.status == "refused":
             raise UserError(str(verdict), code="file-system-refused")
         if verdict.status == "noted":
-            self._reporter.note("file-system", str(verdict))
+            self._reporter.note(NoteType.FILE_SYSTEM, str(verdict))
 
     def _find(self) -> list[str]:
         """Find the next candidate, and return notes on it. Moves damaged checkpoints to quarantine. Raises ``CheckpointError``,

@@ -18,6 +18,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
 from ratchet_contract.errors import UserError
+from ratchet_contract.phases import NoteType
 from ratchet_worker.checkpoint.rank_state import is_plain
 from ratchet_worker.data import enumerate_position, sampler_position
 from ratchet_worker.data.sampler_position import SamplerPosition
@@ -214,7 +215,7 @@ class EpochLoop:
         self._reported_outside = True
         if self.runtime.rank == 0:
             self.runtime.reporter.note(
-                "trained-outside-the-loader",
+                NoteType.TRAINED_OUTSIDE_THE_LOADER,
                 f"{count} backward passes of epoch {epoch} were outside of the first pass over the prepared loader, so they are "
                 "one step: no checkpoint and no stop comes between them. The steps are the batches of the epoch's first `for "
                 "batch in loader`: not of a second one, of next(iter(loader)), or of a list of the batches. For an "
@@ -306,7 +307,7 @@ class EpochLoop:
             raise UserError(f"determinism is strict, and {what}", code="state-unsaved")
         data.numbering_problem = what
         if runtime.rank == 0:
-            runtime.reporter.note("batches-renumbered", what)
+            runtime.reporter.note(NoteType.BATCHES_RENUMBERED, what)
 
 
 def _is_trained(item: Any) -> bool:

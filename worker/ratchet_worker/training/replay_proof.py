@@ -24,6 +24,7 @@ from ratchet_contract.checkpoint.step_ring import (
 )
 from ratchet_contract.errors import UserError
 from ratchet_contract.paths import AttemptPaths, JobPaths
+from ratchet_contract.phases import NoteType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.counter_layout import finished_step
 from ratchet_contract.protocol.messages import LaunchFile
@@ -174,7 +175,7 @@ def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
             f"fingerprints of steps leave out {len(fingerprints.plan.unreadable)} parameters without memory of their "
             f"own: {left}"
         )
-        runtime.reporter.note("fingerprints-partial", text)
+        runtime.reporter.note(NoteType.FINGERPRINTS_PARTIAL, text)
     proof = ReplayProof(
         fingerprints, ring, redone, found.fingerprints, runtime.reporter, launch, runtime.mark_not_exact
     )
@@ -334,7 +335,7 @@ def _ring(path: Path, header: RingHeader, reporter: Reporter) -> StepRing | None
         return StepRing(path, header)
     except (OSError, ValueError) as error:
         text = f"no fingerprints of this attempt's steps are kept, so that nothing can be compared with them: {error}"
-        reporter.note("fingerprints-unavailable", text)
+        reporter.note(NoteType.FINGERPRINTS_UNAVAILABLE, text)
         return None
 
 

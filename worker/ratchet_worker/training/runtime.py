@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ratchet_contract.errors import CheckpointError, UserError
 from ratchet_contract.paths import JobPaths
-from ratchet_contract.phases import Cause
+from ratchet_contract.phases import Cause, NoteType
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_hooks.ddp.bucket_layout import ManagedDDP
 from ratchet_store.filesystem.durable_io import NOT_WRITTEN
@@ -206,7 +206,7 @@ class Runtime:
         else:
             text = loop_variables.carried_message(place, new, within_epoch=within_epoch)
         if self.rank == 0:
-            self.reporter.note("loop-variables", text, place=place, names=new)
+            self.reporter.note(NoteType.LOOP_VARIABLES, text, place=place, names=new)
 
     def _check_unregistered(self) -> None:
         """Report objects that act on the training and are not registered. A collective. Raises ``UserError`` for them under
@@ -229,7 +229,7 @@ class Runtime:
             raise UserError(text, code="unregistered-state")
         self.notes.unregistered = text
         if self.rank == 0 and self.chosen.manifest is None:
-            self.reporter.note("unregistered", text)
+            self.reporter.note(NoteType.UNREGISTERED, text)
 
     def restore(self, total: int | None) -> None:
         """Restore what was registered, and report that training begins. A collective. ``total``: None if unknown. Raises
@@ -304,7 +304,7 @@ class Runtime:
                 raise UserError(f"determinism is strict, and the resume is {text}", code="environment-differs")
             self.mark_not_exact()
             if self.rank == 0:
-                self.reporter.note("other-total", text)
+                self.reporter.note(NoteType.OTHER_TOTAL, text)
 
     def mark_nothing_left(self) -> None:
         """Record that the script's loop has no step to do, since an earlier attempt has done the last one."""
@@ -360,7 +360,7 @@ class Runtime:
 
     def _report_unmatched(self) -> None:
         if self.rank == 0 and (paths := self.state.hidden.unmatched):
-            self.reporter.note("ignored-not-found", f"nothing was found at the ignored path {', '.join(paths)}")
+            self.reporter.note(NoteType.IGNORED_NOT_FOUND, f"nothing was found at the ignored path {', '.join(paths)}")
 
     def batches(self, data: Iterable[Item]) -> Iterator[Item]:
         """Yield the batches of ``data``, epoch after epoch. Raises ``UserError`` outside a step, and for an epoch without
@@ -461,7 +461,7 @@ class Runtime:
 
     def _mark_changed(self, step: int, text: str) -> None:
         if mark_changed(JobPaths(Path(self.launch.job_root)).checkpoint(step, self.launch.attempt), text):
-            self.reporter.note("changed-behind-checkpoint", text, step=step)
+            self.reporter.note(NoteType.CHANGED_BEHIND_CHECKPOINT, text, step=step)
 
     def log(self, values: dict[str, float | torch.Tensor]) -> None:
         """Log metrics of the open step; between two steps, log metrics of the last step. Does nothing on ranks other than 0."""
@@ -555,7 +555,7 @@ class Runtime:
             name: int(item.last_epoch) for name, item in self.state.stateful.items() if hasattr(item, "last_epoch")
         }
         facts = self.trial.facts(self.step, self.total, steps)
-        self.reporter.note("trial-ended", f"a trial ended after step {self.step}", **facts)
+        self.reporter.note(NoteType.TRIAL_ENDED, f"a trial ended after step {self.step}", **facts)
 
     # --- evaluation ----------------------------------------------------------------------------------------------------
 
@@ -588,7 +588,7 @@ class Runtime:
                 yield evaluation
         except Abandoned:
             note = f"a stop left the evaluation after step {self.step}; it runs again"
-            self.reporter.note("evaluation-abandoned", note)
+            self.reporter.note(NoteType.EVALUATION_ABANDONED, note)
         finally:
             self.is_evaluation_abandonable = False
         self.counter.enter_stage(Stage.TRAINING)
@@ -622,7 +622,7 @@ class Runtime:
                 self.checkpointer.begin_save(self.step, "request", self._make_content)
             elif self.rank == 0:
                 self.reporter.note(
-                    "checkpoint-not-needed", f"step {self.step} is saved already; nothing was done since"
+                    NoteType.CHECKPOINT_NOT_NEEDED, f"step {self.step} is saved already; nothing was done since"
                 )
             self.agreement.resolve(decision)
             return

@@ -27,11 +27,11 @@ from ratchet_client.cli.shared.job_figures import (
     speed_text,
 )
 from ratchet_client.cli.shared.options import PATIENCE, RETRY_FOR, open_client, reason_text, step_text
+from ratchet_contract.phases import JobPhase, NoteType
 
 if TYPE_CHECKING:
     from ratchet_client.resources.client import RatchetClient
     from ratchet_contract.api.views import EventView, JobView
-    from ratchet_contract.phases import JobPhase
 
 T = TypeVar("T")
 _POLL_SECONDS = 0.5
@@ -88,7 +88,7 @@ def wait(ctx: typer.Context, job_id: str, *, until: Collection[JobPhase] = (), d
     with open_client(ctx, PATIENCE if deadline is None else 1.0) as client:
         job = client.wait(job_id, until or TERMINAL, deadline, on_change=print_change)
         if job.phase.terminal and not as_json:
-            for event in client.events(job.id, type="note.work-kept"):
+            for event in client.events(job.id, type=f"note.{NoteType.WORK_KEPT}"):
                 output.note(event_line(event))
             _print_results(client, job)
         rank = _failed_rank(client, job)

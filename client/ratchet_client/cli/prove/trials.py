@@ -15,7 +15,7 @@ from ratchet_client.cli.shared.signals import signals_ignored
 from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.api.views import AttemptView, JobView
 from ratchet_contract.errors import RatchetError
-from ratchet_contract.phases import JobPhase
+from ratchet_contract.phases import JobPhase, NoteType
 
 LABEL: Final = "ratchet/prove"
 TRACKERS_OFF: Final = {
@@ -29,8 +29,8 @@ _KEPT_FOR: Final = 86_400.0
 """Seconds after which the service deletes a job of a proof whose command was killed."""
 _LOOK: Final = 0.3
 _LOG_LINES: Final = 15
-_ENDED: Final = "note.trial-ended"
-_CARRIED: Final = "note.loop-variables"
+_ENDED: Final = f"note.{NoteType.TRIAL_ENDED}"
+_CARRIED: Final = f"note.{NoteType.LOOP_VARIABLES}"
 _PAUSE: Final = 15.0  # seconds between two progress lines while no phase changes
 
 
