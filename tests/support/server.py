@@ -19,6 +19,7 @@ import pytest
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.paths import AttemptPaths, HomePaths, JobPaths, NodePaths, parse_checkpoint_dir_name
+from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_service.db.engine import Database, sqlite_url
 from ratchet_worker.ipc.progress_counter import CounterReader, Reading
@@ -46,16 +47,13 @@ def processes_below(home: Path) -> list[int]:
     """Live processes (no zombies) whose command line or environment names the run directory."""
     needle = os.fsencode(str(home))
     found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
+    for pid in procfs.pids():
         try:
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
-            text = (entry / "cmdline").read_bytes() + b"\0" + (entry / "environ").read_bytes()
+            text = Path(f"/proc/{pid}/cmdline").read_bytes() + b"\0" + Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             continue
-        if needle in text and state not in "ZX":
-            found.append(int(entry.name))
+        if needle in text and pid != os.getpid() and procfs.start_time(pid) is not None:
+            found.append(pid)
     return found
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract.processes import procfs
 from ratchet_worker.data.order import epoch_order
 from tests.support.full_matrix import full
 
@@ -51,17 +52,10 @@ def rank(mode: str) -> Iterator[tuple[subprocess.Popen[str], Callable[[str], dic
         process.communicate()
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 60  # a worker that imports torch still
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still alive: {[pid for pid in pids if alive(pid)]}"
+    while left := [pid for pid in pids if procfs.start_time(pid) is not None]:
+        assert time.monotonic() < deadline, f"still alive: {left}"
         time.sleep(0.02)
 
 
@@ -100,7 +94,7 @@ def test_process_group_signals_do_not_kill_dataloader_workers() -> None:
 def test_workers_die_with_a_rank_that_is_killed(busy: str) -> None:
     with rank("wait") as (process, wait_for):
         pids = wait_for("workers")["pids"]
-        assert len(pids) == 2 and all(map(alive, pids))
+        assert len(pids) == 2 and all(procfs.start_time(pid) is not None for pid in pids)
         if busy == "loading":
             deadline = time.monotonic() + 60
             while not all(ignores_sigterm(pid) for pid in pids):  # init_worker has run
