@@ -14,23 +14,22 @@ from ratchet_worker.checkpoint.rank_state import JobState
 from ratchet_worker.state.live_memory import address
 from ratchet_worker.state.model import MODEL
 from ratchet_worker.state.object_walk import SMALL
-from ratchet_worker.state.rng import fork_rng
 from ratchet_worker.state.snapshot import Snapshot, digest
 
 
 class LateChanges:
     """Detects what changes on one rank after ``checkpoint()``. Create it when ``checkpoint()`` has saved ``step``."""
 
-    def __init__(self, state: JobState, device: torch.device, step: int) -> None:
+    def __init__(self, state: JobState, step: int) -> None:
         self.step = step
-        self._state, self._device = state, device
-        self._snapshot = self._capture()  # holds the tensors, so that their memory is not reused
+        self._state = state
+        self._snapshot = state.capture()  # holds the tensors, so that their memory is not reused
         self._marks = _marks(self._snapshot)
 
     def changed_components(self) -> list[str]:
         """Return the sorted names of the components that seem to have changed since this object was created, except harmless
         ones."""
-        now = self._capture()
+        now = self._state.capture()
         marks = _marks(now)
         names = {
             name.partition("/")[0] for name in {**self._marks, **marks} if self._marks.get(name) != marks.get(name)
@@ -53,19 +52,13 @@ class LateChanges:
 
     def _model_marks_and_digests(self) -> dict[str, tuple[Any, Any]]:
         """Return, by name, the mark (see ``_marks``) and the ``_digest`` of each parameter and buffer as it is now."""
-        now = self._capture()
+        now = self._state.capture()
         tensors = {**now.shared, **now.private}
         return {
             name: (mark, _digest(tensors[name]))
             for name, mark in _marks(now).items()
             if name.startswith((f"{MODEL}/", "buffers/"))
         }
-
-    def _capture(self) -> Snapshot:
-        """Return the current state, as views. The process-wide generators are set back afterwards, since a ``state_dict()`` may
-        draw from them."""
-        with fork_rng(self._device):  # undoes what a state_dict() draws
-            return self._state.capture()
 
     def _harmless_components(self) -> set[str]:
         """Return the components whose changes on this rank have no effect. These are the buffers if DDP replaces them by rank

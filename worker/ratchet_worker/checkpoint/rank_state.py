@@ -96,7 +96,7 @@ class JobState:
         self.unmatched_ignores: frozenset[str] = frozenset()  # ignored paths that matched nothing, from the checkpoint
         self._before_evaluation: Snapshot | None = None
         self._walk: Walk | None = None  # of the module, as of the last capture
-        self._equal_state, self._modules, self._generators = EqualState(), module_extras.Capture(), rng.Capture(device)
+        self._equal_state, self._modules, self._generators = EqualState(), module_extras.Capture(), rng.Encoder()
         self.optimizers: dict[str, Optimizer] = {}
         self.stateful: dict[str, Stateful] = {}
         self.plain: dict[str, Any] = {}  # objects saved by their attributes or items
@@ -168,25 +168,26 @@ class JobState:
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
         out = Snapshot()
-        walk = self._updated_walk(ddp.module)
-        module_baseline.check_parameters_unchanged(walk, self._origin)
-        form = self._equal_state.capture(out, walk, self.optimizers, hook.replicas == "equal")
-        buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
-        out.add_encoded("buffers", buffers, sorted(buffers))
-        out.add_with(module_extras.COMPONENT, lambda: self._modules.capture_encoded(walk, self._origin))
-        out.add(_DDP, {"buffers_next": ddp.require_forward_param_sync})  # does the next forward begin with rank 0's?
-        out.state[model.COMPONENT] = model.capture(walk, form)
-        own = self._before_evaluation or self._capture_own()
-        out.private |= own.private
-        out.state |= own.state
-        if self.data is not None:
-            out.add("data", self.data.state_dict())
-            if states := data_generators.for_data(self.data).states():
-                out.add(_GENERATORS, states)
+        with rng.fork_rng(self._device) as generators:  # undoes what a state_dict() draws
+            walk = self._updated_walk(ddp.module)
+            module_baseline.check_parameters_unchanged(walk, self._origin)
+            form = self._equal_state.capture(out, walk, self.optimizers, hook.replicas == "equal")
+            buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
+            out.add_encoded("buffers", buffers, sorted(buffers))
+            out.add_with(module_extras.COMPONENT, lambda: self._modules.capture_encoded(walk, self._origin))
+            out.add(_DDP, {"buffers_next": ddp.require_forward_param_sync})  # does the next forward begin with rank 0's?
+            out.state[model.COMPONENT] = model.capture(walk, form)
+            own = self._before_evaluation or self._capture_own()
+            out.private |= own.private
+            out.state |= own.state
+            if self.data is not None:
+                out.add("data", self.data.state_dict())
+                if states := data_generators.for_data(self.data).states():
+                    out.add(_GENERATORS, states)
         out.add_encoded("hook", hook_tensors, hook_data)
         if hook_tensors:
             out.until = {**out.until, **{f"hook/{name}": Until.BACKWARD for name in hook_tensors}}
-        out.add_with("rng", self._generators.encoded)
+        out.add_with("rng", lambda: self._generators.encode(generators))
         return out
 
     def _capture_own(self) -> Snapshot:
@@ -201,7 +202,8 @@ class JobState:
         """Copy the state that ``_capture_own`` returns, since an evaluation may change it. Does nothing if there is a copy
         already. Saves until ``on_step_begin`` contain the copy, because a job that resumes from them evaluates again."""
         if self._before_evaluation is None:
-            own = self._capture_own()
+            with rng.fork_rng(self._device):
+                own = self._capture_own()
             own.private = {name: tensor.detach().clone() for name, tensor in own.private.items()}
             self._before_evaluation = own
 

@@ -17,7 +17,7 @@ from ratchet_hooks.state.encode import Tensors, encode
 from ratchet_hooks.state.rng import capture, restore
 
 __all__ = [
-    "Capture",
+    "Encoder",
     "GeneratorState",
     "Seeds",
     "capture",
@@ -61,26 +61,25 @@ def seed_all(seed: int, rank: int) -> None:
 
 
 @contextmanager
-def fork_rng(device: torch.device) -> Iterator[None]:
-    """On exit from this block, restore the global generators (torch on the CPU and on ``device``, numpy, ``random``)."""
+def fork_rng(device: torch.device) -> Iterator[dict[str, Any]]:
+    """On exit from this block, restore the global generators (torch on the CPU and on ``device``, numpy, ``random``) to their
+    state on entry, which is also the block's value."""
     state = capture(device)
     try:
-        yield
+        yield state
     finally:
         restore(state, device)
 
 
-class Capture:
-    """Captures the process-wide generators in encoded form for each save, reusing what seldom changes."""
+class Encoder:
+    """Encodes the state of the process-wide generators for each save, reusing what seldom changes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self) -> None:
         self._facts: object = None
         self._data: JsonValue = None
 
-    def encoded(self) -> tuple[Tensors, JsonValue]:
-        """Return the generators' current state as named tensors and JSON, which may be the same object as before."""
-        state = capture(self._device)
+    def encode(self, state: dict[str, Any]) -> tuple[Tensors, JsonValue]:
+        """Return ``state``, a result of ``capture``, as named tensors and JSON, which may be the same object as before."""
         numpy, (version, words, gauss) = state["numpy"], state["python"]
         key = numpy["state"].get("key")
         if not isinstance(key, np.ndarray) or [*numpy["state"]] != ["key", "pos"] or key.dtype.str != "<u4":

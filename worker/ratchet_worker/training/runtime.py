@@ -423,7 +423,7 @@ class Runtime:
         if early and error is None:
             self._mark_changed(self.step, early_checkpoint_message(self.step, early))
         elif self._saved_in_body and error is None:
-            self._late_changes = LateChanges(self.state, self.device, self.step)
+            self._late_changes = LateChanges(self.state, self.step)
         return error is None
 
     def _changed_before_work(self) -> list[str]:

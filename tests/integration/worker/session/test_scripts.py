@@ -220,6 +220,7 @@ def test_state_changed_after_checkpoint_call_makes_resume_not_exact(make: Any) -
     attempts = resumed(strict), resumed(clean)
     result = attempts[0].wait()
     assert result.cause is Cause.USER_ERROR and "call checkpoint() last" in str(result.message), attempts[0].logs()
+    assert "not everything is restored exactly: checkpoint of rank" in str(result.message)
     assert attempts[1].wait().cause is Cause.COMPLETED, attempts[1].logs()
     assert (attempts[1].report().verdict, attempts[1].report().base.step) == ("exact", 7)
     assert not clean.attempts[0].notes(), clean.attempts[0].notes()

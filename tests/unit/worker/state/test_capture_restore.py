@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.errors import HookStateError
 from ratchet_worker.checkpoint import late_changes
+from ratchet_worker.checkpoint.rank_state import JobState
 from ratchet_worker.coordination.process_group import _dup_and_close
 from ratchet_worker.data.data_generators import OwnGenerators
 from ratchet_worker.state import environment, rng
@@ -77,6 +79,32 @@ def test_rng_forked_restores_generators_even_after_exception() -> None:
     with pytest.raises(ZeroDivisionError), rng.fork_rng(CPU):
         _draw()
         raise ZeroDivisionError
+    assert _draw() == expected
+
+
+class Drawing:
+    """An object whose state is new numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"drawn": _draw()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("call", [JobState.capture, JobState.on_evaluation_begin, JobState.require_storable])
+def test_draws_of_a_state_dict_are_undone(call: Callable[[JobState], object]) -> None:
+    ddp = SimpleNamespace(module=nn.Linear(2, 2), require_forward_param_sync=True)
+    job = JobState(0, CPU)
+    job.set_model(ddp, SimpleNamespace(replicas="equal", capture=lambda *, copy: ({}, {})))  # type: ignore[arg-type]
+    job.register("mine", Drawing())
+    job.begin()
+    with rng.fork_rng(CPU):
+        expected = _draw()
+    call(job)
+    with rng.fork_rng(CPU):
+        assert _draw() == expected
+    rng.restore(job.capture().value("rng"), CPU)
     assert _draw() == expected
 
 
@@ -356,7 +384,7 @@ def test_only_what_an_evaluation_leaves_changed_counts_as_late_change(
     state: Any = SimpleNamespace(
         rank=0, capture=lambda: Snapshot(shared={"model/weight": weight}), require_wrapped=lambda: (ddp, None)
     )
-    late, kept = late_changes.LateChanges(state, CPU, 7), weight.detach().clone()
+    late, kept = late_changes.LateChanges(state, 7), weight.detach().clone()
     with late.ignoring_evaluation(), torch.no_grad():
         weight.copy_(torch.ones(3))  # averages in place of the weights
         weight.copy_(kept)
