@@ -1,9 +1,10 @@
-"""Which checkpoints of a job are pinned during its proof, and which pins are removed at its end."""
+"""What the proof of a job changes in the service: which checkpoints are pinned during the proof, and what it forks."""
 
 from __future__ import annotations
 
 import json
 from http.server import BaseHTTPRequestHandler
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ class Service:
     def __init__(self, pinned: set[str], other: str | None) -> None:
         self.listed, self.pinned, self._other = set(pinned), set(pinned), other
         self.jobs = [JOB]
+        self.fork: dict[str, Any] = {}
 
     def checkpoint(self, name: str, pinned: set[str]) -> dict[str, object]:
         return {
@@ -49,6 +51,7 @@ class Service:
         if name is not None:
             return ok(self.checkpoint(name, self.pinned))
         assert path.endswith("/fork")
+        self.fork = json.loads(body)
         if self._other is not None:
             fork = {
                 "id": "job-000000000002",
@@ -93,3 +96,11 @@ def test_proof_keeps_a_pin_that_was_made_after_it_listed_the_checkpoints(name: s
     service.pinned = {name}
     service.prove()
     assert service.pinned == {name}
+
+
+def test_fork_of_a_proof_disables_experiment_trackers_and_has_no_object_store() -> None:
+    service = Service(set(), None)
+    service.prove()
+    changes = service.fork["spec"]
+    assert (changes["env"]["WANDB_MODE"], changes["env"]["COMET_MODE"]) == ("disabled", "disabled")
+    assert "uri" in changes["checkpoint"] and changes["checkpoint"]["uri"] is None

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 from ratchet_client.cli.prove.exercise import exercises
 from ratchet_client.cli.prove.fault_plan import REDONE, Fault, fault_plan
-from ratchet_client.cli.prove.trials import Facts
+from ratchet_client.cli.prove.trials import Facts, trial_spec
 
 FACTS = Facts(58, 440, {"warm-up": 1, "compressing": 50}, [22, 44], [22, 44], True, 1, {"scheduler": 58}, True)
 HOOK = {"name": "powerSGD", "start_powerSGD_iter": 50}
@@ -56,3 +57,16 @@ def test_proof_statuses_mark_features_not_exercised() -> None:
     assert {name for name, status in whole.items() if status == "not exercised"} == {"hook phase"}
     script = statuses(replace(early, expects_evaluation=False, epochs=False, schedulers={}), faults)
     assert script["evaluation"] == script["end of an epoch"] == script["scheduler"] == "none seen"
+
+
+def test_trial_uses_neither_the_experiment_trackers_nor_the_object_store_of_the_spec() -> None:
+    spec: dict[str, Any] = {
+        "name": "mine",
+        "env": {"WANDB_MODE": "online", "COMET_MODE": "online", "MLFLOW_TRACKING_URI": "https://mlflow", "RATE": "1"},
+        "checkpoint": {"uri": "s3://bucket/runs", "ignore": {"model.seen": "a log"}},
+    }
+    trial = trial_spec(spec, "whole", 10, 5, [])
+    assert (trial["env"]["WANDB_MODE"], trial["env"]["COMET_MODE"]) == ("disabled", "disabled")
+    assert trial["env"]["MLFLOW_TRACKING_URI"].startswith("file:") and trial["env"]["RATE"] == "1"
+    assert "uri" not in trial["checkpoint"] and trial["checkpoint"]["ignore"] == {"model.seen": "a log"}
+    assert spec["env"]["WANDB_MODE"] == "online" and spec["checkpoint"]["uri"] == "s3://bucket/runs"
