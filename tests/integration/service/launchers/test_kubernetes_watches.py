@@ -397,8 +397,8 @@ def test_kill_does_not_delete_a_kubernetes_job_that_ended_by_itself(site: Site) 
 
 
 def test_pod_on_a_lost_machine_is_alive_until_counted_as_fenced(site: Site) -> None:
-    """A lost machine is modelled by hand."""
-    site.launcher = site.launcher_of(lost_after=1.0)
+    """A lost machine is modelled by hand. With ``lost_after: null`` its pod is never given up."""
+    site.launcher, patient = site.launcher_of(lost_after=1.0), site.launcher_of(lost_after=None)
     plan = site.plan(world={"nodes": 2})
     site.launcher.submit(plan)
     wait_for(lambda: site.running(plan.ref), "the pods to run", 30)
@@ -408,11 +408,17 @@ def test_pod_on_a_lost_machine_is_alive_until_counted_as_fenced(site: Site) -> N
     assert [(end.cause, end.node) for end in state.ends] == [(Cause.NODE_LOST, 1)] and state.alive
     left: list[str] = []
 
-    def given_up() -> bool:
-        left[:] = site.launcher.kill(plan.ref)
-        return any("fenced" in name for name in left)
+    def given_up(launcher: KubernetesLauncher, words: str) -> bool:
+        left[:] = launcher.kill(plan.ref)
+        return any(words in name for name in left)
 
-    wait_for(given_up, "the machine to be given up", 60)
+    try:
+        wait_for(lambda: given_up(patient, "once it is certainly switched off"), "the advice to an administrator", 60)
+        patient.kill(plan.ref)
+        assert [pod["metadata"]["name"] for pod in site.cluster.pods()] == [lost["metadata"]["name"]]
+    finally:
+        patient.close()
+    wait_for(lambda: given_up(site.launcher, "fenced"), "the machine to be given up", 60)
     assert any(lost["metadata"]["name"] in name for name in left)
     assert [pod["metadata"]["name"] for pod in site.cluster.pods()] == [lost["metadata"]["name"]]
     gone(site, plan.ref)

@@ -19,6 +19,7 @@ from ratchet_contract.phases import Desired
 from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_contract.spec.parse import parse_spec
 from ratchet_service.isolation.sandbox import Sandbox, User
 from ratchet_service.launchers.base import LaunchError
 from ratchet_service.launchers.launch_file import build_launch_file
@@ -26,6 +27,7 @@ from ratchet_service.launchers.local.launcher import LocalLauncher
 from ratchet_service.launchers.registry import load
 from ratchet_worker.agent.rank_environment import plan_ranks
 from ratchet_worker.agent.rendezvous import Rendezvous
+from tests.support.api import spec
 from tests.support.server import processes_below, wait_for
 
 # Takes the lock, tells its environment and process ids, and does as argv[2:] says.
@@ -106,6 +108,22 @@ def test_submit_with_a_service_credential_as_secret_is_refused(home: HomePaths) 
     made = launcher(home, PGPASSWORD="pw")
     with pytest.raises(LaunchError, match="passed to no job"):
         made.submit(made.plan(launch(home, secrets={"KEY": {"from_env": "PGPASSWORD"}})))
+
+
+@pytest.mark.parametrize(
+    ("keys", "pointer"),
+    [
+        ({"image": "project:7"}, "/image"),
+        ({"volumes": [{"claim": "data", "mount_path": "/data"}]}, "/volumes"),
+        ({"resources": {"gpu": "h200"}}, "/resources/gpu"),
+        ({"secrets": {"KEY": {"from_secret": {"name": "team", "key": "k"}}}}, "/secrets/KEY"),
+    ],
+)
+def test_keys_that_need_containers_are_refused_by_the_local_launcher(
+    home: HomePaths, keys: dict[str, Any], pointer: str
+) -> None:
+    _, problems = LocalLauncher(home).check(parse_spec(spec(**keys)))
+    assert [(problem.pointer, problem.code) for problem in problems] == [(pointer, "launcher-cannot")]
 
 
 def test_second_submission_starts_no_second_agent(home: HomePaths) -> None:

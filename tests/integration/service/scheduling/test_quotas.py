@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet_contract.errors import Conflict
-from ratchet_contract.phases import JobPhase
+from ratchet_contract.phases import Desired, JobPhase
 from ratchet_service.db.engine import Database, utc_now
 from ratchet_service.db.models import Job
 from tests.support.api import Api, spec
@@ -160,6 +160,24 @@ def test_job_over_quota_waits_and_blocks_no_other_owner(tmp_path: Path, database
     queue.end(second)
     queue.end(other)
     assert queue.run_round() == [late] and queue.job(late).reason is None
+
+
+def test_reduced_quota_stops_no_running_job(tmp_path: Path, database: Database, api: Api) -> None:
+    queue = Queue(tmp_path, database, cpus=8)
+    running = [queue.submit(), queue.submit()]
+    assert queue.run_round() == running
+    put(api, "local", jobs=0, ranks=1)
+    put(api, "local", jobs=1, ranks=1)
+    waits = queue.submit(priority=5)
+    assert queue.run_round() == [] == queue.run_round()
+    for job_id in running:
+        job = queue.job(job_id)
+        assert (job.phase, job.desired) == (JobPhase.STARTING, Desired.RUN)
+    assert queue.stopping() == set() and queue.reason_and_message(waits)[0] == "quota"
+    queue.end(running[0])
+    assert queue.run_round() == [], "one job is held, and one is the quota"
+    queue.end(running[1])
+    assert queue.run_round() == [waits]
 
 
 def test_job_needing_too_many_gpus_reserves_no_quota(tmp_path: Path, database: Database, api: Api) -> None:
