@@ -252,7 +252,7 @@ def test_killed_run_command_leaves_no_process_and_resumes(undisturbed: str, tmp_
         (tmp_path / "code" / "notes.txt").write_text("lr 0.01")
         with run(tmp_path, *EVERY, *command) as stopped:
             stopped.wait_for(lambda: bool(stopped.steps()), "a step")
-            stopped.process.send_signal(signal.SIGTERM)
+            stopped.process.send_signal(signal.SIGHUP)  # its terminal is closed
             assert stopped.ended() == 130, stopped.err.read_text()
             said = stopped.err.read_text()
             assert re.search(r"continuing job-\w+ from step \d+, with the code as it is now", said), said

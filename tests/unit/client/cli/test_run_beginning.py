@@ -1,4 +1,4 @@
-"""How ``ratchet run`` continues a job whose code has changed, and what becomes of the job if that is refused."""
+"""How ``ratchet run`` begins: another job, or the job of the same command, whose code may have changed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ratchet_client import RatchetClient
-from ratchet_client.cli.run.beginning import _continue_job
+from ratchet_client.cli.run.beginning import _continue_job, begin
 from ratchet_contract.api.views import JobView
 from ratchet_contract.code.tree import list_entries, tree_digest
 from ratchet_contract.errors import Conflict, RatchetError
@@ -74,6 +74,29 @@ class Service:
             RatchetClient(server.url) as client,
         ):
             _continue_job(client, self.home, found)
+
+
+@pytest.mark.parametrize("old", ["RUNNING", "SUSPENDED", "SUCCEEDED"])
+def test_new_job_begins_after_the_unfinished_job_of_the_command_is_cancelled(tmp_path: Path, old: str) -> None:
+    known: dict[str, Any] = JOB | {"phase": old}
+    made: dict[str, Any] = JOB | {"id": "job-000000000002", "phase": "QUEUED", "attempt": 0}
+    asked: list[str] = []
+
+    def answer(request: BaseHTTPRequestHandler, _number: int) -> Reply:
+        path = request.path.partition("?")[0]
+        if path == "/v1/jobs" and request.command == "GET":
+            return ok({"items": [known]})
+        if request.command == "GET":
+            known["phase"] = "CANCELLED"
+            return ok(known)
+        asked.append("submit" if path == "/v1/jobs" else path.rpartition("/")[2])
+        return ok(made if path == "/v1/jobs" else known)
+
+    with serving(answer) as server, RatchetClient(server.url) as client:
+        spec = {"name": "n", "task": {"entrypoint": "m:T"}, "world": {"ranks_per_node": 1}}
+        begun = begin(client, HomePaths(tmp_path), spec, "mark", new=True, adopt=None)
+    assert (begun.job.id, begun.attempt, begun.event) == (made["id"], 0, None)
+    assert asked == (["submit"] if old == "SUCCEEDED" else ["cancel", "submit"])
 
 
 @pytest.fixture(params=["strict"])
