@@ -196,6 +196,7 @@ def test_verify_quarantines_a_damaged_checkpoint_of_a_suspended_job(api: Api) ->
     damage(job.directory(20))
     job.api.set_phase(job.id, JobPhase.SUSPENDED)
     assert api.job(job.id)["last_checkpoint"] == second.id
+    assert job.post(f"{second.id}/pin").json()["pinned"] is True
     result = job.post(f"{second.id}/verify").json()
     assert (result["verification"], result["state"]) == ("damaged", "quarantined")
     assert list_names(job.paths.quarantine) == [second.id] and job.there() == ["10.1"]

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -264,6 +265,23 @@ def asked(launch: LaunchFile) -> type[Exception]:
     finally:
         link._close()
     return type(error)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs the program openssl")
+def test_client_with_tls_1_1_is_refused_for_its_version(tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "localhost")
+    server = Listening(tls_cert=cert, tls_key=key, url="https://localhost").tls_context()
+    old = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    old.set_ciphers("DEFAULT:@SECLEVEL=0")  # else OpenSSL itself would not use this version
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        old.minimum_version = old.maximum_version = ssl.TLSVersion.TLSv1_1
+    hello = ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        old.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
+    assert server is not None
+    with pytest.raises(ssl.SSLError, match="UNSUPPORTED_PROTOCOL"):
+        server.wrap_bio(hello, ssl.MemoryBIO(), server_side=True).do_handshake()
 
 
 def test_unusable_tls_files_are_named_in_the_error(tmp_path: Path) -> None:
