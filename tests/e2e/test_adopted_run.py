@@ -162,7 +162,10 @@ def test_killed_run_adopted_by_a_job_resumes_exactly(
     assert (redone["steps"], redone["compared"], redone["equal"]) == (at - base,) * 3, redone
     same = compare(_newest(whole / "ratchet-checkpoints"), _newest(server.paths.job(job["id"]).root))
     assert not same.different and same.tensors, f"killed in step {at}: {render(same)}"
-    assert _content(run) == before
+    copy = server.paths.job(job["id"]).root / "adopted"
+    assert copy.is_dir()
+    server.call("DELETE", f"/v1/jobs/{job['id']}")
+    assert not copy.exists() and _content(run) == before
 
 
 def test_run_command_with_adopt_resumes_a_run_and_hints_at_adopt_without(server: Server, tmp_path: Path) -> None:
@@ -202,6 +205,12 @@ def test_adopt_that_does_not_match_the_run_is_refused(server: Server, tmp_path: 
     refused(run, "/hook", "hook-mismatch", "on_hook_mismatch", hook="allreduce")
     refused(run, "/world/ranks_per_node", "world-size-mismatch", "redistribute", world={"ranks_per_node": 2})
     refused(run, "/seed", "adopt-differs", "3 in the run, 4 in this spec", seed=4, determinism="strict")
+    for pointer, said, changes in (
+        ("/script", "in this spec; such a resume is never exact", {"script": ["train.py", "99"]}),
+        ("/ddp/bucket_cap_mb", "1.0 in this spec; such a resume is never exact", {"ddp": {"bucket_cap_mb": 1}}),
+        ("/resources/cpus_per_rank", "1 thread per rank in the run", {"resources": {"cpus_per_rank": 2}}),
+    ):
+        refused(run, pointer, "adopt-differs", said, determinism="strict", **changes)
     refused(run, "/task", "adopt-needs-script", "Session", script=None, task=TASK)
     (project / "plain.py").write_text("print()\n")
     refused(run, "/script", "adopt-unmanaged", "no Session", script=["plain.py"], hook="allreduce")
@@ -248,7 +257,10 @@ def test_adopt_of_an_ended_run_is_refused_unless_more_steps_may_follow(server: S
     assert "adopt-finished" in _submitted(cli, spec, run).errors
     (alone / "settings.yaml").unlink()
     more = spec | {"script": ["train.py", str(STEPS + 6)]}
-    assert "adopt-finished" in _submitted(cli, more, run, "--wait").errors
+    told = _submitted(cli, more, run, "--wait")
+    assert "adopt-finished" in told.errors and "adopt-differs" in told.errors
+    (attempt,) = server.attempts(told.text.strip())
+    assert attempt["resume_report"]["verdict"] == "not-exact", attempt
 
     told = _submitted(cli, _spec(project, 1, POWER), project / "ratchet-checkpoints", "--wait", expect=1)
     assert "adopt-finished" in told.errors and "continue with the same code" not in told.errors

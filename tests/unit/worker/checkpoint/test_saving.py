@@ -89,14 +89,16 @@ class Told:
 
 
 class Group:
-    """``RANKS`` checkpointers over one store. ``weight`` is every rank's parameter."""
+    """``RANKS`` checkpointers over one store. ``weight`` is every rank's parameter. ``task``: None for a script."""
 
-    def __init__(self, root: Path, deadline: float = 10, *, early: bool = False, **spec: Any) -> None:
+    def __init__(
+        self, root: Path, deadline: float = 10, *, early: bool = False, task: str | None = "task", **spec: Any
+    ) -> None:
         self.paths, self.told = JobPaths(root), [Told() for _ in range(RANKS)]
         self.weights = [torch.zeros(4096) for _ in range(RANKS)]
         self.gave_up: list[bool] = []
         checkpoint = CheckpointSpec(**{"every_steps": 1, **spec})
-        job = SimpleNamespace(checkpoint=checkpoint, task="task", hook=None, digest=lambda: "spec")
+        job = SimpleNamespace(checkpoint=checkpoint, task=task, hook=None, digest=lambda: "spec")
         launch: Any = SimpleNamespace(
             job_root=str(root), job_id="job", attempt=1, spec=job, save_seconds=0.0, world_size=RANKS,
             resolved=SimpleNamespace(code_digest=None), deadlines=SimpleNamespace(step=deadline),

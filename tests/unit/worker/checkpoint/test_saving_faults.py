@@ -46,8 +46,9 @@ def begun(act: Act) -> threading.Thread:
 
 @pytest.mark.parametrize("spec", [
     {"every_steps": 100, "staging": "blocking"},
+    {"every_steps": 100, "staging": "auto", "task": None},
     {"every_steps": None, "staging": "overlapped"},  # nothing was tried where nothing was due
-], ids=["blocking", "not tried"])  # fmt: skip
+], ids=["blocking", "script", "not tried"])  # fmt: skip
 def test_requested_save_is_copied_before_next_step_when_blocking(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: Any
 ) -> None:
