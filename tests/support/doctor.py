@@ -24,14 +24,14 @@ NOTHING_TESTED = "from ratchet_hooks import torch_versions\ntorch_versions.TESTE
 BROKEN_TORCH = 'raise OSError("libtorch_cpu.so: cannot open shared object file")\n'
 
 FORGETS_RESIDUALS = after_import(
-    "ratchet_hooks.algorithms.powersgd.state_by_name",
+    "ratchet_hooks.algorithms.powersgd.low_rank",
     """
-restore = module.restore
-def forgetful(state, tensors, *rest):
+restore = module.LowRank.restore
+def forgetful(hook, tensors, *rest):
     lost = os.environ["RANK"] == "1"  # looked up here: a rank may be forked from where this was imported
     kept = {k: t * 0 if lost and k.startswith("residual/") else t for k, t in tensors.items()}
-    return restore(state, kept, *rest)
-module.restore = forgetful
+    return restore(hook, kept, *rest)
+module.LowRank.restore = forgetful
 """,
 )
 """In rank 1 of a job: what PowerSGD has put off until later is forgotten when a checkpoint is restored."""

@@ -15,7 +15,7 @@ from ratchet_service.db.models import Job
 from ratchet_service.db.transitions import apply
 from ratchet_service.scheduling import queue_queries
 from ratchet_service.scheduling.preemption import Running
-from ratchet_service.scheduling.scheduler import BEING_FREED, End, Row, Wait, no_slot_message
+from ratchet_service.scheduling.scheduler import End, Row, Wait, no_slot_message
 from ratchet_service.scheduling.slots import Capacity
 
 
@@ -43,15 +43,20 @@ def end_unreadable(session: Session, job: Job, error: ValidationError) -> None:
     apply(session, job.id, Event.END_FAILED, reason=Reason.SPEC_UNREADABLE, message=text)
 
 
-def apply_waits(session: Session, waits: Sequence[Wait]) -> None:
+def apply_waits(session: Session, waits: Sequence[Wait], *, may_stop: bool) -> None:
     """Store why jobs wait, and request the stop of the attempts that make room for them. The ETags of the waiting jobs do not
-    change."""
+    change. ``may_stop`` False: jobs for which attempts would be stopped are left to a later pass."""
     session.flush()
-    for row, reason, message, victims in waits:
-        if victims and not _preempt(session, row, victims):
-            message = message.removesuffix(BEING_FREED)
-        told = sa.update(Job).where(*_unchanged(row)).values(reason=reason, message=message)
-        session.execute(told.execution_options(synchronize_session=False))
+    versions = queue_queries.lock_versions(session, [wait.row.queued.job for wait in waits])
+    for wait in waits:
+        if versions.get(wait.row.queued.job) != wait.row.version or (wait.victims and not may_stop):
+            continue
+        if wait.victims and not _preempt(session, wait.row, wait.victims):
+            wait = wait._replace(is_freed=False)
+        if wait.is_new:
+            told = sa.update(Job).where(Job.id == wait.row.queued.job)
+            told = told.values(reason=wait.reason, message=wait.full_message)
+            session.execute(told.execution_options(synchronize_session=False))
 
 
 def store_wait_reason(job: Job, reason: JobReason, message: str) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Final
 
@@ -46,14 +46,8 @@ from ratchet_service.reconciler.apply_schedule import (
 )
 from ratchet_service.reconciler.attempt_facts import pace_before
 from ratchet_service.scheduling import queue_queries, quotas, scheduler, slot_host_lease
-from ratchet_service.scheduling.fair_order import Share
-from ratchet_service.scheduling.scheduler import (
-    CREATION_FAILED,
-    Preemption,
-    QueueState,
-    Schedule,
-    Start,
-)
+from ratchet_service.scheduling.fair_order import UNLIMITED, Share
+from ratchet_service.scheduling.scheduler import CREATION_FAILED, Key, Preemption, QueueState, Row, Schedule
 from ratchet_service.scheduling.slots import Capacity, Grant
 
 RECENT_SAVES: Final = 20
@@ -65,7 +59,7 @@ log = logging.getLogger(__name__)
 UNLAUNCHABLE_AFTER_SECONDS: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before its row records that there is none."""
 _MAX_PASSES: Final = 3
-"""Most scheduling passes in a row: another follows only if none of the planned attempts was created."""
+"""Most scheduling passes in a row. Another follows if no attempt was created and the decisions did not hold any more."""
 _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 
@@ -77,15 +71,32 @@ class Launched:
     plan: LaunchPlan | None
 
 
-Key = tuple[str, int]
-"""A job and its newest attempt."""
+_MAX_READABLE: Final = 10_000
+"""Most rows that a process remembers to have validated."""
 Planned = tuple[LaunchFile, LaunchPlan] | Exception | None
 """What a launcher returned for an attempt before the slots are held: its plan, with the launch file that it was made from, or the
 error. None: it was not called."""
 
 
+@dataclass(frozen=True)
+class _Pass:
+    """A scheduling pass: what it has read and decided. ``no_slot_jobs``: ids of jobs that get the reason ``no-slot``.
+    ``unreadable``: jobs whose stored spec cannot be validated."""
+
+    queue: QueueState
+    plan: Schedule
+    no_slot_jobs: Sequence[str]
+    unreadable: Sequence[tuple[Row, ValidationError]]
+
+    @property
+    def has_changes(self) -> bool:
+        """True if there is anything to write."""
+        plan = self.plan
+        return bool(plan.starts or plan.waits or plan.ends or self.no_slot_jobs or self.unreadable)
+
+
 class AttemptLauncher:
-    """Creates attempts for queued jobs. Has no state of its own, only settings."""
+    """Creates attempts for queued jobs. Its only state: which rows it has found readable."""
 
     def __init__(
         self,
@@ -106,85 +117,122 @@ class AttemptLauncher:
         self._lease_seconds = lease_seconds
         self._preemption = preemption
         self._bounds = bounds
+        self._readable: dict[tuple[str, int], None] = {}  # (job id, version), the oldest first
 
     def launch_ready(self) -> list[Launched]:
         """Create attempts for some of the queued jobs that can start, and return them; the caller submits their plans. Other jobs
         may be stopped, ended, or get the reason why they wait."""
-        launched: list[Launched] = []
         next_attempts: dict[Key, Next | OSError] = {}
         tried: set[Key] = set()
-        for _ in range(_MAX_PASSES):
+        for number in range(_MAX_PASSES):
             # without a lock, as are the directories and launchers: nothing slow keeps others from the slots
-            plan, no_slot_jobs = self._schedule(tried)
-            if not (plan.starts or plan.waits or plan.ends or no_slot_jobs):
+            found = self._schedule(tried)
+            if not found.has_changes:
                 break
-            keys = {_key(start): start.grant for start in plan.starts}
-            for key in keys:
+            starts = {start.row.key: start.grant for start in found.plan.starts}
+            for key in starts:
                 if key not in next_attempts:
                     next_attempts[key] = self._next_attempt(*key)
-            planned = {key: self._plan_launch(key, grant, next_attempts[key]) for key, grant in keys.items()}
+            planned = {key: self._plan_launch(key, grant, next_attempts[key]) for key, grant in starts.items()}
             with self._database.write() as session:
-                if session.get_bind().dialect.name != "sqlite":
-                    # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
-                    session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
-                launched = list(self._start_planned(session, plan.starts, next_attempts, planned))
-                apply_ends(session, plan.ends)
-                apply_waits(session, plan.waits)
-                kinds = [kind for kind, launcher in self._launchers.items() if launcher.slots]
-                store_no_slot(session, no_slot_jobs, kinds, self._capacity)
-            # Launched attempts do not wait for other jobs' disks. If none was launched, since others took the jobs or attempts
-            # could not be created, the slots are free for later jobs.
-            if launched or not plan.starts:
-                break
-            tried |= keys.keys()
-        return launched
+                launched, holds = self._start_planned(session, found, next_attempts, planned, tried)
+                for row, error in found.unreadable:
+                    job = locked_job(session, row)
+                    if job is not None:
+                        end_unreadable(session, job, error)
+                apply_ends(session, found.plan.ends)
+                # else the reasons may be wrong by now, and a stop needless: the next pass decides again
+                if holds or number + 1 == _MAX_PASSES:
+                    apply_waits(session, found.plan.waits, may_stop=holds)
+                    kinds = [kind for kind, launcher in self._launchers.items() if launcher.slots]
+                    store_no_slot(session, found.no_slot_jobs, kinds, self._capacity)
+            if launched or holds:  # launched attempts do not wait for other jobs' disks
+                return launched
+        return []
 
-    def _schedule(self, tried: Collection[Key]) -> tuple[Schedule, list[str]]:
-        """Read the queue and return what is to be done, and the ids of the jobs that get the reason ``no-slot``. Changes nothing.
-        ``tried``: jobs that are left out."""
+    def _schedule(self, tried: Container[Key]) -> _Pass:
+        """Read the queue and return what is to be done. Changes nothing in the database. ``tried``: as for ``schedule``."""
         with self._database.read() as session:
             now = now_in(session)
             ready = queue_queries.is_due(now) & queue_queries.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
-                return Schedule(), []
+                return _Pass(QueueState((), {}, (), (), {}, lambda _: UNLIMITED), Schedule(), [], [])
             slots = self._usable_slots(slot_host_lease.find_other_host(session))
-            limit = quotas.limits(session)
-            rows = queue_queries.startable_jobs(session, now, slots, self._capacity, limit)
-            queue = QueueState(
-                [row for row in rows if (row.queued.job, row.attempt) not in tried],
-                queue_queries.active_grants(session),
-                queue_queries.running_attempts(session, self._preemption.min_run_seconds),
-                queue_queries.held_by_owner(session),
-                limit,
+            queue = self._read_state(session, slots)
+            rows = queue_queries.startable_jobs(session, now, slots, self._capacity, queue.limit)
+            unreadable: list[tuple[Row, ValidationError]] = []
+            while True:
+                gone = {row.queued.job for row, _ in unreadable}
+                queue = replace(queue, rows=[row for row in rows if row.queued.job not in gone])
+                plan = scheduler.schedule(queue, self._capacity, self._preemption.scope, now, tried)
+                found = self._find_unreadable(session, plan.compared)
+                if not found:
+                    break
+                unreadable += found
+            no_slot_jobs = (
+                queue_queries.no_slot_jobs(session, now, rows, plan.passed_over, slots) if plan.exhausted else []
             )
-            plan = scheduler.schedule(queue, slots, self._capacity, self._preemption.scope, now)
-            if not plan.exhausted:
-                return plan, []
-            return plan, queue_queries.no_slot_jobs(session, now, rows, plan.passed_over, slots)
+            return _Pass(queue, plan, no_slot_jobs, unreadable)
+
+    def _find_unreadable(self, session: Session, rows: Sequence[Row]) -> list[tuple[Row, ValidationError]]:
+        """Return those of ``rows`` whose stored spec or decisions cannot be validated, with the error."""
+        unknown = {row.queued.job: row for row in rows if (row.queued.job, row.version) not in self._readable}
+        out = []
+        for job_id, spec, resolved in queue_queries.stored_specs(session, [*unknown]):
+            row = unknown[job_id]
+            try:
+                JobSpec.model_validate(spec), Resolved.model_validate(resolved)
+            except ValidationError as error:
+                out.append((row, error))
+            else:
+                self._readable[job_id, row.version] = None
+        while len(self._readable) > _MAX_READABLE:
+            self._readable.pop(next(iter(self._readable)))
+        return out
+
+    def _read_state(self, session: Session, slots: Mapping[str, bool]) -> QueueState:
+        """Read what a pass decides from, but for the queued jobs."""
+        return QueueState(
+            (),
+            slots,
+            queue_queries.active_grants(session),
+            queue_queries.running_attempts(session, self._preemption.min_run_seconds),
+            queue_queries.held_by_owner(session),
+            quotas.limits(session),
+        )
 
     def _start_planned(
         self,
         session: Session,
-        starts: Sequence[Start],
+        found: _Pass,
         next_attempts: Mapping[Key, Next | OSError],
         planned: Mapping[Key, Planned],
-    ) -> Iterator[Launched]:
-        """Create the attempts of ``starts`` in this transaction, under the lock of the slots, and yield them. A job that has
-        changed since, or whose slots or quota are taken now, is left to the next pass."""
+        tried: set[Key],
+    ) -> tuple[list[Launched], bool]:
+        """Take the lock of the slots until the transaction ends, and create the attempts of the pass ``found``. A job whose row
+        has changed since is left to the next pass, and so is one whose slots or quota are taken now. Jobs whose attempt could
+        not be created are added to ``tried``. Return the attempts, and whether the pass's other decisions still hold."""
+        if session.get_bind().dialect.name != "sqlite":
+            # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
+            session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
         other_host = slot_host_lease.acquire(session, self._lease_seconds) if self._lends_slots else None
-        usable, limit = self._usable_slots(other_host), quotas.limits(session)
-        grants, held = queue_queries.active_grants(session), queue_queries.held_by_owner(session)
-        for start in starts:
-            if start.row.kind not in usable or not scheduler.still_fits(start, grants, held, limit):
-                continue
-            job = locked_job(session, start.row)
+        queue = self._read_state(session, self._usable_slots(other_host))
+        holds = scheduler.is_unchanged(found.queue, queue)
+        launched: list[Launched] = []
+        for start in found.plan.starts:
+            job = locked_job(session, start.row) if scheduler.still_fits(start, queue) else None
             if job is None:
                 continue
-            created = self._start(session, job, start.grant, next_attempts[_key(start)], planned[_key(start)])
-            if created is not None:
-                grants.append(start.grant)
-                held[job.owner] = held.get(job.owner, Share()).plus(start.row.queued.share)
-                yield created
+            created = self._start(session, job, start.grant, next_attempts[start.row.key], planned[start.row.key])
+            if created is None:
+                tried.add(start.row.key)
+                continue
+            launched.append(created)
+            held = queue.held_by_owner.get(job.owner, Share()).plus(start.row.queued.share)
+            queue = replace(
+                queue, held=[*queue.held, start.grant], held_by_owner={**queue.held_by_owner, job.owner: held}
+            )
+        return launched, holds and len(launched) == len(found.plan.starts)
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
         """Return the launch file and the launcher's plan for the job's next attempt; None: nothing to plan. Errors are
@@ -371,11 +419,6 @@ class AttemptLauncher:
                 "log_bytes": self._bounds.log_bytes,
             }
         )
-
-
-def _key(start: Start) -> Key:
-    """Return the key of the job that starts."""
-    return start.row.queued.job, start.row.attempt
 
 
 def longest_save_seconds(session: Session, job_id: str) -> float:

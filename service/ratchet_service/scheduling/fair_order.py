@@ -42,6 +42,14 @@ class Limit:
                 return name, wants, limit
         return None
 
+    def lacking_resource(self, used: Share, share: Share) -> str | None:
+        """Return the first resource that ``share`` needs and of which ``used`` leaves too little; None: there is room."""
+        for name in HELD if self is not UNLIMITED else ():
+            limit, wants = getattr(self, name), getattr(share, name)
+            if limit is not None and wants > 0 and getattr(used, name) + wants > limit:
+                return name
+        return None
+
     def never_fits_reason(self, share: Share) -> str | None:
         """Return why a job that takes ``share`` can never start under this quota; None: it can at some time."""
         never = self.exceeded_resource(share)
@@ -131,12 +139,12 @@ def _quota_reason(share: Share, used: Share, held: Share, quota: Limit) -> str |
     never = quota.never_fits_reason(share)
     if never is not None:
         return never
-    for name in HELD:
-        limit_, wants = getattr(quota, name), getattr(share, name)
-        if limit_ is not None and wants > 0 and getattr(used, name) + wants > limit_:
-            ahead = getattr(used, name) - getattr(held, name)
-            kept = f", {ahead} are reserved for jobs ahead of it" if ahead else ""
-            unit = _NAMES[name] if wants > 1 else _NAMES[name].removesuffix("s")
-            what = "one more job" if name == "jobs" else f"{wants} {unit}"
-            return f"waits for its owner's quota: needs {what}, {getattr(held, name)} of {limit_} {_NAMES[name]} are held{kept}"
-    return None
+    name = quota.lacking_resource(used, share)
+    if name is None:
+        return None
+    limit_, wants = getattr(quota, name), getattr(share, name)
+    ahead = getattr(used, name) - getattr(held, name)
+    kept = f", {ahead} are reserved for jobs ahead of it" if ahead else ""
+    unit = _NAMES[name] if wants > 1 else _NAMES[name].removesuffix("s")
+    what = "one more job" if name == "jobs" else f"{wants} {unit}"
+    return f"waits for its owner's quota: needs {what}, {getattr(held, name)} of {limit_} {_NAMES[name]} are held{kept}"

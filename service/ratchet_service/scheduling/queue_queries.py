@@ -97,8 +97,7 @@ def _first_jobs(
 def jobs_by_id(session: Session, now: datetime, kinds: Collection[str] | None, ids: Sequence[str]) -> list[Row]:
     """Return those of the jobs ``ids`` that are queued and in no back-off, of launchers ``kinds`` (None: any), unordered."""
     query = _select_rows(now, kinds)
-    portions = (ids[at : at + _MAX_IDS_PER_STATEMENT] for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT))
-    return [_parse_row(row) for portion in portions for row in session.execute(query.where(Job.id.in_(portion)))]
+    return [_parse_row(row) for portion in _portions(ids) for row in session.execute(query.where(Job.id.in_(portion)))]
 
 
 def claiming_jobs(session: Session, now: datetime, kinds: Collection[str] | None = None) -> list[Row]:
@@ -134,18 +133,37 @@ def no_slot_jobs(
 
 
 def store_waiting_reason(
-    session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: Reason, message: str
+    session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
 ) -> None:
-    """Store reason and message in the rows of those jobs ``ids`` that still wait, except after a failed creation. Their ETags do
-    not change."""
+    """Store reason and message in the rows of those jobs ``ids`` that still wait, except after a failed creation and where
+    another transaction holds the row. Their ETags do not change."""
     still = is_due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != CREATION_FAILED)
-    for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT):
-        told = (
-            sa.update(Job)
-            .where(Job.id.in_(ids[at : at + _MAX_IDS_PER_STATEMENT]), still)
-            .values(reason=reason, message=message)
-        )
+    for portion in _portions(ids):
+        free = sa.select(Job.id).where(Job.id.in_(portion), still).with_for_update(skip_locked=True)
+        told = sa.update(Job).where(Job.id.in_(free)).values(reason=reason, message=message)
         session.execute(told.execution_options(synchronize_session=False))
+
+
+def stored_specs(session: Session, ids: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield job id, stored spec and stored decisions of the jobs ``ids``."""
+    query = sa.select(Job.id, Job.spec, Job.resolved)
+    for portion in _portions(ids):
+        for row in session.execute(query.where(Job.id.in_(portion))):
+            yield row.id, row.spec, row.resolved
+
+
+def lock_versions(session: Session, ids: Sequence[str]) -> dict[str, int]:
+    """Lock the rows of those jobs ``ids`` that are queued and whose rows no other transaction holds; return id -> version."""
+    query = sa.select(Job.id, Job.version).where(Job.phase == JobPhase.QUEUED).with_for_update(skip_locked=True)
+    found: dict[str, int] = {}
+    for portion in _portions(ids):
+        found |= {row.id: row.version for row in session.execute(query.where(Job.id.in_(portion)))}
+    return found
+
+
+def _portions(ids: Sequence[str]) -> Iterator[Sequence[str]]:
+    """Yield ``ids`` in portions for one statement each."""
+    return (ids[at : at + _MAX_IDS_PER_STATEMENT] for at in range(0, len(ids), _MAX_IDS_PER_STATEMENT))
 
 
 def priorities_by_owner(session: Session) -> dict[str, list[tuple[int, int]]]:
@@ -204,24 +222,31 @@ def _priority_blocks(priorities: list[tuple[int, int]], block_size: int) -> Iter
 
 
 def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]:
-    """Return the query for the columns that ``_parse_row`` reads, of due jobs of launchers ``kinds`` (None: any)."""
-    kind = sa.literal("") if kinds is None else launcher_kind()
+    """Return the query for the columns that ``_parse_row`` reads, of due jobs of launchers ``kinds``. None: of any launcher,
+    without the columns that only a scheduling pass needs."""
     columns: list[Any] = [
         Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message, Job.attempt,
-        Job.version, Job.running_seconds, kind.label("kind"), *_share_columns(),
+        Job.version, Job.running_seconds, *_share_columns(),
+    ]  # fmt: skip
+    if kinds is None:
+        return sa.select(*columns).where(is_due(now))
+    columns += [
+        launcher_kind().label("kind"),
         Job.resolved["threads_per_rank"].as_string().label("threads"),
         Job.spec["policy"]["timeout"].as_string().label("timeout"),
-    ]  # fmt: skip
-    query = sa.select(*columns).where(is_due(now))
-    return query if kinds is None else query.where(launched_by(kinds))
+    ]
+    return sa.select(*columns).where(is_due(now), launched_by(kinds))
 
 
 def _parse_row(row: Any) -> Row:
     """Convert a row of the query ``_select_rows``."""
     takes = _share_of(row.world, row.device)
     queued = Queued(row.id, row.owner, row.priority, row.created_at, takes, row.preempting_since)
+    parsed = Row(queued, "", row.reason, row.message, row.attempt, row.version, running_seconds=row.running_seconds)
+    if "kind" not in row._fields:
+        return parsed
     need, timeout = _need_of(row.world, row.device, row.threads), _parse_number(row.timeout)
-    return Row(queued, row.kind, row.reason, row.message, row.attempt, row.version, need, timeout, row.running_seconds)
+    return parsed._replace(kind=row.kind, need=need, timeout=timeout)
 
 
 def _share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
@@ -234,7 +259,7 @@ def job_share(world: Any, device: str | None) -> Share:
     try:
         ranks = int(world["nodes"]) * int(world["ranks_per_node"])
     # the job's launch reports what is wrong with it
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return Share()
     return Share(gpus=ranks if device == "cuda" else 0, ranks=ranks, jobs=1)
 
@@ -252,9 +277,10 @@ def _share_of(world: str | None, device: str | None) -> Share:
 def _need_of(world: str | None, device: str | None, threads: str | None) -> Need:
     """Return what one node of a job needs; nothing if its row cannot be read."""
     try:
-        return node_need(int(json.loads(world or "null")["ranks_per_node"]), device, int(threads or ""))
+        need = node_need(int(json.loads(world or "null")["ranks_per_node"]), device, int(threads or ""))
+        return need if need.cpus > 0 else Need(0, 0)
     # the job's launch reports what is wrong with it
-    except (TypeError, KeyError, ValueError):
+    except (TypeError, KeyError, ValueError, OverflowError):
         return Need(0, 0)
 
 

@@ -4,7 +4,7 @@ are stopped for a waiting job, and which jobs end."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final, NamedTuple
@@ -17,12 +17,11 @@ from ratchet_service.scheduling.preemption import PreemptionPlanner, Running, Sc
 from ratchet_service.scheduling.slots import Board, Capacity, Grant, Need, Waiting, too_few_gpus
 
 MAX_STARTS: Final = 16
-"""Most launches of one pass; as many again of launchers without slots, and of jobs whose attempt could not be created before."""
+"""Most launches of one pass on launchers with slots, and as many without. Jobs whose attempt could not be created before count
+only once so many jobs start."""
 MAX_REASONS_STORED: Final = 1_000
 """Most jobs of one pass, of those whose need is not compared with the free slots, that get the reason why they wait; later passes
 do the others."""
-BEING_FREED: Final = "; slots are being freed for it"
-"""End of the message of a job for which attempts are stopped."""
 CREATION_FAILED: Final = Cause.LAUNCHER_ERROR
 """Reason of a queued job whose attempt could not be created when it was to start. Until it can, the job comes after others, and
 no other job is stopped for it."""
@@ -37,9 +36,13 @@ class Preemption:
     min_run_seconds: float = 60.0
 
 
+Key = tuple[str, int]
+"""A job and its newest attempt."""
+
+
 class Row(NamedTuple):
     """A queued job, with the reason and message in its row. ``kind``: its launcher's name; may be empty. ``attempt``: its newest
-    attempt. ``version``: of the row, which every change but that of the reason increases. ``timeout``: ``policy.timeout`` in
+    attempt. ``version``: of the row, which changes of the phase and of the spec increase. ``timeout``: ``policy.timeout`` in
     seconds; ``running_seconds``: how long all attempts ran."""
 
     queued: Queued
@@ -52,13 +55,20 @@ class Row(NamedTuple):
     timeout: float | None = None
     running_seconds: float = 0.0
 
+    @property
+    def key(self) -> Key:
+        """The job and its newest attempt."""
+        return self.queued.job, self.attempt
+
 
 @dataclass(frozen=True)
 class QueueState:
-    """What a pass decides from. ``held``: the slots of attempts that have not ended. ``running``: these attempts.
-    ``held_by_owner``: what each owner's attempts hold on any launcher. ``limit``: returns an owner's quota."""
+    """What a pass decides from. ``slots``: the launchers that may start jobs, by name; True: Ratchet manages their slots.
+    ``held``: the slots of attempts that have not ended. ``running``: these attempts. ``held_by_owner``: what each owner's
+    attempts hold on any launcher. ``limit``: returns an owner's quota."""
 
     rows: Sequence[Row]
+    slots: Mapping[str, bool]
     held: Sequence[Grant]
     running: Sequence[Running]
     held_by_owner: Mapping[str, Share]
@@ -73,12 +83,24 @@ class Start(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """A job that waits. ``victims``: the attempts that are stopped for it."""
+    """A job that waits. ``victims``: the attempts that are stopped for it. ``is_freed``: slots are being freed for it, by these
+    stops or by earlier ones."""
 
     row: Row
     reason: Reason
     message: str
     victims: Sequence[Running] = ()
+    is_freed: bool = False
+
+    @property
+    def full_message(self) -> str:
+        """The message, which says whether slots are being freed."""
+        return self.message + ("; slots are being freed for it" if self.is_freed else "")
+
+    @property
+    def is_new(self) -> bool:
+        """True if the job's row does not have this reason and message yet."""
+        return (self.row.reason, self.row.message) != (self.reason, self.full_message)
 
 
 class End(NamedTuple):
@@ -91,30 +113,31 @@ class End(NamedTuple):
 @dataclass
 class Schedule:
     """Result of a pass. Grants of ``starts`` overlap only for jobs whose attempt could not be created before: whichever is
-    created first gets the slots. ``waits``: only those that change something. ``passed_over``: jobs whose need was not compared
-    with the free slots. ``exhausted``: no CPU slot is left for them."""
+    created first gets the slots. ``waits``: only those that change something. ``compared``: jobs whose need was compared with the
+    free slots. ``passed_over``: jobs that wait for slots and were not compared. ``exhausted``: no CPU slot is left for them."""
 
     starts: list[Start] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
+    compared: list[Row] = field(default_factory=list)
     passed_over: list[Row] = field(default_factory=list)
     exhausted: bool = False
 
 
-def schedule(queue: QueueState, slots: Mapping[str, bool], capacity: Capacity, scope: Scope, now: datetime) -> Schedule:
-    """Decide for every job of ``queue``. ``slots``: the launchers that may start jobs, by name; True: Ratchet manages their
-    slots. ``scope``: whose attempts may be stopped for a job of higher priority."""
+def schedule(
+    queue: QueueState, capacity: Capacity, scope: Scope, now: datetime, tried: Container[Key] = ()
+) -> Schedule:
+    """Decide for every job of ``queue``. ``scope``: whose attempts may be stopped for a job of higher priority. ``tried``: jobs
+    that keep their places in the order and their parts of quotas, but do not start."""
     out, started, reasons = Schedule(), Counter[bool](), 0
     board, planner = Board(capacity, queue.held), PreemptionPlanner(queue.running, scope)
-    for row, held_back in _in_order(queue, slots, capacity):
-        has_slots, one = slots[row.kind], row.queued
+    for row, held_back in _in_order(queue, capacity):
+        has_slots, one = queue.slots[row.kind], row.queued
         never = too_few_gpus(one.share.gpus, capacity) if has_slots else None
         if never is not None or held_back is not None:
-            if never is not None:
-                wait = Wait(row, reason=Reason.NO_SLOT, message=never)
-            else:
-                wait = Wait(row, reason=Reason.QUOTA, message=held_back or "")
-            if _is_new(wait) and reasons < MAX_REASONS_STORED:
+            reason = Reason.QUOTA if never is None else Reason.NO_SLOT
+            wait = Wait(row, reason, never or held_back or "")
+            if wait.is_new and reasons < MAX_REASONS_STORED:
                 out.waits.append(wait)
                 reasons += 1
             continue
@@ -127,11 +150,15 @@ def schedule(queue: QueueState, slots: Mapping[str, bool], capacity: Capacity, s
         if decision.action is Action.END:
             out.ends.append(End(row, decision))
         elif decision.action is Action.LAUNCH:
+            out.compared.append(row)
             answer = board.allocate(one.job, row.need) if has_slots else Grant()
             if isinstance(answer, Waiting):
                 if row.reason != CREATION_FAILED:
                     wait = _wait_for_slots(row, answer, planner)
-                    out.waits += [wait] if wait.victims or _is_new(wait) else []
+                    out.waits += [wait] if wait.victims or wait.is_new else []
+                continue
+            if row.key in tried:
+                board.release(answer)
                 continue
             out.starts.append(Start(row, answer))
             if row.reason != CREATION_FAILED or len(out.starts) > MAX_STARTS:
@@ -143,16 +170,36 @@ def schedule(queue: QueueState, slots: Mapping[str, bool], capacity: Capacity, s
     return out
 
 
-def still_fits(
-    start: Start, grants: Iterable[Grant], held_by_owner: Mapping[str, Share], limit: Callable[[str], Limit]
-) -> bool:
-    """True if the slots of ``start`` are free, and its owner's quota permits the job, given what is held now: ``grants``, and
-    ``held_by_owner``. See ``QueueState``."""
+def still_fits(start: Start, queue: QueueState) -> bool:
+    """True if the slots of ``start`` are free in ``queue``, and the quota of the job's owner has room for it."""
     queued, wanted = start.row.queued, start.grant
-    share = held_by_owner.get(queued.owner, Share()).plus(queued.share)
-    if limit(queued.owner).exceeded_resource(share) is not None:
-        return False
-    return all(set(wanted.gpus).isdisjoint(one.gpus) and set(wanted.cpus).isdisjoint(one.cpus) for one in grants)
+    used = queue.held_by_owner.get(queued.owner, Share())
+    return (
+        start.row.kind in queue.slots
+        and queue.limit(queued.owner).lacking_resource(used, queued.share) is None
+        and all(set(wanted.gpus).isdisjoint(one.gpus) and set(wanted.cpus).isdisjoint(one.cpus) for one in queue.held)
+    )
+
+
+def is_unchanged(before: QueueState, now: QueueState) -> bool:
+    """True if what a pass has decided from ``before`` holds with ``now``, whose rows are not compared."""
+    owners = {row.queued.owner for row in before.rows}
+    return (
+        before.slots == now.slots
+        and before.held_by_owner == now.held_by_owner
+        and sorted(map(_grant_key, before.held)) == sorted(map(_grant_key, now.held))
+        and {*map(_stop_key, before.running)} == {*map(_stop_key, now.running)}
+        and all(before.limit(owner) == now.limit(owner) for owner in owners)
+    )
+
+
+def _grant_key(grant: Grant) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    return grant.job or "", grant.gpus, grant.cpus
+
+
+def _stop_key(one: Running) -> tuple[str, int, int, Need, bool, bool]:
+    """Return what decides whether the attempt may be stopped for others, and what that frees."""
+    return one.job, one.attempt, one.priority, one.holds, one.stopping, one.is_protected
 
 
 def no_slot_message(capacity: Capacity) -> str:
@@ -160,11 +207,11 @@ def no_slot_message(capacity: Capacity) -> str:
     return f"waits for CPU slots: all {capacity.cpus} are in use or reserved for jobs ahead of it"
 
 
-def _in_order(queue: QueueState, slots: Mapping[str, bool], capacity: Capacity) -> Iterable[tuple[Row, str | None]]:
+def _in_order(queue: QueueState, capacity: Capacity) -> Iterable[tuple[Row, str | None]]:
     """Yield all jobs in the order of the pass, each with the reason why its owner's quota holds it back: fair order, then jobs
     whose attempt could not be created, then those that need more GPUs than the machine has."""
     rows = {row.queued.job: row for row in queue.rows}
-    hopeless = [row for row in rows.values() if slots[row.kind] and row.queued.share.gpus > len(capacity.gpus)]
+    hopeless = [row for row in queue.rows if queue.slots[row.kind] and row.queued.share.gpus > len(capacity.gpus)]
     others = rows.keys() - {row.queued.job for row in hopeless}
     places = order_queue((rows[job].queued for job in others), queue.held_by_owner, queue.limit)
     places.sort(key=lambda place: rows[place.queued.job].reason == CREATION_FAILED)
@@ -188,10 +235,4 @@ def _wait_for_slots(row: Row, waiting: Waiting, planner: PreemptionPlanner) -> W
         # attempts were stopped for it earlier, and the slots that they will free are still enough
         freed = one.claimed_since is not None and planner.covers_shortfall(waiting.shortfall)
         victims = planner.choose_victims(one.owner, one.priority, row.need, waiting.shortfall)
-    message = waiting.message + (BEING_FREED if victims or freed else "")
-    return Wait(row, reason=Reason.NO_SLOT, message=message, victims=victims)
-
-
-def _is_new(wait: Wait) -> bool:
-    """True if the job's row does not have this reason and message yet."""
-    return (wait.row.reason, wait.row.message) != (wait.reason, wait.message)
+    return Wait(row, Reason.NO_SLOT, waiting.message, victims, bool(victims) or freed)

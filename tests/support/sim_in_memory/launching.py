@@ -5,6 +5,7 @@ has decided, as ``launch`` and ``apply_schedule`` do.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any, Final
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Event, JobPhase
@@ -59,7 +60,8 @@ class Launching:
         between that transaction's reading and its writing, too, but nobody else launches."""
         w = self.w
         held_at = w.t
-        plan = scheduler.schedule(self._queue(), {"": True}, CAPACITY, "any", w.now)
+        before = self._queue()
+        plan = scheduler.schedule(before, CAPACITY, "any", w.now)
         stops = [wait for wait in plan.waits if wait.victims]
         yield POINT
         if not (plan.starts or plan.ends or stops):
@@ -68,21 +70,24 @@ class Launching:
             while w.launching not in (None, self):
                 yield POINT
             w.launching = w.slots_lock(self)
-        grants, held = self._held()
+        queue = self._queue()
+        holds = scheduler.is_unchanged(before, queue)
         if w.postgres:
             yield POINT
         launched = []
         for start in plan.starts:
-            job = self._unchanged(start.row) if scheduler.still_fits(start, grants, held, w.limit) else None
+            job = self._unchanged(start.row) if scheduler.still_fits(start, queue) else None
             if job is not None:
                 launched.append(self._start(job, start.grant))
-                grants.append(start.grant)
-                held[job.owner] = held.get(job.owner, _NO_SHARE).plus(_SHARES[job.ranks])
+                held = queue.held_by_owner.get(job.owner, _NO_SHARE).plus(_SHARES[job.ranks])
+                queue = replace(
+                    queue, held=[*queue.held, start.grant], held_by_owner={**queue.held_by_owner, job.owner: held}
+                )
         for row, decision in plan.ends:
             job = self._unchanged(row)
             if job is not None:
                 w.apply(job, decision.event, reason=decision.reason, message=decision.message)
-        for wait in stops:
+        for wait in stops if holds and len(launched) == len(plan.starts) else ():
             job = self._unchanged(wait.row)
             if job is not None:
                 self._make_room(job, wait.victims)
@@ -102,14 +107,6 @@ class Launching:
         job = self.w.jobs.get(row.queued.job)
         return job if job is not None and job.phase is JobPhase.QUEUED and job.version == row.version else None
 
-    def _held(self) -> tuple[list[Grant], dict[str, Share]]:
-        grants: list[Grant] = []
-        held: dict[str, Share] = {}
-        for job, attempt in self._alive():
-            grants.append(Grant((), attempt.cpus, job.id))
-            held[job.owner] = held.get(job.owner, _NO_SHARE).plus(_SHARES[job.ranks])
-        return grants, held
-
     def _alive(self) -> Iterator[tuple[Any, Any]]:
         w = self.w
         for job in w.jobs.values():
@@ -127,9 +124,12 @@ class Launching:
             for job in w.jobs.values()
             if is_due(job, w.now)
         ]  # fmt: skip
-        running = [self._running(job, attempt) for job, attempt in self._alive()]
-        grants, held = self._held()
-        return QueueState(rows, grants, running, held, w.limit)
+        alive = list(self._alive())
+        held: dict[str, Share] = {}
+        for job, _ in alive:
+            held[job.owner] = held.get(job.owner, _NO_SHARE).plus(_SHARES[job.ranks])
+        grants = [Grant((), attempt.cpus, job.id) for job, attempt in alive]
+        return QueueState(rows, {"": True}, grants, [self._running(*one) for one in alive], held, w.limit)
 
     def _running(self, job: Any, attempt: Any) -> Running:
         w = self.w

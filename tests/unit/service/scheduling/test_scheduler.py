@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,6 +20,7 @@ from ratchet_service.scheduling.scheduler import (
     Row,
     Schedule,
     Start,
+    is_unchanged,
     schedule,
     still_fits,
 )
@@ -34,6 +37,12 @@ def row(job: str, cpus: int = 1, *, owner: str = "ada", priority: int = 0, kind:
     return Row(queued, kind, need=Need(gpus, cpus), **more)
 
 
+def state(
+    rows: Sequence[Row] = (), held: Any = (), running: Any = (), owned: Any = None, limit: Limit = UNLIMITED
+) -> QueueState:
+    return QueueState(rows, {"local": True, "engine": False}, held, running, owned or {}, lambda _: limit)
+
+
 def run(
     *rows: Row,
     cpus: int = 4,
@@ -42,10 +51,10 @@ def run(
     running: Any = (),
     limit: Limit = UNLIMITED,
     scope: Any = "owner",
+    tried: Any = (),
 ) -> Schedule:
     owned = {"ada": Share(0, sum(len(grant.cpus) for grant in held), len(held))}
-    state = QueueState(rows, held, running, owned, lambda _: limit)
-    return schedule(state, {"local": True, "engine": False}, Capacity(tuple(range(gpus)), cpus), scope, NOW)
+    return schedule(state(rows, held, running, owned, limit), Capacity(tuple(range(gpus)), cpus), scope, NOW, tried)
 
 
 def started(plan: Schedule) -> dict[str, Grant]:
@@ -53,7 +62,7 @@ def started(plan: Schedule) -> dict[str, Grant]:
 
 
 def waiting(plan: Schedule) -> dict[str, tuple[str, str]]:
-    return {wait.row.queued.job: (wait.reason, wait.message) for wait in plan.waits}
+    return {wait.row.queued.job: (wait.reason, wait.full_message) for wait in plan.waits}
 
 
 def test_oldest_jobs_start_until_no_slot_is_left() -> None:
@@ -71,7 +80,7 @@ def test_slots_are_reserved_for_a_large_job_so_that_small_ones_do_not_starve_it(
 def test_reason_that_a_row_has_is_not_stored_again() -> None:
     held = [Grant((), (0,), "x")]
     told = run(row("a", 4), held=held).waits[0]
-    assert not run(row("a", 4, reason=told.reason, message=told.message), held=held).waits
+    assert not run(row("a", 4, reason=told.reason, message=told.full_message), held=held).waits
 
 
 def test_job_of_an_engine_needs_no_slot() -> None:
@@ -98,7 +107,7 @@ def test_attempts_of_lower_priority_are_stopped_for_a_waiting_job() -> None:
     low = Running("low", 3, "ada", 0, Need(0, 4), started_at=NOW)
     plan = run(row("high", 4, priority=5), held=[Grant((), (0, 1, 2, 3), "low")], running=[low])
     assert [(wait.row.queued.job, list(wait.victims)) for wait in plan.waits] == [("high", [low])]
-    assert plan.waits[0].message.endswith("; slots are being freed for it")
+    assert plan.waits[0].full_message.endswith("; slots are being freed for it")
     none = run(row("high", 4, priority=5), held=[Grant((), (0, 1, 2, 3), "low")], running=[low], scope="off")
     assert not none.waits and [one.queued.job for one in none.passed_over] == ["high"]
 
@@ -107,7 +116,7 @@ def test_stop_requested_earlier_is_not_repeated() -> None:
     low = Running("low", 3, "ada", 0, Need(0, 4), stopping=True, started_at=NOW)
     plan = run(row("high", 4, priority=5, claimed_since=NOW), held=[Grant((), (0, 1, 2, 3), "low")], running=[low])
     assert [list(wait.victims) for wait in plan.waits] == [[]]
-    assert plan.waits[0].message.endswith("; slots are being freed for it")
+    assert plan.waits[0].full_message.endswith("; slots are being freed for it")
 
 
 def test_jobs_whose_attempt_could_not_be_created_come_last_and_share_slots() -> None:
@@ -116,14 +125,44 @@ def test_jobs_whose_attempt_could_not_be_created_come_last_and_share_slots() -> 
     plan = run(*failed)
     assert started(plan) == {"a": Grant((), (0, 1, 2, 3)), "b": Grant((), (0, 1, 2, 3))}
     first, second = plan.starts
-    assert still_fits(first, [], {}, lambda _: UNLIMITED)
-    assert not still_fits(second, [first.grant], {}, lambda _: UNLIMITED), "whichever is created first has the slots"
+    assert still_fits(first, state())
+    assert not still_fits(second, state(held=[first.grant])), "whichever is created first has the slots"
 
 
 def test_start_no_longer_fits_when_its_owner_has_used_up_its_quota() -> None:
     start = Start(row("a", 2), Grant((), (0, 1)))
-    assert still_fits(start, [], {"ada": Share(0, 1, 1)}, lambda _: Limit(ranks=3))
-    assert not still_fits(start, [], {"ada": Share(0, 2, 1)}, lambda _: Limit(ranks=3))
+    assert still_fits(start, state(owned={"ada": Share(0, 1, 1)}, limit=Limit(ranks=3)))
+    assert not still_fits(start, state(owned={"ada": Share(0, 2, 1)}, limit=Limit(ranks=3)))
+
+
+def test_quota_counts_only_what_a_job_needs() -> None:
+    """Of GPUs, the owner holds more than a quota that was lowered since; the job needs none."""
+    owned, limit = {"ada": Share(4, 4, 1)}, Limit(gpus=2)
+    plan = schedule(state([row("a")], owned=owned, limit=limit), Capacity((), 4), "owner", NOW)
+    assert list(started(plan)) == ["a"] and still_fits(plan.starts[0], state(owned=owned, limit=limit))
+
+
+def test_job_that_was_tried_keeps_its_place_and_its_quota_but_not_its_slots() -> None:
+    plan = run(row("a", 4), row("b"), row("c", owner="bob"), limit=Limit(jobs=1), tried={("a", 0)})
+    assert list(started(plan)) == ["c"] and waiting(plan)["b"][0] == Reason.QUOTA
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"held": [Grant((), (1,), "x")]},
+        {"running": [Running("x", 1, "ada", 0, Need(0, 1), stopping=True)]},
+        {"owned": {"ada": Share(0, 1, 1)}},
+        {"limit": Limit(jobs=1)},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_decisions_do_not_hold_after_a_change_of_what_they_were_made_from(change: dict[str, Any]) -> None:
+    before: dict[str, Any] = {"held": [Grant((), (0,), "x")], "running": [Running("x", 1, "ada", 0, Need(0, 1))]}
+    rows = [row("a", 4)]
+    trained = [Running("x", 1, "ada", 0, Need(0, 1), unsaved_seconds=9.0)]
+    assert is_unchanged(state(rows, **before), state(**before | {"running": trained}))
+    assert not is_unchanged(state(rows, **before), state(**before | change))
 
 
 def test_job_past_its_timeout_ends_without_another_attempt() -> None:
@@ -146,8 +185,8 @@ def test_every_job_is_decided_once_and_no_slot_is_granted_twice(
         row(f"j{i:02}", need, owner=owner, priority=priority, reason=CREATION_FAILED if failed else None)
         for i, (need, owner, priority, failed) in enumerate(jobs)
     ]
-    state = QueueState(rows, [], [], {}, lambda _: limit)
-    plan = schedule(state, {"local": True}, Capacity((), cpus), "owner", NOW)
+    plan = schedule(state(rows, limit=limit), Capacity((), cpus), "owner", NOW)
+    assert all(still_fits(start, state(limit=limit)) for start in plan.starts)
     decided = [one.row.queued.job for one in (*plan.starts, *plan.waits, *plan.ends)]
     decided += [one.queued.job for one in plan.passed_over]
     silent = {one.queued.job for one in rows if one.reason == CREATION_FAILED}  # they keep the reason that they have
