@@ -1,9 +1,9 @@
-"""Carries out, in a transaction, what a scheduling pass has decided for jobs that do not start. A job whose row has changed since
-the pass read it is left to the next pass."""
+"""Carries out, in a transaction, what a scheduling pass in it has decided for jobs that do not start. A job whose row another
+transaction holds is left to the next pass."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 from pydantic import ValidationError
@@ -45,13 +45,13 @@ def end_unreadable(session: Session, job: Job, error: ValidationError) -> None:
 
 def apply_waits(session: Session, waits: Sequence[Wait], *, may_stop: bool) -> None:
     """Store why jobs wait, and request the stop of the attempts that make room for them. The ETags of the waiting jobs do not
-    change. ``may_stop`` False: jobs for which attempts would be stopped are left to a later pass."""
+    change. ``may_stop`` False: no attempt is stopped."""
     session.flush()
     versions = queue_queries.lock_versions(session, [wait.row.queued.job for wait in waits])
     for wait in waits:
-        if versions.get(wait.row.queued.job) != wait.row.version or (wait.victims and not may_stop):
+        if versions.get(wait.row.queued.job) != wait.row.version:
             continue
-        if wait.victims and not _preempt(session, wait.row, wait.victims):
+        if wait.victims and not (may_stop and _preempt(session, wait.row, wait.victims)):
             wait = wait._replace(is_freed=False)
         if wait.is_new:
             told = sa.update(Job).where(Job.id == wait.row.queued.job)
@@ -67,9 +67,10 @@ def store_wait_reason(job: Job, reason: JobReason, message: str) -> bool:
     return True
 
 
-def store_no_slot(session: Session, ids: Sequence[str], kinds: Collection[str], capacity: Capacity) -> None:
-    """Store that no slot is left in the rows of those jobs ``ids`` that still wait, of launchers ``kinds``."""
+def store_no_slot(session: Session, ids: Sequence[str], slots: Mapping[str, bool], capacity: Capacity) -> None:
+    """Store that no slot is left in the rows of those jobs ``ids`` that still wait. ``slots``: as in ``QueueState``."""
     session.flush()
+    kinds = [kind for kind, has_slots in slots.items() if has_slots]
     queue_queries.store_waiting_reason(session, ids, kinds, reason=Reason.NO_SLOT, message=no_slot_message(capacity))
 
 

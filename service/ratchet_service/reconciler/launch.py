@@ -7,7 +7,7 @@ import logging
 import secrets
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -46,7 +46,6 @@ from ratchet_service.reconciler.apply_schedule import (
 )
 from ratchet_service.reconciler.attempt_facts import pace_before
 from ratchet_service.scheduling import queue_queries, quotas, scheduler, slot_host_lease
-from ratchet_service.scheduling.fair_order import UNLIMITED, Share
 from ratchet_service.scheduling.scheduler import CREATION_FAILED, Key, Preemption, QueueState, Row, Schedule
 from ratchet_service.scheduling.slots import Capacity, Grant
 
@@ -59,7 +58,7 @@ log = logging.getLogger(__name__)
 UNLAUNCHABLE_AFTER_SECONDS: Final = 10.0
 """Seconds that a job waits for another reconciler, which has its launcher, before its row records that there is none."""
 _MAX_PASSES: Final = 3
-"""Most scheduling passes in a row. Another follows if no attempt was created and the decisions did not hold any more."""
+"""Most scheduling passes in a row: another follows only if none of the planned attempts was created."""
 _SLOTS_LOCK: Final = 0x52_41_54_43_53_4C_4F_54  # "RATCSLOT"
 
 
@@ -71,6 +70,8 @@ class Launched:
     plan: LaunchPlan | None
 
 
+_MAX_UNREADABLE_ENDS: Final = 100
+"""Most jobs that one transaction ends because their stored spec cannot be read; later passes end the others."""
 _MAX_READABLE: Final = 10_000
 """Most rows that a process remembers to have validated."""
 Planned = tuple[LaunchFile, LaunchPlan] | Exception | None
@@ -80,10 +81,9 @@ error. None: it was not called."""
 
 @dataclass(frozen=True)
 class _Pass:
-    """A scheduling pass: what it has read and decided. ``no_slot_jobs``: ids of jobs that get the reason ``no-slot``.
-    ``unreadable``: jobs whose stored spec cannot be validated."""
+    """What a scheduling pass outside of a transaction has found. ``no_slot_jobs``: ids of jobs that get the reason ``no-slot`` if
+    no slot is left. ``unreadable``: jobs that end because their stored spec cannot be validated."""
 
-    queue: QueueState
     plan: Schedule
     no_slot_jobs: Sequence[str]
     unreadable: Sequence[tuple[Row, ValidationError]]
@@ -124,7 +124,7 @@ class AttemptLauncher:
         may be stopped, ended, or get the reason why they wait."""
         next_attempts: dict[Key, Next | OSError] = {}
         tried: set[Key] = set()
-        for number in range(_MAX_PASSES):
+        for _ in range(_MAX_PASSES):
             # without a lock, as are the directories and launchers: nothing slow keeps others from the slots
             found = self._schedule(tried)
             if not found.has_changes:
@@ -135,18 +135,10 @@ class AttemptLauncher:
                     next_attempts[key] = self._next_attempt(*key)
             planned = {key: self._plan_launch(key, grant, next_attempts[key]) for key, grant in starts.items()}
             with self._database.write() as session:
-                launched, holds = self._start_planned(session, found, next_attempts, planned, tried)
-                for row, error in found.unreadable:
-                    job = locked_job(session, row)
-                    if job is not None:
-                        end_unreadable(session, job, error)
-                apply_ends(session, found.plan.ends)
-                # else the reasons may be wrong by now, and a stop needless: the next pass decides again
-                if holds or number + 1 == _MAX_PASSES:
-                    apply_waits(session, found.plan.waits, may_stop=holds)
-                    kinds = [kind for kind, launcher in self._launchers.items() if launcher.slots]
-                    store_no_slot(session, found.no_slot_jobs, kinds, self._capacity)
-            if launched or holds:  # launched attempts do not wait for other jobs' disks
+                launched = self._carry_out(session, found, next_attempts, planned, tried)
+            # Launched attempts do not wait for other jobs' disks. If none was launched, since others took the jobs or attempts
+            # could not be created, the slots are free for later jobs.
+            if launched or not starts:
                 return launched
         return []
 
@@ -156,23 +148,25 @@ class AttemptLauncher:
             now = now_in(session)
             ready = queue_queries.is_due(now) & queue_queries.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
-                return _Pass(QueueState((), {}, (), (), {}, lambda _: UNLIMITED), Schedule(), [], [])
+                return _Pass(Schedule(), [], [])
             slots = self._usable_slots(slot_host_lease.find_other_host(session))
             queue = self._read_state(session, slots)
             rows = queue_queries.startable_jobs(session, now, slots, self._capacity, queue.limit)
-            unreadable: list[tuple[Row, ValidationError]] = []
-            while True:
+            plan = self._decide(replace(queue, rows=rows), now, tried)
+            unreadable = self._find_unreadable(session, plan.compared)
+            if unreadable:  # rare, and then often all of them
+                unreadable += self._find_unreadable(session, [row for row in rows if row not in plan.compared])
                 gone = {row.queued.job for row, _ in unreadable}
-                queue = replace(queue, rows=[row for row in rows if row.queued.job not in gone])
-                plan = scheduler.schedule(queue, self._capacity, self._preemption.scope, now, tried)
-                found = self._find_unreadable(session, plan.compared)
-                if not found:
-                    break
-                unreadable += found
+                readable = [row for row in rows if row.queued.job not in gone]
+                plan = self._decide(replace(queue, rows=readable), now, tried)
             no_slot_jobs = (
                 queue_queries.no_slot_jobs(session, now, rows, plan.passed_over, slots) if plan.exhausted else []
             )
-            return _Pass(queue, plan, no_slot_jobs, unreadable)
+            return _Pass(plan, no_slot_jobs, unreadable[:_MAX_UNREADABLE_ENDS])
+
+    def _decide(self, queue: QueueState, now: datetime, tried: Container[Key]) -> Schedule:
+        """Call ``schedule`` with this machine's settings."""
+        return scheduler.schedule(queue, self._capacity, self._preemption.scope, now, tried)
 
     def _find_unreadable(self, session: Session, rows: Sequence[Row]) -> list[tuple[Row, ValidationError]]:
         """Return those of ``rows`` whose stored spec or decisions cannot be validated, with the error."""
@@ -201,38 +195,50 @@ class AttemptLauncher:
             quotas.limits(session),
         )
 
-    def _start_planned(
+    def _carry_out(
         self,
         session: Session,
         found: _Pass,
         next_attempts: Mapping[Key, Next | OSError],
         planned: Mapping[Key, Planned],
         tried: set[Key],
-    ) -> tuple[list[Launched], bool]:
-        """Take the lock of the slots until the transaction ends, and create the attempts of the pass ``found``. A job whose row
-        has changed since is left to the next pass, and so is one whose slots or quota are taken now. Jobs whose attempt could
-        not be created are added to ``tried``. Return the attempts, and whether the pass's other decisions still hold."""
+    ) -> list[Launched]:
+        """Decide again in this transaction, for the jobs that the pass ``found`` concerns, and carry that out; return the new
+        attempts. Only jobs that are ``planned`` start. Jobs whose attempt could not be created are added to ``tried``."""
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
+        now = now_in(session)
         other_host = slot_host_lease.acquire(session, self._lease_seconds) if self._lends_slots else None
-        queue = self._read_state(session, self._usable_slots(other_host))
-        holds = scheduler.is_unchanged(found.queue, queue)
+        slots = self._usable_slots(other_host)
+        rows = queue_queries.jobs_by_id(session, now, list(slots), found.plan.concerned)
+        plan = self._decide(replace(self._read_state(session, slots), rows=rows), now, tried)
         launched: list[Launched] = []
-        for start in found.plan.starts:
-            job = locked_job(session, start.row) if scheduler.still_fits(start, queue) else None
-            if job is None:
+        grants: list[Grant] = []
+        may_stop = True
+        for start in plan.starts:
+            key = start.row.key
+            # the slots of one that is not planned stay reserved: its directory is read in the next pass
+            job = locked_job(session, start.row) if key in planned else None
+            if job is None or any(start.grant.overlaps(grant) for grant in grants):
                 continue
-            created = self._start(session, job, start.grant, next_attempts[start.row.key], planned[start.row.key])
-            if created is None:
-                tried.add(start.row.key)
-                continue
-            launched.append(created)
-            held = queue.held_by_owner.get(job.owner, Share()).plus(start.row.queued.share)
-            queue = replace(
-                queue, held=[*queue.held, start.grant], held_by_owner={**queue.held_by_owner, job.owner: held}
-            )
-        return launched, holds and len(launched) == len(found.plan.starts)
+            created = self._start(session, job, start.grant, next_attempts[key], planned[key])
+            if created is not None:
+                launched.append(created)
+                grants.append(start.grant)
+            elif job.reason == CREATION_FAILED:
+                tried.add(key)
+                # what was decided for the jobs behind it assumed that it starts
+                may_stop = may_stop and start.row.reason == CREATION_FAILED
+        for row, error in found.unreadable:
+            job = locked_job(session, row)
+            if job is not None:
+                end_unreadable(session, job, error)
+        apply_ends(session, plan.ends)
+        apply_waits(session, plan.waits, may_stop=may_stop)
+        if plan.exhausted:
+            store_no_slot(session, found.no_slot_jobs, slots, self._capacity)
+        return launched
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:
         """Return the launch file and the launcher's plan for the job's next attempt; None: nothing to plan. Errors are

@@ -243,7 +243,7 @@ def _parse_row(row: Any) -> Row:
     takes = _share_of(row.world, row.device)
     queued = Queued(row.id, row.owner, row.priority, row.created_at, takes, row.preempting_since)
     parsed = Row(queued, "", row.reason, row.message, row.attempt, row.version, running_seconds=row.running_seconds)
-    if "kind" not in row._fields:
+    if not hasattr(row, "kind"):
         return parsed
     need, timeout = _need_of(row.world, row.device, row.threads), _parse_number(row.timeout)
     return parsed._replace(kind=row.kind, need=need, timeout=timeout)

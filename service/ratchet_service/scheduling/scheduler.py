@@ -112,9 +112,10 @@ class End(NamedTuple):
 
 @dataclass
 class Schedule:
-    """Result of a pass. Grants of ``starts`` overlap only for jobs whose attempt could not be created before: whichever is
-    created first gets the slots. ``waits``: only those that change something. ``compared``: jobs whose need was compared with the
-    free slots. ``passed_over``: jobs that wait for slots and were not compared. ``exhausted``: no CPU slot is left for them."""
+    """Result of a pass. Grants of ``starts`` overlap only for jobs whose attempt could not be created before: the caller gives
+    the slots to the one that is created first. ``waits``: only those that change something. ``compared``: jobs whose need was
+    compared with the free slots. ``passed_over``: jobs that wait for slots and were not compared. ``exhausted``: no CPU slot
+    is left for them."""
 
     starts: list[Start] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
@@ -122,6 +123,13 @@ class Schedule:
     compared: list[Row] = field(default_factory=list)
     passed_over: list[Row] = field(default_factory=list)
     exhausted: bool = False
+
+    @property
+    def concerned(self) -> list[str]:
+        """The ids of the jobs that need another decision in the transaction that carries this one out: all but those that wait
+        for a quota, or were not compared, and have the reason already."""
+        rows = (*self.compared, *(wait.row for wait in self.waits), *(end.row for end in self.ends))
+        return [*dict.fromkeys(row.queued.job for row in rows)]
 
 
 def schedule(
@@ -168,38 +176,6 @@ def schedule(
                 board.release(answer)
     out.exhausted = board.exhausted
     return out
-
-
-def still_fits(start: Start, queue: QueueState) -> bool:
-    """True if the slots of ``start`` are free in ``queue``, and the quota of the job's owner has room for it."""
-    queued, wanted = start.row.queued, start.grant
-    used = queue.held_by_owner.get(queued.owner, Share())
-    return (
-        start.row.kind in queue.slots
-        and queue.limit(queued.owner).lacking_resource(used, queued.share) is None
-        and all(set(wanted.gpus).isdisjoint(one.gpus) and set(wanted.cpus).isdisjoint(one.cpus) for one in queue.held)
-    )
-
-
-def is_unchanged(before: QueueState, now: QueueState) -> bool:
-    """True if what a pass has decided from ``before`` holds with ``now``, whose rows are not compared."""
-    owners = {row.queued.owner for row in before.rows}
-    return (
-        before.slots == now.slots
-        and before.held_by_owner == now.held_by_owner
-        and sorted(map(_grant_key, before.held)) == sorted(map(_grant_key, now.held))
-        and {*map(_stop_key, before.running)} == {*map(_stop_key, now.running)}
-        and all(before.limit(owner) == now.limit(owner) for owner in owners)
-    )
-
-
-def _grant_key(grant: Grant) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    return grant.job or "", grant.gpus, grant.cpus
-
-
-def _stop_key(one: Running) -> tuple[str, int, int, Need, bool, bool]:
-    """Return what decides whether the attempt may be stopped for others, and what that frees."""
-    return one.job, one.attempt, one.priority, one.holds, one.stopping, one.is_protected
 
 
 def no_slot_message(capacity: Capacity) -> str:

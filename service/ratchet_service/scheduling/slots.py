@@ -41,6 +41,10 @@ class Grant:
     cpus: tuple[int, ...] = ()
     job: str | None = field(default=None, compare=False)
 
+    def overlaps(self, other: Grant) -> bool:
+        """True if the two have a GPU or a CPU slot in common."""
+        return bool({*self.gpus} & {*other.gpus} or {*self.cpus} & {*other.cpus})
+
 
 @dataclass(frozen=True)
 class Waiting:

@@ -131,10 +131,7 @@ def nothing_adopted() -> Iterator[None]:
 @contextmanager
 def slots_forgotten() -> Iterator[None]:
     """Slots that somebody holds are given out again."""
-    with (
-        patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())),
-        patch.object(scheduler, "still_fits", lambda *_: True),
-    ):
+    with patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())):
         yield
 
 

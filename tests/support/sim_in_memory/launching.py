@@ -5,7 +5,6 @@ has decided, as ``launch`` and ``apply_schedule`` do.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from typing import Any, Final
 
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Event, JobPhase
@@ -56,39 +55,33 @@ class Launching:
         raise NotImplementedError
 
     def _launch(self) -> Points:
-        """What is to be done is decided first, and others commit before the transaction that does it. On PostgreSQL others commit
-        between that transaction's reading and its writing, too, but nobody else launches."""
+        """What is to be done is decided first, and others commit before the transaction that decides again and does it. On
+        PostgreSQL others commit between that transaction's reading and its writing, too, but nobody else launches."""
         w = self.w
         held_at = w.t
-        before = self._queue()
-        plan = scheduler.schedule(before, CAPACITY, "any", w.now)
-        stops = [wait for wait in plan.waits if wait.victims]
+        found = scheduler.schedule(self._queue(), CAPACITY, "any", w.now)
         yield POINT
-        if not (plan.starts or plan.ends or stops):
+        if not found.concerned:
             return
         if w.postgres:
             while w.launching not in (None, self):
                 yield POINT
             w.launching = w.slots_lock(self)
-        queue = self._queue()
-        holds = scheduler.is_unchanged(before, queue)
+        plan = scheduler.schedule(self._queue({*found.concerned}), CAPACITY, "any", w.now)
         if w.postgres:
             yield POINT
+        planned = {start.row.key for start in found.starts}
         launched = []
         for start in plan.starts:
-            job = self._unchanged(start.row) if scheduler.still_fits(start, queue) else None
+            job = self._unchanged(start.row) if start.row.key in planned else None
             if job is not None:
                 launched.append(self._start(job, start.grant))
-                held = queue.held_by_owner.get(job.owner, _NO_SHARE).plus(_SHARES[job.ranks])
-                queue = replace(
-                    queue, held=[*queue.held, start.grant], held_by_owner={**queue.held_by_owner, job.owner: held}
-                )
         for row, decision in plan.ends:
             job = self._unchanged(row)
             if job is not None:
                 w.apply(job, decision.event, reason=decision.reason, message=decision.message)
-        for wait in stops if holds and len(launched) == len(plan.starts) else ():
-            job = self._unchanged(wait.row)
+        for wait in plan.waits:
+            job = self._unchanged(wait.row) if wait.victims else None
             if job is not None:
                 self._make_room(job, wait.victims)
         w.launching = None
@@ -114,7 +107,7 @@ class Launching:
             if attempt is not None and attempt.phase is not AttemptPhase.ENDED:
                 yield job, attempt
 
-    def _queue(self) -> QueueState:
+    def _queue(self, only: set[str] | None = None) -> QueueState:
         w = self.w
         rows = [
             Row(
@@ -122,7 +115,7 @@ class Launching:
                 "", None, None, job.attempt, job.version, _NEEDS[job.ranks], LIMITS.timeout, job.running_seconds,
             )
             for job in w.jobs.values()
-            if is_due(job, w.now)
+            if is_due(job, w.now) and (only is None or job.id in only)
         ]  # fmt: skip
         alive = list(self._alive())
         held: dict[str, Share] = {}

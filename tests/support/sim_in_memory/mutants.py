@@ -119,10 +119,7 @@ def equals_preempted() -> Iterator[None]:
 @contextmanager
 def slots_forgotten() -> Iterator[None]:
     """Slots that somebody holds are given out again."""
-    with (
-        patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())),
-        patch.object(scheduler, "still_fits", lambda *_: True),
-    ):
+    with patch.object(scheduler, "Board", lambda capacity, held: slots.Board(capacity, ())):
         yield
 
 

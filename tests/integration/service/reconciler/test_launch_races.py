@@ -13,7 +13,7 @@ import sqlalchemy as sa
 
 from ratchet_contract.api.requests import PatchRequest
 from ratchet_contract.paths import JobPaths
-from ratchet_contract.phases import Event, JobPhase, Reason
+from ratchet_contract.phases import Cause, Event, JobPhase, Reason
 from ratchet_service.checkpoints import run_directory_scan
 from ratchet_service.checkpoints.run_directory_scan import Next
 from ratchet_service.db.engine import Database, utc_now
@@ -114,15 +114,50 @@ def test_nothing_is_stopped_for_a_job_if_what_the_stop_was_decided_from_has_chan
     assert queue.stopping() == set() and queue.job(high).reason != Reason.NO_SLOT
 
 
-def test_stop_is_decided_again_in_the_next_round(tmp_path: Path, database: Database, meanwhile: Any) -> None:
-    queue = Queue(tmp_path, database, cpus=2, scope="any")
-    victim = queue.submit()
+def test_stop_is_requested_although_another_creation_fails_and_others_start(
+    tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(tmp_path, database, cpus=16, gpus=1, scope="any")
+    victim = queue.submit(device="cuda")
     assert queue.run_round() == [victim]
-    first, high = queue.submit(priority=8), queue.submit(priority=5)
-    meanwhile(lambda: set_quota(database, "local", jobs=9))
-    assert queue.run_round() == [first] and queue.stopping() == set()
-    assert queue.run_round() == [] and queue.stopping() == {victim}
+    break_directory(monkeypatch, queue.submit())
+    queue.run_round()
+    high, hopeless = queue.submit(device="cuda", priority=5), queue.submit(device="cuda", ranks=3, priority=5)
+    started = queue.submit()
+    assert queue.run_round() == [started] and queue.stopping() == {victim}
     assert queue.reason_and_message(high)[1].endswith("; slots are being freed for it")
+    assert queue.reason_and_message(hopeless)[0] == Reason.NO_SLOT
+
+
+def test_stop_is_requested_on_a_busy_service(tmp_path: Path, database: Database, meanwhile: Any) -> None:
+    """Another attempt starts and one ends between the pass and its transaction."""
+    queue = Queue(tmp_path, database, cpus=16, gpus=1, scope="any")
+    victim, short = queue.submit(device="cuda"), queue.submit()
+    assert set(queue.run_round()) == {victim, short}
+    queue.submit(device="cuda", priority=5)
+    meanwhile(lambda: queue.end(short))
+    started = queue.submit()
+    assert queue.run_round() == [started] and queue.stopping() == {victim}
+
+
+def test_nothing_is_stopped_if_a_job_ahead_has_left_its_reserved_slot(
+    tmp_path: Path, database: Database, meanwhile: Any
+) -> None:
+    queue = Queue(tmp_path, database, cpus=5, scope="any")
+    running = [queue.submit(), queue.submit(priority=9), queue.submit(priority=9)]
+    assert set(queue.run_round()) == set(running)
+    with database.write() as session:
+        apply(session, running[1], Event.PREEMPT, cause=Cause.API_PREEMPT)
+    first, ahead = queue.submit(priority=9), queue.submit(priority=8, cpus=2)
+    queue.submit(priority=5)
+
+    def cancel() -> None:
+        with database.write() as session:
+            apply(session, ahead, Event.CANCEL)
+
+    meanwhile(cancel)
+    queue.run_round()
+    assert queue.job(first).attempt == 1 and running[0] not in queue.stopping()
 
 
 def test_job_starts_although_its_owner_holds_more_gpus_than_a_lowered_quota(tmp_path: Path, database: Database) -> None:

@@ -51,7 +51,9 @@ def test_zombie_is_no_live_process_and_its_children_are_descendants() -> None:
     parent = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
     with started(parent) as (process, value):
         (child,) = procfs.live_descendants(process.pid)
-        assert {process.pid, child} <= {*procfs.live_descendants(os.getpid())}  # other tests' processes may be there, too
+        assert {process.pid, child} <= {
+            *procfs.live_descendants(os.getpid())
+        }  # other tests' processes may be there, too
         process.kill()
         wait_for(lambda: procfs.start_time(process.pid) is None, "the parent to be a zombie", 10)
         zombie = procfs.stat(process.pid)
