@@ -91,8 +91,7 @@ class _Pass:
     @property
     def has_changes(self) -> bool:
         """True if there is anything to write."""
-        plan = self.plan
-        return bool(plan.starts or plan.waits or plan.ends or self.no_slot_jobs or self.unreadable)
+        return bool(self.plan.has_changes or self.no_slot_jobs or self.unreadable)
 
 
 class AttemptLauncher:

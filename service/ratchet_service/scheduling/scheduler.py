@@ -113,23 +113,37 @@ class End(NamedTuple):
 @dataclass
 class Schedule:
     """Result of a pass. Grants of ``starts`` overlap only for jobs whose attempt could not be created before: the caller gives
-    the slots to the one that is created first. ``waits``: only those that change something. ``compared``: jobs whose need was
-    compared with the free slots. ``passed_over``: jobs that wait for slots and were not compared. ``exhausted``: no CPU slot
-    is left for them."""
+    the slots to the one that is created first. ``examined``: all jobs, in the order of the pass. ``waits``: only those that
+    change something. ``compared``: jobs whose need was compared with the free slots. ``held_back``: jobs whose owner's quota
+    holds them back. ``passed_over``: jobs that wait for slots and were not compared. ``exhausted``: no CPU slot is left for
+    them."""
 
+    examined: list[Row] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
     ends: list[End] = field(default_factory=list)
     compared: list[Row] = field(default_factory=list)
+    held_back: set[Row] = field(default_factory=set)
     passed_over: list[Row] = field(default_factory=list)
     exhausted: bool = False
 
     @property
+    def has_changes(self) -> bool:
+        """True if there is anything to do, but for the reasons of jobs that were passed over."""
+        return bool(self.starts or self.waits or self.ends)
+
+    @property
     def concerned(self) -> list[str]:
-        """The ids of the jobs that need another decision in the transaction that carries this one out: all but those that wait
-        for a quota, or were not compared, and have the reason already."""
-        rows = (*self.compared, *(wait.row for wait in self.waits), *(end.row for end in self.ends))
-        return [*dict.fromkeys(row.queued.job for row in rows)]
+        """The ids of the jobs of which the decisions to carry out depend, in no order: with these alone, a pass decides the
+        same."""
+        acted = {one.row.queued.job for some in (self.starts, self.ends, self.waits) for one in some}
+        last = max((i for i, row in enumerate(self.examined) if row.queued.job in acted), default=-1)
+        told = {wait.row.queued.owner for wait in self.waits if wait.reason is Reason.QUOTA}
+        # a job that a quota holds back changes the decisions of its owner's later jobs only
+        ahead = (row for row in self.examined[: last + 1] if row not in self.held_back or row.queued.owner in told)
+        # for their owners' other jobs, those that come last count as if they came first
+        failed = (row for row in self.examined if row.reason == CREATION_FAILED)
+        return [*dict.fromkeys(row.queued.job for row in (*ahead, *self.compared, *failed))]
 
 
 def schedule(
@@ -140,11 +154,13 @@ def schedule(
     out, started, reasons = Schedule(), Counter[bool](), 0
     board, planner = Board(capacity, queue.held), PreemptionPlanner(queue.running, scope)
     for row, held_back in _in_order(queue, capacity):
+        out.examined.append(row)
         has_slots, one = queue.slots[row.kind], row.queued
         never = too_few_gpus(one.share.gpus, capacity) if has_slots else None
         if never is not None or held_back is not None:
-            reason = Reason.QUOTA if never is None else Reason.NO_SLOT
-            wait = Wait(row, reason, never or held_back or "")
+            if never is None:
+                out.held_back.add(row)
+            wait = Wait(row, Reason.QUOTA if never is None else Reason.NO_SLOT, never or held_back or "")
             if wait.is_new and reasons < MAX_REASONS_STORED:
                 out.waits.append(wait)
                 reasons += 1

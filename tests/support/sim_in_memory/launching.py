@@ -61,7 +61,7 @@ class Launching:
         held_at = w.t
         found = scheduler.schedule(self._queue(), CAPACITY, "any", w.now)
         yield POINT
-        if not found.concerned:
+        if not found.has_changes:
             return
         if w.postgres:
             while w.launching not in (None, self):
