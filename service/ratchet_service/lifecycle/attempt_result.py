@@ -176,8 +176,8 @@ def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | 
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:
-    """Return columns of the job's row that the attempt's end changes, such as counters and steps, but not the phase. ``seconds``:
-    how long the attempt ran."""
+    """Return columns of the job's row that the attempt's end changes: counters, steps, the lease (released), but not the phase.
+    ``seconds``: how long the attempt ran."""
     values: dict[str, Any] = {
         "preemptions": decision.counters.preemptions,
         "failures": decision.counters.failures,

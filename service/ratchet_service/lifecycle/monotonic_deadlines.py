@@ -1,5 +1,6 @@
 """Counts elapsed time for the reconciler's deadlines by monotonic clocks, since wall clocks can be set. The count is stored, and
-the next process continues it. A deadline that is counted in this way may expire late, but never early."""
+the next process continues it. A deadline that is counted in this way may expire late, but never early; only a count that cannot
+be read is replaced by the wall clock's time."""
 
 from __future__ import annotations
 

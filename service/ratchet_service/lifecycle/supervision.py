@@ -1,5 +1,6 @@
 """Decides what the reconciler does with an attempt after a poll of it. Pure: what is known of the attempt comes in as a value and
-is returned changed; ``reconciler.supervise`` carries out the actions. Times are seconds of the caller's monotonic clock."""
+is returned changed; ``reconciler.supervise`` carries out the actions. Times are seconds of the caller's monotonic clock, but for
+``wall``."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class DesiredState:
 
 @dataclass(frozen=True)
 class Supervised:
-    """What does not change while an attempt is supervised. ``view``: of its job. ``protocol``: of its agents. ``unmanaged``: it
-    is known to be a script without a Session."""
+    """What is read once, when the supervision of an attempt begins. ``view``: of its job; each poll replaces the phase and the
+    desired state. ``protocol``: of its agents. ``unmanaged``: it is known to be a script without a Session."""
 
     view: JobView
     protocol: int = PROTOCOL_VERSION
@@ -67,23 +68,23 @@ class Supervision:
     """What is known of an attempt under supervision. Each function below returns a new value."""
 
     created_at: float  # the attempt was created then, or earlier
-    last_queued_at: float  # the last poll that saw it in the engine's queue, or came after a long time without one
+    last_queued_at: float  # start of the launch deadline: it may have left the engine's queue then
     polled_at: float
     running_since: float | None = None  # so that the time since then is what the attempt has run
     left_running: bool = False  # the history records that it is left to run to its end
-    submitted: bool = False
+    submitted: bool = False  # by this process; after a takeover an attempt that has an agent is not submitted again
     submit_not_before: float | None = None  # the engine was unreachable or full
     stop_requested_since: float | None = None  # the first poll that saw the request to end it
     stop_request_id: float | None = None  # which request that is: ``DesiredState.request_id``
-    stopped_at: float | None = None
+    stopped_at: float | None = None  # the SIGTERM was recorded, or sent if that is later
     signal_unsent: bool = False  # the SIGTERM is in the history, but the engine may not have accepted it
     forced_cause: Cause | None = None
     message: str | None = None
     killing: bool = False
-    result_seen_at: float | None = None
+    result_seen_at: float | None = None  # the first poll for which ``is_over`` was true
     lost_since: float | None = None
     ending_since: float | None = None
-    engine_ends: tuple[EngineEnd, ...] = ()  # what the engine has reported since then
+    engine_ends: tuple[EngineEnd, ...] = ()  # what the engine has reported since ``ending_since``
     unproven_reported: bool = False
 
 
@@ -94,10 +95,10 @@ class ActionKind(StrEnum):
     SUBMIT = "submit"  # no agent exists, and this process has submitted none
     STOP = "stop"  # SIGTERM, with ``cause``
     SIGNAL = "signal"  # the SIGTERM of a STOP again, which may not have reached the agent
-    KILL = "kill"  # with ``cause``
+    KILL = "kill"  # record that it is to be killed, with ``cause``; the FINISH of the next poll kills it
     KILL_LOST = "kill-lost"  # the other agents after one died without a result, with ``cause``
     KILL_LINGERING = "kill-lingering"  # agents that did not end when the others did; the results have the cause
-    FINISH = "finish"  # prove the attempt dead, and finalise it
+    FINISH = "finish"  # kill what is alive, prove the attempt dead, and finalise it
     LEAVE = "leave"  # leave a script of another protocol running, and record that once
 
 

@@ -1,5 +1,6 @@
-"""Ends an attempt once no process of it is alive. The disk is read first; then one transaction ends the attempt and releases
-the lease. After a crash before that, the next reconciler starts again."""
+"""Ends an attempt once no process of it is alive. First the disk is read, remains of saves and old spools are deleted, and logs
+are shortened; then one transaction ends the attempt and releases the lease. After a crash before that, the next reconciler
+starts again."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def restore(
     launch_deadline: float,
 ) -> Supervision:
     """Return ``known``, which comes from ``restore_actions``, with the start times of the deadlines that an earlier reconciler
-    counted. At most ``max_gap`` seconds since then count. ``has_slots``: Ratchet manages the slots of the attempt's launcher.
-    ``launch_deadline``: in seconds."""
+    counted. The present is ``known.created_at``. At most ``max_gap`` seconds since the counts were stored count. ``has_slots``:
+    Ratchet manages the slots of the attempt's launcher. ``launch_deadline``: in seconds."""
     counts, now = stored_deadlines if isinstance(stored_deadlines, dict) else {}, known.created_at
 
     def start_of(name: str) -> float | None:

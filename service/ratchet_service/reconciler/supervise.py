@@ -1,6 +1,6 @@
 """Supervises active jobs under a lease each: carries out what ``lifecycle.supervision`` decides after a poll. A stop or kill that
 another process must know of is recorded as an event *before* the action. The result files, which a launcher's poll reads, decide
-how an attempt ended. A reported result wakes the reconciler and reaches the agents of the other nodes; it decides nothing."""
+how an attempt ended. A reported result only wakes a reconciler of the same process, and reaches the agents of other nodes."""
 
 from __future__ import annotations
 
@@ -306,7 +306,8 @@ class Watcher:
         self._write_deadlines(watch, now)  # otherwise the next reconciler sends it again, and counts from there
 
     def _kill(self, watch: Watch, state: AttemptState, action: NextAction) -> None:
-        """Record in the history and the watch that the attempt is to be killed, and why. ``_finish`` kills it later."""
+        """Record in the history and the watch that the attempt is to be killed, and why. The next poll calls ``_finish``, which
+        kills it."""
         text = action.text or kill_text(action.cause, state, watch.launcher.logs(watch.ref, LOG_TAIL))
         others = ": the other nodes' agents were killed" if action.kind is ActionKind.KILL_LOST else ""
         self._add_event(watch, EventType.AGENT_KILLED, action.cause, text + others)
