@@ -1,5 +1,5 @@
-"""Carries out, in a transaction, what a scheduling pass in it has decided for jobs that do not start. A job whose row another
-transaction holds is left to the next pass."""
+"""Carries out, in the transaction that has made the second decision, what it says of jobs that do not start. A job whose row
+another transaction holds is left to the next pass."""
 
 from __future__ import annotations
 

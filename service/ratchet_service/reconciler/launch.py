@@ -80,9 +80,9 @@ error. None: it was not called."""
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """What a scheduling pass outside of a transaction has found. ``no_slot_jobs``: ids of jobs that get the reason ``no-slot`` if
-    no slot is left. ``unreadable``: jobs that end because their stored spec cannot be validated."""
+class _Found:
+    """What the first decision, made in a session that only reads, has found. ``no_slot_jobs``: ids of jobs that get the reason
+    ``no-slot`` if no slot is left. ``unreadable``: jobs that end because their stored spec cannot be validated."""
 
     plan: Schedule
     no_slot_jobs: Sequence[str]
@@ -124,7 +124,7 @@ class AttemptLauncher:
         next_attempts: dict[Key, Next | OSError] = {}
         tried: set[Key] = set()
         for _ in range(_MAX_PASSES):
-            # without a lock, as are the directories and launchers: nothing slow keeps others from the slots
+            # without a lock, as are the job directories and the launchers, which may be slow
             found = self._schedule(tried)
             if not found.has_changes:
                 break
@@ -141,13 +141,14 @@ class AttemptLauncher:
                 return launched
         return []
 
-    def _schedule(self, tried: Container[Key]) -> _Pass:
-        """Read the queue and return what is to be done. Changes nothing in the database. ``tried``: as for ``schedule``."""
+    def _schedule(self, tried: Container[Key]) -> _Found:
+        """Make the first decision: read the queue and return what is to be done, without a change of the database. ``tried``:
+        as for ``schedule``."""
         with self._database.read() as session:
             now = now_in(session)
             ready = queue_queries.is_due(now) & queue_queries.launched_by(self._launchers)
             if session.scalar(sa.select(Job.id).where(ready).limit(1)) is None:
-                return _Pass(Schedule(), [], [])
+                return _Found(Schedule(), [], [])
             slots = self._usable_slots(slot_host_lease.find_other_host(session))
             queue = self._read_state(session, slots)
             rows = queue_queries.startable_jobs(session, now, slots, self._capacity, queue.limit)
@@ -161,7 +162,7 @@ class AttemptLauncher:
             no_slot_jobs = (
                 queue_queries.no_slot_jobs(session, now, rows, plan.passed_over, slots) if plan.exhausted else []
             )
-            return _Pass(plan, no_slot_jobs, unreadable[:_MAX_UNREADABLE_ENDS])
+            return _Found(plan, no_slot_jobs, unreadable[:_MAX_UNREADABLE_ENDS])
 
     def _decide(self, queue: QueueState, now: datetime, tried: Container[Key]) -> Schedule:
         """Call ``schedule`` with this machine's settings."""
@@ -197,13 +198,13 @@ class AttemptLauncher:
     def _carry_out(
         self,
         session: Session,
-        found: _Pass,
+        found: _Found,
         next_attempts: Mapping[Key, Next | OSError],
         planned: Mapping[Key, Planned],
         tried: set[Key],
     ) -> list[Launched]:
-        """Decide again in this transaction, for the jobs that the pass ``found`` concerns, and carry that out; return the new
-        attempts. Only jobs that are ``planned`` start. Jobs whose attempt could not be created are added to ``tried``."""
+        """Make the second decision, in this transaction and for the jobs that ``found`` concerns, and carry it out; return the
+        new attempts. Only ``planned`` jobs start. Jobs whose attempt could not be created are added to ``tried``."""
         if session.get_bind().dialect.name != "sqlite":
             # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
@@ -217,7 +218,7 @@ class AttemptLauncher:
         may_stop = True
         for start in plan.starts:
             key = start.row.key
-            # the slots of one that is not planned stay reserved: its directory is read in the next pass
+            # a job without a plan keeps its slots: the next pass reads its directory
             job = locked_job(session, start.row) if key in planned else None
             if job is None or any(start.grant.overlaps(grant) for grant in grants):
                 continue

@@ -223,7 +223,7 @@ def _priority_blocks(priorities: list[tuple[int, int]], block_size: int) -> Iter
 
 def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]:
     """Return the query for the columns that ``_parse_row`` reads, of due jobs of launchers ``kinds``. None: of any launcher,
-    without the columns that only a scheduling pass needs."""
+    without the columns that are parsed for a scheduling pass only."""
     columns: list[Any] = [
         Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message, Job.attempt,
         Job.version, Job.running_seconds, *_share_columns(),

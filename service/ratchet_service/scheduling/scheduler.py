@@ -17,8 +17,8 @@ from ratchet_service.scheduling.preemption import PreemptionPlanner, Running, Sc
 from ratchet_service.scheduling.slots import Board, Capacity, Grant, Need, Waiting, too_few_gpus
 
 MAX_STARTS: Final = 16
-"""Most launches of one pass on launchers with slots, and as many without. Jobs whose attempt could not be created before count
-only once so many jobs start."""
+"""Most launches of one pass on launchers with slots, and as many without. Jobs whose attempt could not be created before do not
+count, unless so many jobs start in all."""
 MAX_REASONS_STORED: Final = 1_000
 """Most jobs of one pass, of those whose need is not compared with the free slots, that get the reason why they wait; later passes
 do the others."""
@@ -42,8 +42,8 @@ Key = tuple[str, int]
 
 class Row(NamedTuple):
     """A queued job, with the reason and message in its row. ``kind``: its launcher's name; may be empty. ``attempt``: its newest
-    attempt. ``version``: of the row, which changes of the phase and of the spec increase. ``timeout``: ``policy.timeout`` in
-    seconds; ``running_seconds``: how long all attempts ran."""
+    attempt. ``version``: of the row, which changes of the phase and of the spec increase, but not those of the reason.
+    ``timeout``: ``policy.timeout`` in seconds; ``running_seconds``: how long all attempts ran."""
 
     queued: Queued
     kind: str
@@ -114,9 +114,9 @@ class End(NamedTuple):
 class Schedule:
     """Result of a pass. Grants of ``starts`` overlap only for jobs whose attempt could not be created before: the caller gives
     the slots to the one that is created first. ``examined``: all jobs, in the order of the pass. ``waits``: only those that
-    change something. ``compared``: jobs whose need was compared with the free slots. ``held_back``: jobs whose owner's quota
-    holds them back. ``passed_over``: jobs that wait for slots and were not compared. ``exhausted``: no CPU slot is left for
-    them."""
+    change something. ``compared``: jobs whose need was compared with the free slots, or that need none. ``held_back``: jobs
+    whose owner's quota holds them back. ``passed_over``: jobs that were not compared, since no slot is left or enough jobs
+    start. ``exhausted``: no CPU slot is left."""
 
     examined: list[Row] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
@@ -134,14 +134,13 @@ class Schedule:
 
     @property
     def concerned(self) -> list[str]:
-        """The ids of the jobs of which the decisions to carry out depend, in no order: with these alone, a pass decides the
-        same."""
+        """The ids of the jobs on which the decisions to carry out depend: a pass over these alone decides the same."""
         acted = {one.row.queued.job for some in (self.starts, self.ends, self.waits) for one in some}
         last = max((i for i, row in enumerate(self.examined) if row.queued.job in acted), default=-1)
         told = {wait.row.queued.owner for wait in self.waits if wait.reason is Reason.QUOTA}
-        # a job that a quota holds back changes the decisions of its owner's later jobs only
+        # a job that a quota holds back affects only later jobs of its owner
         ahead = (row for row in self.examined[: last + 1] if row not in self.held_back or row.queued.owner in told)
-        # for their owners' other jobs, those that come last count as if they came first
+        # they are examined last, but their places and shares of quotas are counted in fair order
         failed = (row for row in self.examined if row.reason == CREATION_FAILED)
         return [*dict.fromkeys(row.queued.job for row in (*ahead, *self.compared, *failed))]
 
@@ -161,7 +160,9 @@ def schedule(
             if never is None:
                 out.held_back.add(row)
             wait = Wait(row, Reason.QUOTA if never is None else Reason.NO_SLOT, never or held_back or "")
-            if wait.is_new and reasons < MAX_REASONS_STORED:
+            # a failed creation keeps its reason, by which the job comes last
+            keeps = row.reason == CREATION_FAILED and wait.reason is Reason.QUOTA
+            if wait.is_new and not keeps and reasons < MAX_REASONS_STORED:
                 out.waits.append(wait)
                 reasons += 1
             continue
