@@ -12,6 +12,7 @@ from ratchet_contract.phases import Desired, Event
 from ratchet_service.agent_reports import fencing, ingest
 from ratchet_service.db import leases
 from ratchet_service.lifecycle import attempt_result, decide, monotonic_deadlines, supervision
+from ratchet_service.reconciler import persisted_deadlines
 from ratchet_service.scheduling import preemption, scheduler, slots
 from tests.support.sim.mutants import counts_jumps
 from tests.support.sim_in_memory import launching, reconciler
@@ -208,7 +209,7 @@ def suspend_forgotten() -> Iterator[None]:
 @contextmanager
 def restarts_deadlines() -> Iterator[None]:
     """Who takes a job over counts its deadlines from 0."""
-    with patch.object(monotonic_deadlines, "carried_seconds", lambda *_: None):
+    with patch.object(persisted_deadlines, "restore", lambda known, *_, **__: known):
         yield
 
 
