@@ -175,9 +175,8 @@ class JobState:
             buffers = {name: buffer.detach() for name, buffer in walk.named_buffers()}
             out.add_encoded("buffers", buffers, sorted(buffers))
             out.add_with(module_extras.COMPONENT, lambda: self._modules.capture_encoded(walk, self._origin))
-            out.add(
-                _DDP, {"buffers_next": ddp.require_forward_param_sync}
-            )  # does the next forward begin with rank 0's?
+            # does the next forward pass begin with rank 0's buffers?
+            out.add(_DDP, {"buffers_next": ddp.require_forward_param_sync})
             out.state[model.COMPONENT] = model.capture(walk, form)
             own = self._before_evaluation or self._capture_own()
             out.private |= own.private
