@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
+
+import sqlalchemy as sa
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, Cause, Desired, Event
@@ -40,6 +43,17 @@ class Queue:
     def run_round(self) -> list[str]:
         """Who is started now, in order."""
         return [launched.lease.job_id for launched in self._launching.launch_ready()]
+
+    def waits_for_row(self, job_id: str) -> bool:
+        """Whether a round waits while another transaction holds the job's row; of PostgreSQL."""
+        with self.database.write() as session:
+            session.scalar(sa.select(Job.id).where(Job.id == job_id).with_for_update())
+            aside = threading.Thread(target=self.run_round)
+            aside.start()
+            aside.join(30)
+            waited = aside.is_alive()
+        aside.join(30)
+        return waited
 
     def end(self, job_id: str, cause: Cause = Cause.COMPLETED, event: Event = Event.END_SUCCEEDED) -> None:
         with self.database.write() as session:

@@ -3,7 +3,7 @@ another transaction holds is left to the next pass."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import sqlalchemy as sa
 from pydantic import ValidationError
@@ -15,14 +15,14 @@ from ratchet_service.db.models import Job
 from ratchet_service.db.transitions import apply
 from ratchet_service.scheduling import queue_queries
 from ratchet_service.scheduling.preemption import Running
-from ratchet_service.scheduling.scheduler import End, Row, Wait, no_slot_message
-from ratchet_service.scheduling.slots import Capacity
+from ratchet_service.scheduling.scheduler import End, Row, Wait
 
 
 def locked_job(session: Session, row: Row) -> Job | None:
     """Lock the row of a queued job and return it; None: the row has changed since it was read as ``row``, or another transaction
     holds it."""
-    query = sa.select(Job).where(*_unchanged(row)).with_for_update(skip_locked=True)
+    unchanged = Job.id == row.queued.job, Job.phase == JobPhase.QUEUED, Job.version == row.version
+    query = sa.select(Job).where(*unchanged).with_for_update(skip_locked=True)
     return session.scalar(query.execution_options(populate_existing=True))
 
 
@@ -54,9 +54,9 @@ def apply_waits(session: Session, waits: Sequence[Wait], *, may_stop: bool) -> N
         if wait.victims and not (may_stop and _preempt(session, wait.row, wait.victims)):
             wait = wait._replace(is_freed=False)
         if wait.is_new:
-            told = sa.update(Job).where(Job.id == wait.row.queued.job)
-            told = told.values(reason=wait.reason, message=wait.full_message)
-            session.execute(told.execution_options(synchronize_session=False))
+            update = sa.update(Job).where(Job.id == wait.row.queued.job)
+            update = update.values(reason=wait.reason, message=wait.full_message)
+            session.execute(update.execution_options(synchronize_session=False))
 
 
 def store_wait_reason(job: Job, reason: JobReason, message: str) -> bool:
@@ -67,23 +67,11 @@ def store_wait_reason(job: Job, reason: JobReason, message: str) -> bool:
     return True
 
 
-def store_no_slot(session: Session, ids: Sequence[str], slots: Mapping[str, bool], capacity: Capacity) -> None:
-    """Store that no slot is left in the rows of those jobs ``ids`` that still wait. ``slots``: as in ``QueueState``."""
-    session.flush()
-    kinds = [kind for kind, has_slots in slots.items() if has_slots]
-    queue_queries.store_waiting_reason(session, ids, kinds, reason=Reason.NO_SLOT, message=no_slot_message(capacity))
-
-
-def _unchanged(row: Row) -> tuple[sa.ColumnElement[bool], ...]:
-    """Return the SQL conditions that a job is queued, and its row as ``row`` was read."""
-    return Job.id == row.queued.job, Job.phase == JobPhase.QUEUED, Job.version == row.version
-
-
 def _preempt(session: Session, row: Row, victims: Sequence[Running]) -> bool:
-    """Request the stop of all ``victims`` for the job of ``row``. Return False, without a change, if one may not be stopped now
-    or the job's row has changed."""
-    job = locked_job(session, row)
-    if job is None or not _still_stoppable(session, job, victims):
+    """Request the stop of all ``victims`` for the job of ``row``, which is locked. Return False, without a change, if one may not
+    be stopped now."""
+    job = session.get_one(Job, row.queued.job, populate_existing=True)
+    if not _still_stoppable(session, job, victims):
         return False
     for one in victims:
         message = (

@@ -41,7 +41,6 @@ from ratchet_service.reconciler.apply_schedule import (
     apply_waits,
     end_unreadable,
     locked_job,
-    store_no_slot,
     store_wait_reason,
 )
 from ratchet_service.reconciler.attempt_facts import pace_before
@@ -205,7 +204,7 @@ class AttemptLauncher:
     ) -> list[Launched]:
         """Make the second decision, in this transaction and for the jobs that ``found`` concerns, and carry it out; return the
         new attempts. Only ``planned`` jobs start. Jobs whose attempt could not be created are added to ``tried``."""
-        if session.get_bind().dialect.name != "sqlite":
+        if not self._database.is_sqlite:
             # One reconciler at a time hands out slots; on SQLite the write transaction itself ensures that.
             session.execute(sa.select(sa.func.pg_advisory_xact_lock(_SLOTS_LOCK)))
         now = now_in(session)
@@ -237,7 +236,7 @@ class AttemptLauncher:
         apply_ends(session, plan.ends)
         apply_waits(session, plan.waits, may_stop=may_stop)
         if plan.exhausted:
-            store_no_slot(session, found.no_slot_jobs, slots, self._capacity)
+            queue_queries.store_no_slot(session, found.no_slot_jobs, slots, self._capacity)
         return launched
 
     def _plan_launch(self, key: Key, grant: Grant, next_attempt: Next | OSError) -> Planned:

@@ -3,7 +3,7 @@ continues these deadlines. The row is written at important events, and when the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -93,7 +93,7 @@ def is_write_due(watch: Watch, now: float) -> bool:
 
 def restore(
     known: Supervision,
-    stored_deadlines: Any,
+    stored_deadlines: Mapping[str, Any],
     clock: Clock,
     *,
     has_slots: bool,
@@ -103,7 +103,7 @@ def restore(
     """Return ``known``, which comes from ``restore_actions``, with the start times of the deadlines that an earlier reconciler
     counted. The present is ``known.created_at``. At most ``max_gap`` seconds since the counts were stored count. ``has_slots``:
     Ratchet manages the slots of the attempt's launcher. ``launch_deadline``: in seconds."""
-    counts, now = stored_deadlines if isinstance(stored_deadlines, dict) else {}, known.created_at
+    counts, now = stored_deadlines, known.created_at
 
     def start_of(name: str) -> float | None:
         """Return the monotonic start of this deadline; None: it is not stored."""

@@ -20,7 +20,7 @@ from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
 from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
 from ratchet_service.scheduling.fair_order import Limit, Queued, Share
 from ratchet_service.scheduling.preemption import Running
-from ratchet_service.scheduling.scheduler import CREATION_FAILED, Row
+from ratchet_service.scheduling.scheduler import CREATION_FAILED, Row, no_slot_message
 from ratchet_service.scheduling.slots import Capacity, Grant, Need, node_need, too_few_gpus
 
 EXAMINED_PER_OWNER: Final = 100
@@ -59,8 +59,7 @@ def is_due(now: datetime) -> sa.ColumnElement[bool]:
 def startable_jobs(
     session: Session, now: datetime, slots: Mapping[str, bool], capacity: Capacity, limit: Callable[[str], Limit]
 ) -> list[Row]:
-    """Return the queued jobs that a scheduling pass decides about, unordered. ``slots``: as for ``schedule``. ``limit``: returns
-    an owner's quota."""
+    """Return the queued jobs that a scheduling pass decides about, unordered. ``slots``, ``limit``: as in ``QueueState``."""
     out: list[Row] = []
     for has_slots in (True, False):  # so that neither kind of launcher hides jobs of the other
         kinds = [kind for kind, needs in slots.items() if needs is has_slots]
@@ -121,27 +120,31 @@ def no_slot_jobs(
     ``examined`` is left out unless it was passed over. At most ``MAX_REASONS_PER_PASS`` besides ``passed_over``."""
     waiting = [row for row in passed_over if slots[row.kind]]
     decided = {row.queued.job for row in examined} - {row.queued.job for row in waiting}
-    kinds = [kind for kind, has_slots in slots.items() if has_slots]
     reasons = session.scalars(sa.select(Job.reason).where(QUEUED).group_by(Job.reason)).all()
     found: list[str] = []
     for reason in (reason for reason in reasons if reason not in (Reason.NO_SLOT, Reason.QUOTA, CREATION_FAILED)):
         which = Job.reason.is_(None) if reason is None else Job.reason == reason
-        query = sa.select(Job.id).where(QUEUED, which, is_due(now), launched_by(kinds))
+        query = sa.select(Job.id).where(QUEUED, which, is_due(now), _launched_with_slots(slots))
         found += session.scalars(query.limit(MAX_REASONS_PER_PASS - len(found)))
-    told_quota = [row.queued.job for row in waiting if row.reason == Reason.QUOTA]
-    return told_quota + [job_id for job_id in found if job_id not in decided]
+    held_back_before = [row.queued.job for row in waiting if row.reason == Reason.QUOTA]
+    return held_back_before + [job_id for job_id in found if job_id not in decided]
 
 
-def store_waiting_reason(
-    session: Session, ids: Sequence[str], kinds: Collection[str], *, reason: str, message: str
-) -> None:
-    """Store reason and message in the rows of those jobs ``ids`` that still wait, except after a failed creation and where
-    another transaction holds the row. Their ETags do not change."""
-    still = is_due(now_in(session)) & launched_by(kinds) & (sa.func.coalesce(Job.reason, "") != CREATION_FAILED)
+def store_no_slot(session: Session, ids: Sequence[str], slots: Mapping[str, bool], capacity: Capacity) -> None:
+    """Store that no slot is left in the rows of those jobs ``ids`` that still wait, except after a failed creation and where
+    another transaction holds the row. Their ETags do not change. ``slots``: as in ``QueueState``."""
+    session.flush()
+    made = sa.func.coalesce(Job.reason, "") != CREATION_FAILED
+    still = is_due(now_in(session)) & _launched_with_slots(slots) & made
     for portion in _portions(ids):
         free = sa.select(Job.id).where(Job.id.in_(portion), still).with_for_update(skip_locked=True)
-        told = sa.update(Job).where(Job.id.in_(free)).values(reason=reason, message=message)
-        session.execute(told.execution_options(synchronize_session=False))
+        update = sa.update(Job).where(Job.id.in_(free)).values(reason=Reason.NO_SLOT, message=no_slot_message(capacity))
+        session.execute(update.execution_options(synchronize_session=False))
+
+
+def _launched_with_slots(slots: Mapping[str, bool]) -> sa.ColumnElement[bool]:
+    """Return the SQL condition that Ratchet manages the slots of a job's launcher. ``slots``: as in ``QueueState``."""
+    return launched_by([kind for kind, has_slots in slots.items() if has_slots])
 
 
 def stored_specs(session: Session, ids: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:

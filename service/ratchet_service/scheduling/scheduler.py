@@ -17,8 +17,8 @@ from ratchet_service.scheduling.preemption import PreemptionPlanner, Running, Sc
 from ratchet_service.scheduling.slots import Board, Capacity, Grant, Need, Waiting, too_few_gpus
 
 MAX_STARTS: Final = 16
-"""Most launches of one pass on launchers with slots, and as many without. Jobs whose attempt could not be created before do not
-count, unless so many jobs start in all."""
+"""Most launches of one pass on launchers with slots, and as many without. Jobs whose attempt could not be created before are
+counted only after this number of starts."""
 MAX_REASONS_STORED: Final = 1_000
 """Most jobs of one pass, of those whose need is not compared with the free slots, that get the reason why they wait; later passes
 do the others."""
@@ -137,9 +137,9 @@ class Schedule:
         """The ids of the jobs on which the decisions to carry out depend: a pass over these alone decides the same."""
         acted = {one.row.queued.job for some in (self.starts, self.ends, self.waits) for one in some}
         last = max((i for i, row in enumerate(self.examined) if row.queued.job in acted), default=-1)
-        told = {wait.row.queued.owner for wait in self.waits if wait.reason is Reason.QUOTA}
+        owners = {wait.row.queued.owner for wait in self.waits if wait.reason is Reason.QUOTA}
         # a job that a quota holds back affects only later jobs of its owner
-        ahead = (row for row in self.examined[: last + 1] if row not in self.held_back or row.queued.owner in told)
+        ahead = (row for row in self.examined[: last + 1] if row not in self.held_back or row.queued.owner in owners)
         # they are examined last, but their places and shares of quotas are counted in fair order
         failed = (row for row in self.examined if row.reason == CREATION_FAILED)
         return [*dict.fromkeys(row.queued.job for row in (*ahead, *self.compared, *failed))]

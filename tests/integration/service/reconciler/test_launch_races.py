@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -246,14 +245,7 @@ def test_round_does_not_wait_for_the_locked_row_of_a_waiting_job(tmp_path: Path,
     runs = queue.submit()
     assert queue.run_round() == [runs]
     waiting = queue.submit(cpus=cpus)
-    with database.write() as session:
-        session.scalar(sa.select(Job.id).where(Job.id == waiting).with_for_update())
-        aside = threading.Thread(target=queue.run_round)
-        aside.start()
-        aside.join(30)
-        waited = aside.is_alive()
-    aside.join(30)
-    assert not waited
+    assert not queue.waits_for_row(waiting)
 
 
 def test_round_and_a_transaction_that_locks_jobs_in_another_order_do_not_deadlock(
@@ -270,7 +262,7 @@ def test_round_and_a_transaction_that_locks_jobs_in_another_order_do_not_deadloc
         session.scalar(sa.select(Job.id).where(Job.id == waiting).with_for_update())
         aside = threading.Thread(target=lambda: started.extend(queue.run_round()))
         aside.start()
-        time.sleep(0.5)
+        aside.join(30)  # with a fault, it still waits then
         session.scalar(sa.select(Job.id).where(Job.id == starts).with_for_update())
     aside.join(30)
     assert started == [starts]

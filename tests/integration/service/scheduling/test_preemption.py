@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 
 from ratchet_contract.phases import Cause, Event, JobPhase
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_service.agent_reports.message_effects import UNMANAGED
 from ratchet_service.db.engine import Database, utc_now
-from ratchet_service.db.models import Attempt, Job, Quota
+from ratchet_service.db.models import Attempt, Quota
 from ratchet_service.db.transitions import apply
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.local.launcher import LocalLauncher
@@ -320,14 +318,7 @@ def test_preemption_skips_a_victim_whose_row_is_locked(tmp_path: Path, database:
     low = queue.submit(1, name="low")
     assert queue.run_round() == [low]
     high = queue.submit(1, name="high", priority=5)
-    with database.write() as session:
-        session.scalar(sa.select(Job.id).where(Job.id == low).with_for_update())
-        looking = threading.Thread(target=queue.run_round)
-        looking.start()
-        looking.join(30)
-        waited = looking.is_alive()
-    looking.join(30)
-    assert not waited
+    assert not queue.waits_for_row(low)
     assert not queue.stopping() and queue.reason_and_message(high)[0] == "no-slot"
     queue.run_round()
     assert queue.stopping() == {low}
