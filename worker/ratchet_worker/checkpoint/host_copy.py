@@ -14,7 +14,7 @@ import torch
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.state.files import DTYPE_NAMES
-from ratchet_hooks.torch_compat import foreach_copy_, version_of
+from ratchet_hooks.torch_compat import version_of
 from ratchet_store.format.shard_slices import Slice
 from ratchet_store.write.block_writer import Range
 from ratchet_store.write.rank_file import Piece, file_order
@@ -181,9 +181,8 @@ class Staged:
                 raise StateError(f"{name} has no memory: its storage was emptied before the step's end")
         with self._copy_stream(Until.BOUNDARY), torch.no_grad():
             if self._stream is None:
-                foreach_copy_(
-                    self._layout.boundary_targets(self._buffer), [self._elements_to_copy(number) for number in numbers]
-                )
+                for target, number in zip(self._layout.boundary_targets(self._buffer), numbers, strict=True):
+                    target.copy_(self._elements_to_copy(number))
             else:
                 for number in numbers:
                     self._copy(number, self._tensors[number])

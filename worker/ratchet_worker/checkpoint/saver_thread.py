@@ -19,7 +19,7 @@ from ratchet_worker.checkpoint.host_copy import Staging
 from ratchet_worker.checkpoint.manifest_commit import Committer, Verdict, write_progress
 from ratchet_worker.checkpoint.rank_file import RankPart
 from ratchet_worker.checkpoint.save import Progress, Save, SaveState
-from ratchet_worker.checkpoint.threads import BackgroundThread, set_long_time_slice
+from ratchet_worker.checkpoint.threads import BackgroundThread
 from ratchet_worker.coordination.reporter import Reporter
 from ratchet_worker.coordination.store_exchange import Exchange
 from ratchet_worker.state import replica_divergence
@@ -65,7 +65,6 @@ class Saver:
 
     def _run(self) -> None:
         """The thread's main loop: do the submitted work in order. An error of a save is kept in ``save.failure``."""
-        set_long_time_slice()
         while True:
             work = self._queue.get()
             if isinstance(work, int):

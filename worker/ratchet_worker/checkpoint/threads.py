@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import platform
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 _NICE: Final = 5
 """Added to the nice value. Where a training thread and this one want the same processor, this one gets a quarter of it. Not
 less: it sometimes holds the GIL, and training threads wait for that. With two other busy processes on two cores, a loop of small
 steps did 84 steps in four seconds with a saving thread of nice 0, 132 with 5 (130 without such a thread), 93 with 10, 47 with
 19."""
-_SLICE: Final = 20_000_000
-"""Nanoseconds. A thread that wakes up preempts one whose slice is longer, unless it has had more than its share (PREEMPT_SHORT of
-Linux's scheduler); otherwise it waits until that slice ends, up to 2.8 ms by default. A step wakes up many times: after each of
-gloo's threads, and for the GIL. In the 20 ms in which 401 MB are copied, small steps lost 4 to 6 ms; with this slice 1 to 2
-ms."""
-
-
-class _Calls(NamedTuple):
-    """Numbers of the system calls sched_getattr and sched_setattr, for which not every C library has a function."""
-
-    get: int
-    set: int
-
-
-_CALLS: Final = {"x86_64": _Calls(315, 314), "aarch64": _Calls(275, 274)}  # the kernel's syscall tables
-_ATTRIBUTES: Final = struct.Struct("=IIQiIQQQ")
-"""The first version of ``struct sched_attr`` (sched_setattr(2)): size, policy, flags, nice, priority; runtime, deadline and
-period in nanoseconds. The runtime of an ordinary thread is its slice."""
-_ORDINARY: Final = (0, 3)  # SCHED_OTHER and SCHED_BATCH
 
 
 def raise_nice_value() -> None:
@@ -47,23 +25,6 @@ def raise_nice_value() -> None:
             thread = threading.get_native_id()
             # Linux's setpriority(2) affects one thread, POSIX's a process.
             os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _NICE, 19))
-
-
-def set_long_time_slice() -> None:
-    """Give the calling thread a long time slice, so that a waking thread usually preempts it. Only where the system supports
-    that."""
-    calls = _CALLS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 2**32 else None
-    if calls is None:
-        return
-    with suppress(AttributeError, OSError, RuntimeError):  # a save must not fail for it: a hook may forbid the call
-        system = ctypes.CDLL(None).syscall
-        found = ctypes.create_string_buffer(_ATTRIBUTES.size)
-        if system(calls.get, 0, found, _ATTRIBUTES.size, 0) != 0:
-            return
-        size, policy, flags, nice, priority, _, deadline, period = _ATTRIBUTES.unpack(found.raw)
-        if policy in _ORDINARY:
-            told = _ATTRIBUTES.pack(size, policy, flags, nice, priority, _SLICE, deadline, period)
-            system(calls.set, 0, told, 0)
 
 
 _POLL_SECONDS: Final = 0.5
@@ -118,7 +79,6 @@ class BackgroundThread:
 
     def _run(self, quiet: bool) -> None:
         """The thread's main loop: make the submitted calls in order."""
-        set_long_time_slice()
         if quiet:
             raise_nice_value()
         while True:

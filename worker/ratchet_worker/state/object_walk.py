@@ -27,7 +27,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, islice
+from itertools import chain, compress, islice
 from pathlib import Path, PurePath
 from types import (
     BuiltinMethodType,
@@ -38,7 +38,7 @@ from types import (
     ModuleType,
     SimpleNamespace,
 )  # fmt: skip
-from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast, get_args
 from uuid import UUID
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -51,7 +51,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ratchet_hooks.state.encode import encode
 from ratchet_hooks.torch_compat import own_buffers, storage_id, tensor_hooks, version_of
-from ratchet_worker.state.rng import GeneratorState, is_generator, process_generators
+from ratchet_worker.state.rng import Generator, GeneratorState, is_generator, process_generators
 
 Kind: TypeAlias = Literal[
     "tensor", "array", "generator", "bytes", "list", "tuple", "dict", "set", "object", "bound", "function", "class", "module",
@@ -103,6 +103,11 @@ _HOLDERS: Final = (
     MethodType, partial, BuiltinMethodType, MappingProxyType, ContextVar, memoryview, WeakKeyDictionary, WeakValueDictionary,
     WeakSet,
 )  # fmt: skip
+_CHECKED_BEFORE_MODULES: Final = (
+    torch.Tensor, np.ndarray, *get_args(Generator), bytearray, array, *chain.from_iterable(_CONTAINERS.values()), *_HOLDERS,
+    threading.local, type, ModuleType, np.random.SeedSequence, torch.UntypedStorage, io.IOBase,
+)  # fmt: skip
+"""Classes whose objects have a ``Kind`` of their own, or one for which ``_kind`` looks at the object."""
 _MODULE_STATE_ATTRIBUTES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
 _MODULE_HOOK_ATTRIBUTES: Final = _MODULE_ATTRIBUTES - _MODULE_STATE_ATTRIBUTES
 _MAX_OBJECTS: Final = 200_000
@@ -256,7 +261,8 @@ class _Walker:
                 k: child for k, child in children.items() if not self._is_ignored(f"{path}{path_step(kind, k)}")
             }
         self.result.paths[id(item)] = path
-        mark = None if region == "registered" else _mark(item, kind)
+        hooks = [*_hooks(item)] if kind == "object" and region != "registered" else []
+        mark = None if region == "registered" else _mark(item, kind, hooks)
         self.result.nodes[path] = Node(item, kind, mark, children, users, region)
         if one.covered:
             self._visit_parts(path, item)
@@ -271,7 +277,7 @@ class _Walker:
         elif region != "registered":
             self._queue.extend(several)
         if kind == "object" and region != "registered":
-            for name, hook in _hooks(item):
+            for name, hook in hooks:
                 self._queue.append(_Found(f"{path}.{name}", hook, users))
                 self.result.library_hooks += not is_user_code(hook)
             self.shared |= {class_path(base): base for base in _user_bases(its_class)}
@@ -279,10 +285,11 @@ class _Walker:
     def _visit_parts(self, path: str, module: nn.Module) -> None:
         """Add nodes for a covered module's parameters. Also add nodes for its buffers, unless their table is a root of the walk.
         The module's parts go to the front of the queue."""
-        # Not the buffers if their table is itself a root.
-        buffers = () if id(own_buffers(module)) in self.root_ids else module.named_buffers(recurse=False)
-        for name, tensor in (*module.named_parameters(recurse=False), *buffers):
+        for name, tensor in _own_tensors(module, "_parameters"):
             self._cover(f"{path}.{name}", tensor)
+        if id(own_buffers(module)) not in self.root_ids:
+            for name, tensor in _own_tensors(module, "_buffers"):
+                self._cover(f"{path}.{name}", tensor)
         parts = (_Found(f"{path}.{name}", part, covered=True) for name, part in module.named_children())
         self._queue.extendleft(reversed([*parts]))
 
@@ -297,9 +304,10 @@ class _Walker:
         found.nodes[path] = Node(tensor, "tensor", mark, kept, from_user=False, region="own", covered=True)
         if tensor.layout is torch.strided and tensor.numel():
             found.storage_paths.setdefault(storage_id(tensor), path)
-        self._queue.extend(
-            _Found(f"{path}.{name}", one) for name, one in (*hooks, *kept.items()) if not is_constant(one)
-        )
+        if hooks or kept:
+            self._queue.extend(
+                _Found(f"{path}.{name}", one) for name, one in (*hooks, *kept.items()) if not is_constant(one)
+            )
 
     def _inner_optimizer_state(self, optimizer: Optimizer) -> Children:
         """Return the state and the groups of an optimizer by name. The result is empty if these are saved separately, for example
@@ -379,6 +387,9 @@ def class_path(item: Any) -> str:
 def _kind(item: Any, region: Region) -> Kind:
     """Return the kind of ``item`` (see ``Kind``). Some classes of frameworks are entered as objects only in the region
     ``registered``."""
+    its_class = cast(type, type(item))
+    if _is_plain_module(its_class):
+        return "object"
     if isinstance(item, torch.Tensor):
         return "tensor" if item.layout is torch.strided else "sealed"
     if isinstance(item, np.ndarray):
@@ -408,13 +419,18 @@ def _kind(item: Any, region: Region) -> Kind:
         return "other" if _is_excluded(_owner_of(item)) else "sealed"
     if hasattr(type(item), "__next__") and not hasattr(item, "__dict__"):
         return "other" if hasattr(item, "fileno") else "sealed"
-    its_class = cast(type, type(item))
     package = its_class.__module__
     if isinstance(item, _TORCH_TYPES) or package.startswith(_INCLUDED_MODULES):
         return "object"
     if region == "registered" and package.startswith(_INCLUDED_IF_REGISTERED):
         return "object"
     return "other" if _is_excluded(package) or not (hasattr(item, "__dict__") or slots_of(its_class)) else "object"
+
+
+@lru_cache(maxsize=4096)
+def _is_plain_module(kind: type) -> bool:
+    """True if ``_kind`` returns ``object`` for all objects of the class ``kind``, a class of torch modules."""
+    return issubclass(kind, nn.Module) and not issubclass(kind, _CHECKED_BEFORE_MODULES)
 
 
 def _is_input_file(file: io.IOBase) -> bool:
@@ -442,6 +458,14 @@ def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
     )
 
 
+def _own_tensors(module: nn.Module, table: Literal["_parameters", "_buffers"]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the parameters or buffers of ``module``, without those of its parts, by name."""
+    method = {"_parameters": "named_parameters", "_buffers": "named_buffers"}[table]
+    if method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method):
+        return getattr(module, method)(recurse=False)  # type: ignore[no-any-return]
+    return [(name, tensor) for name, tensor in vars(module)[table].items() if tensor is not None]
+
+
 def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, function) for each hook of a module or an optimizer, such as ``_forward_hooks[0]``; nothing for other
     objects."""
@@ -453,19 +477,19 @@ def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
         else ()
     )
     attributes_of_item = vars(item) if names else {}
-    for name in names:
-        held = attributes_of_item.get(name)
+    for name in compress(names, map(attributes_of_item.get, names)):  # most tables are empty
+        held = attributes_of_item[name]
         if isinstance(held, OrderedDict) and held:
             yield from ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
 
 
-def _registered_code(item: Any) -> dict[str, Any]:
-    """Return the user's functions among the hooks of a module or optimizer, by table, and a module's parts under ``parts``; empty
-    for others."""
+def _registered_code(item: Any, hooks: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the user's functions among the ``hooks`` of a module or optimizer, by table, and a module's parts under ``parts``;
+    empty for others."""
     if not isinstance(item, (nn.Module, Optimizer)):
         return {}
     found: dict[str, Any] = {"parts": dict(item.named_children())} if isinstance(item, nn.Module) else {}
-    for name, hook in _hooks(item):
+    for name, hook in hooks:
         if is_user_code(hook):
             found.setdefault(name.partition("[")[0], []).append(hook)
     return found
@@ -503,12 +527,13 @@ def attributes(item: Any) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=4096)
-def _framework_names(kind: type) -> frozenset[str]:
-    """Return the names with a leading underscore that the code of Lightning's classes among the bases of ``kind`` uses."""
+def _stateless_names(kind: type) -> frozenset[str]:
+    """Return the names of a covered module's attributes that are not state: those of every module, and the names with a leading
+    underscore that the code of Lightning's classes among the bases of ``kind`` uses."""
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")]
     methods = [getattr(method, "fget", method) for base in bases for method in vars(base).values()]
     names = (name for method in methods for name in getattr(getattr(method, "__code__", None), "co_names", ()))
-    return frozenset(name for name in names if name.startswith("_"))
+    return _MODULE_ATTRIBUTES | {name for name in names if name.startswith("_")}
 
 
 @lru_cache(maxsize=1)
@@ -540,7 +565,7 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
         return _tensor_state(item)
     if covered:
         its_class: type = type(item)
-        theirs = _MODULE_ATTRIBUTES | _framework_names(its_class)
+        theirs = _stateless_names(its_class)
         return {name: value for name, value in vars(item).items() if name not in theirs}
     if kind == "object":
         return attributes(item)
@@ -601,8 +626,9 @@ def _function_state(function: FunctionType) -> Children:
     return kept | vars(function)
 
 
-def _mark(item: Any, kind: Kind) -> Any:
-    """Return the value by which two walks compare an object besides its children; None if only these count."""
+def _mark(item: Any, kind: Kind, hooks: Iterable[tuple[str, Any]]) -> Any:
+    """Return the value by which two walks compare an object besides its children; None if only these count. ``hooks``: as
+    ``_hooks`` returns them."""
     if kind == "tensor":
         return _mark_of_tensor(item)
     if kind == "array":
@@ -617,7 +643,7 @@ def _mark(item: Any, kind: Kind) -> Any:
     if _is_large(item, kind):
         return _mark_of_large(item)
     if kind == "object":
-        return type(item), _registered_code(item)
+        return type(item), _registered_code(item, hooks)
     return _mark_of_sealed(item) if kind == "sealed" else None
 
 
