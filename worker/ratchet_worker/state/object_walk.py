@@ -271,11 +271,12 @@ class _Walker:
             for key, child in children.items()
             if not is_constant(child) and not isinstance(child, ModuleType)
         )
-        several = [_Found(f"{path}{UNORDERED}{n}", child, users) for n, child in enumerate(_unordered(item, kind))]
-        if region == "own":
-            self.unordered |= {found.path: found.item for found in several}
-        elif region != "registered":
-            self._queue.extend(several)
+        if kind == "set" and (several := _unordered(item)):
+            found = [_Found(f"{path}{UNORDERED}{n}", child, users) for n, child in enumerate(several)]
+            if region == "own":
+                self.unordered |= {one.path: one.item for one in found}
+            elif region != "registered":
+                self._queue.extend(found)
         if kind == "object" and region != "registered":
             for name, hook in hooks:
                 self._queue.append(_Found(f"{path}.{name}", hook, users))
@@ -579,10 +580,10 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
     return _held_objects(item) if kind == "bound" else {}
 
 
-def _unordered(item: Any, kind: Kind) -> list[Any]:
-    """Return a set's objects that are not constants. The result is empty for a set with only one such object, for a large set,
-    and for an object of another ``kind``."""
-    objects = [one for one in item if not is_constant(one)] if kind == "set" and len(item) <= _LARGE_ITEMS else []
+def _unordered(item: Collection[Any]) -> list[Any]:
+    """Return a set's objects that are not constants. The result is empty for a set with only one such object, and for a large
+    set."""
+    objects = [one for one in item if not is_constant(one)] if len(item) <= _LARGE_ITEMS else []
     return objects if len(objects) > 1 else []
 
 
