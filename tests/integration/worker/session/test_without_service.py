@@ -346,6 +346,21 @@ def test_changed_total_steps_make_resume_not_exact(place: Path) -> None:
     assert "and not exactly: total_steps (4 -> 6)" in other.stderr and other.stdout == again.stdout, other.stderr
 
 
+def test_resume_names_changed_thread_counts_and_that_the_hash_seed_is_random(place: Path) -> None:
+    threads = 'torch.set_num_interop_threads(int(os.environ["INTEROP"]))  # torch changes this number only once\n'
+    (place / "train.py").write_text(STEPS_LOOP.replace("session = Session()", f"{threads}session = Session()"))
+    environ = {name: v for name, v in _environ().items() if name not in ("OMP_NUM_THREADS", "PYTHONHASHSEED")}
+    cores = len(os.sched_getaffinity(0))
+    for variables in (
+        {"TOTALS": "2", "INTEROP": "3"},
+        {"TOTALS": "3", "INTEROP": "2", "OMP_NUM_THREADS": str(cores + 1)},
+    ):
+        done = RANKS.run([sys.executable, "train.py"], cwd=place, env=environ | variables)
+        assert done.returncode == 0, done.stderr
+    assert "interop_threads (3 -> 2)" in done.stderr and f"threads ({cores} -> {cores + 1})" in done.stderr, done.stderr
+    assert "not compared: " in done.stderr and "since PYTHONHASHSEED is not set" in done.stderr, done.stderr
+
+
 def test_buffer_of_a_dtype_that_cannot_be_stored_is_refused_before_the_first_step(place: Path) -> None:
     buffer = 'net.register_buffer("table", torch.zeros(3, dtype=torch.complex128))\n'
     (place / "train.py").write_text(STEPS_LOOP.replace('if "restore"', f'{buffer}if "restore"'))
@@ -458,6 +473,9 @@ def test_one_after_the_other(tmp_path, monkeypatch):
     ):
         with pytest.raises(UserError, match=said):
             Session(**{"directory": tmp_path / "d", **arguments})
+    with Session(tmp_path / "d"), pytest.raises(UserError, match="another Session with other arguments") as refused:
+        Session(tmp_path / "e")
+    assert refused.value.code == "session-open" and not (tmp_path / "e").exists()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with pytest.raises(UserError, match="remove that line"):
         Session(tmp_path / "d")

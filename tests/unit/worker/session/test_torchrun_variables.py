@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 
 import pytest
 
 from ratchet_contract.errors import UserError
+from ratchet_contract.spec.parse import parse_spec
 from ratchet_worker.session.session import Session
-from ratchet_worker.session.without_service import Place
+from ratchet_worker.session.without_service import Place, _resolve
 
 WHOLE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 WHOLE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
@@ -58,3 +60,12 @@ def test_complete_torchrun_variables_give_node_and_ranks(monkeypatch: pytest.Mon
     _set(monkeypatch, RANK="3")
     place = Place.current()
     assert (place.nodes, place.node, place.ranks_per_node) == (2, 1, 2)
+
+
+def test_ranks_of_a_node_share_its_cores_unless_a_number_of_threads_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    _set(monkeypatch, OMP_NUM_THREADS=None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7))
+    spec = parse_spec({"name": "standalone", "script": ["train.py"], "code": {"path": "."}})
+    assert _resolve(spec, Place.current()).threads_per_rank == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert _resolve(spec, Place.current()).threads_per_rank == 5
