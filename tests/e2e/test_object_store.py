@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from safetensors.numpy import load
 
 from ratchet_service.db.engine import Database, sqlite_url
 from ratchet_service.job_files.delete_job import sweep_deleted
@@ -64,7 +65,7 @@ def events(server: Server, job_id: str, kind: str) -> list[dict[str, Any]]:
 
 def test_job_with_lost_disk_resumes_exactly_from_object_store(served: Server, s3_server: S3Server) -> None:
     server = served
-    alone = server.submit(spec())
+    alone = server.submit(spec(URI))
     job_id = server.submit(spec(URI))
     server.wait_step(job_id, 20)
     server.call("POST", f"/v1/jobs/{job_id}/suspend")
@@ -100,14 +101,22 @@ def test_job_with_lost_disk_resumes_exactly_from_object_store(served: Server, s3
     assert not any(job_id in path for path in names(s3_server))
     assert not server.paths.job(job_id).root.exists()
 
+    copies, directory = names(s3_server), server.paths.job(alone).checkpoints
+    kept = server.call("DELETE", f"/v1/jobs/{alone}?keep_checkpoints=true").json()
+    assert (kept["checkpoints"], kept["remote"]) == (str(directory), None)
+    assert copies and names(s3_server) == copies and (directory / last[0].name / "MANIFEST.json").is_file()
+
 
 def _what_only_the_store_has(server: Server, job_id: str) -> None:
-    """It is verified and forked from like any other; here with a number of ranks that its manifest forbids."""
+    """It is verified, exported and forked from like any other; here with a number of ranks that its manifest forbids."""
     row, directory = stored(server, job_id)[0], server.paths.job(job_id).checkpoints
     shutil.rmtree(directory / row["id"])
     found = server.call("POST", f"/v1/jobs/{job_id}/checkpoints/{row['id']}/verify").json()
     assert found["verification"] == "ok"
     assert (directory / row["id"] / "MANIFEST.json").is_file()
+    shutil.rmtree(directory / row["id"])
+    exported = server.call("GET", f"/v1/jobs/{job_id}/checkpoints/{row['id']}/export").content
+    assert load(exported).keys() and (directory / row["id"] / "MANIFEST.json").is_file()
     shutil.rmtree(directory / row["id"])
     request = {"checkpoint_id": row["id"], "spec": {"world": {"ranks_per_node": 2}}}
     answer = server.call("POST", f"/v1/jobs/{job_id}/fork", json=request, expect=422).json()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ def job(api: Api) -> str:
 def uploaded(step: int, **fields: Any) -> dict[str, Any]:
     facts = {"step": step, "attempt": 1, "digest": f"d{step}", "uri": f"{URI}/x", "seconds": 0.5, "nbytes": 1200}
     return message("checkpoint_uploaded", -1, **(facts | fields))
+
+
+def test_fetch_of_a_copy_without_the_object_store_client_names_the_command_that_installs_it(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    api.report(job, (0, 1, [training_message(), checkpoint_message(5)]), (-1, 1, [uploaded(5)]))
+    monkeypatch.setitem(sys.modules, "obstore.store", None)  # as if the package were not installed
+    answer = api.client.post(f"/v1/jobs/{job}/checkpoints/{ID}/verify")
+    assert (answer.status_code, answer.json()["code"]) == (409, "checkpoint-no-client")
+    assert "pip install 'ratchet-train[s3]'" in answer.json()["detail"]
 
 
 def test_repeated_upload_reports_record_one_object_store_copy(api: Api, job: str) -> None:
