@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,10 @@ import uvicorn
 from obstore.store import S3Store
 
 from ratchet_contract.errors import SpecError
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec.parse import parse_spec
 from ratchet_service.api import request_body
+from ratchet_service.api import server as service_server
 from ratchet_service.api.rate_limit import Buckets
 from ratchet_service.api.server import MAX_HEADERS, HeadDeadline
 from ratchet_service.app import create_app
@@ -25,6 +29,7 @@ from ratchet_service.config.settings import Settings
 from ratchet_service.db.models import Attempt
 from ratchet_service.db.sanitize import MAX_TEXT
 from ratchet_service.launchers.registry import load
+from ratchet_service.observability.health import Health
 from ratchet_service.preflight.paths import Roots
 from ratchet_service.preflight.report import Report
 from ratchet_service.scheduling.machine import Machine
@@ -131,6 +136,25 @@ def test_body_still_sent_after_the_answer_ends_the_connection(limited: tuple[str
                 answer += connection.recv(65536)
             assert answer.startswith(b"HTTP/1.1 200")
             time.sleep(1.5 * Hasty.rest_seconds)
+
+
+def test_connections_above_three_quarters_of_the_descriptor_limit_are_answered_503(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(Settings(home=tmp_path), FakeSubmission())
+    shutdown = service_server.Shutdown(Health(), 0.0, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(resource, "getrlimit", lambda _: (100, 100))
+        config = service_server.Server(app, HomePaths(tmp_path), "", None, shutdown).config
+    server = Server(app)
+    config.port, server._server.config = 0, config
+    with server as url, ExitStack() as held:
+        host, _, port = url.removeprefix("http://").rpartition(":")
+        for _ in range(73):
+            held.enter_context(socket.create_connection((host, int(port))))
+        assert httpx.get(f"{url}/healthz").status_code == 200
+        held.enter_context(socket.create_connection((host, int(port))))
+        assert httpx.get(f"{url}/healthz").status_code == 503
 
 
 def test_rate_limit_buckets_refill_and_their_number_is_bounded() -> None:

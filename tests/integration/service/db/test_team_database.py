@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,22 @@ def test_idle_transaction_blocks_others_only_until_its_timeout(control_plane: Pl
         session.execute(sa.select(1))
     thread.join(10)
     stopped.dispose()
+
+
+@one_database
+def test_process_opens_at_most_20_postgresql_connections(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = database.url.update_query_dict({"application_name": "limited"}).render_as_string(hide_password=False)
+    limited = Database(url)
+    monkeypatch.setattr(limited.engine.pool, "_timeout", 0.0)  # seconds that a 21st connection waits for a free one
+    with ExitStack() as held:
+        for _ in range(20):
+            held.enter_context(limited.engine.connect())
+        with pytest.raises(sa.exc.TimeoutError):
+            limited.engine.connect()
+        count = sa.text("SELECT count(*) FROM pg_stat_activity WHERE application_name = 'limited'")
+        with database.read() as session:
+            assert session.scalar(count) == 20
+    limited.dispose()
 
 
 @one_database
