@@ -212,6 +212,9 @@ def test_adopt_that_does_not_match_the_run_is_refused(server: Server, tmp_path: 
     ):
         refused(run, pointer, "adopt-differs", said, determinism="strict", **changes)
     refused(run, "/task", "adopt-needs-script", "Session", script=None, task=TASK)
+    (tmp_path / "model.pt").write_bytes(b"PK\x03\x04")
+    start = {"path": str(tmp_path / "model.pt")}
+    refused(run, "/start_from", "fork-start", "starts from a checkpoint of the run", start_from=start)
     (project / "plain.py").write_text("print()\n")
     refused(run, "/script", "adopt-unmanaged", "no Session", script=["plain.py"], hook="allreduce")
     (project / "plain.py").unlink()

@@ -286,22 +286,26 @@ def test_fork_source_cannot_be_deleted_before_the_forks_first_checkpoint(api: Ap
     assert api.client.delete(f"/v1/jobs/{job}").status_code == 200
 
 
-WRONG_FORKS: list[tuple[dict[str, Any], str]] = [
-    ({"world": {"ranks_per_node": 3}}, "/spec/world/ranks_per_node"),
-    ({"hook": "allreduce"}, "/spec/hook"),
-    ({"hook": "allreduce", "policy": {"on_hook_mismatch": "redistribute"}}, "/spec/hook"),
-    ({"hook": {"matrix_approximation_rank": 7}}, "/spec/hook"),
-    ({"tsak": {}}, "/spec/tsak"),
-    ({"world": {"device": "cuda"}}, "/spec/world/device"),
+WRONG_FORKS: list[tuple[dict[str, Any], str, str]] = [
+    ({"world": {"ranks_per_node": 3}}, "/spec/world/ranks_per_node", "world-size-mismatch"),
+    ({"hook": "allreduce"}, "/spec/hook", "hook-mismatch"),
+    ({"hook": "allreduce", "policy": {"on_hook_mismatch": "redistribute"}}, "/spec/hook", "hook-mismatch"),
+    ({"hook": {"matrix_approximation_rank": 7}}, "/spec/hook", "hook-mismatch"),
+    ({"start_from": {"path": "/model.safetensors"}}, "/spec/start_from", "fork-start"),
+    ({"tsak": {}}, "/spec/tsak", "unknown-key"),
+    ({"world": {"device": "cuda"}}, "/spec/world/device", "no-gpu"),
 ]
 
 
-@pytest.mark.parametrize(("change", "pointer"), WRONG_FORKS)
-def test_fork_with_an_unstartable_spec_is_refused(api: Api, job: str, change: dict[str, Any], pointer: str) -> None:
+@pytest.mark.parametrize(("change", "pointer", "code"), WRONG_FORKS)
+def test_fork_with_an_unstartable_spec_is_refused(
+    api: Api, job: str, change: dict[str, Any], pointer: str, code: str
+) -> None:
     saved(api, job, 5)
     answer = api.client.post(f"/v1/jobs/{job}/fork", json={"spec": change})
     assert answer.status_code == 422
-    assert answer.json()["errors"][0]["pointer"] == pointer
+    error = answer.json()["errors"][0]
+    assert (error["pointer"], error["code"]) == (pointer, code)
     assert len(api.client.get("/v1/jobs").json()["items"]) == 1
 
 

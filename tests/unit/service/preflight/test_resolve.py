@@ -318,6 +318,15 @@ def test_unmanaged_script_is_warned_and_gets_no_hook(
     assert found("managed.py")[1] == [] and "unmanaged" not in str(found("managed.py"))
 
 
+def test_start_from_is_refused_for_a_script_without_a_session(code: Path) -> None:
+    (code / "model.pt").write_bytes(b"PK\x03\x04")
+    (code / "managed.py").write_text("from ratchet_worker.session import Session\n")
+    data = {"name": "a", "code": {"path": str(code)}, "start_from": {"path": str(code / "model.pt")}}
+    for script, expected in (("train.py", ["/start_from import-unmanaged"]), ("managed.py", [])):
+        made = JobSpec.model_validate({**data, "script": [script]})
+        assert [f"{p.pointer} {p.code}" for p in resolve(made, CPU, interpreters=Told())[2]] == expected
+
+
 @pytest.mark.parametrize("wrong", ["circle", "dangling", "deep", "long", "pipe"])
 def test_a_directory_that_cannot_be_copied_is_refused(code: Path, wrong: str) -> None:
     path = str(code)
