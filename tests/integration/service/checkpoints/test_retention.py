@@ -226,6 +226,23 @@ def test_damaged_checkpoint_is_quarantined_only_after_the_attempt_ends(api: Api)
     assert job.events().count("checkpoint-quarantined") == 1 and list_names(job.paths.quarantine) == [bad.id]
 
 
+def test_damaged_checkpoint_that_cannot_be_moved_is_reported_and_moved_at_a_later_end(api: Api) -> None:
+    job = Told(api, keep_last=2)
+    job.attempt()
+    good, bad = job.save(10, 20)
+    damage(job.directory(20))
+    job.api.set_phase(job.id, JobPhase.SUSPENDED)
+    job.paths.quarantine.touch()  # no checkpoint can be moved into a file
+    assert job.post(f"{bad.id}/verify").json()["state"] == "committed"
+    query = {"type": "checkpoint-not-quarantined"}
+    (event,) = api.client.get(f"/v1/jobs/{job.id}/events", params=query).json()["items"]
+    assert str(job.directory(20)) in event["message"] and str(job.paths.quarantine) in event["message"]
+    job.paths.quarantine.unlink()
+    job.attempt(good)
+    job.end()
+    assert job.there() == ["10.1"] and list_names(job.paths.quarantine) == [bad.id]
+
+
 def test_damaged_checkpoint_that_a_fork_needs_is_not_quarantined(api: Api) -> None:
     job = Told(api)
     job.attempt()

@@ -126,13 +126,13 @@ class Stage:
         with self.database.write() as session:
             self.job_id = submit.store(session, submit.prepare(data, FakeSubmission()), LOCAL_OWNER).id
 
-    def life(self, until: Callable[[], bool] = lambda: False) -> None:
+    def life(self, until: Callable[[], bool] = lambda: False, rounds: int = LIFE) -> None:
         """A reconciler starts, looks after the job for a while, and ends."""
         launchers: Any = Launchers({"local": self.engine})
         made = Reconciler(
             self.database, self.home, launchers, Capacity(cpus=2), timing=self.timing, lease_seconds=LEASE
         )
-        for _ in range(LIFE):
+        for _ in range(rounds):
             made.run_round()
             self.clock.elapsed += 1.0
             if until():
@@ -358,6 +358,21 @@ def test_agent_is_killed_only_a_deadline_after_sigterm_was_delivered(stage: Stag
     assert DEADLINE <= stage.clock.elapsed - came[0] <= DEADLINE + 2 * LIFE
     with stage.database.read() as session:
         assert session.scalar(sa.select(sa.func.count(Row.id)).where(Row.type == told)) == 1
+
+
+@one_database
+def test_processes_that_outlive_a_kill_are_reported_once_and_delay_the_next_attempt(stage: Stage) -> None:
+    left, kill = ["Slurm job 7 (COMPLETING)"], stage.engine.kill
+    stage.engine.kill = lambda ref: left or kill(ref)  # type: ignore[method-assign]
+    stage.engine.state = UNBEGUN
+    stage.life(rounds=60)
+    assert stage.told("agent-killed") and stage.job().phase.active and stage.job().attempt == 1
+    with stage.database.read() as session:
+        query = sa.select(Row.message).where(Row.job_id == stage.job_id, Row.type == "not-proved-dead")
+        (message,) = session.scalars(query)
+    assert message.startswith("Slurm job 7 (COMPLETING) of the attempt: not ended")
+    left.clear()
+    stage.lives(lambda: stage.job().attempt == 2)
 
 
 @one_database
