@@ -385,6 +385,14 @@ def test_run_uses_a_service_that_serves_the_run_directory(server: Server, tmp_pa
     assert f"using the service of {server.home}" in running.err.read_text() and not running.home.exists()
 
 
+def test_private_service_ignores_variables_that_configure_another_service(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text("print('all is well')\n")
+    other = {"RATCHET_DATABASE_URL": f"sqlite:///{tmp_path}/other.db", "RATCHET_AUTH": "token"}
+    with run(tmp_path, "plain.py", **other) as running:
+        assert running.ended() == 0, running.err.read_text()
+    assert running.out.read_text() == "all is well\n" and not (tmp_path / "other.db").exists()
+
+
 def test_second_signal_with_a_shared_service_ends_the_command_and_the_job_still_saves(
     server: Server, tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 from ratchet_contract.phases import Cause
 from ratchet_contract.protocol.messages import Control
+from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.support.attempts import Attempt
 from tests.support.forked_attempts import AttemptForkServer, ForkedJob
 from tests.support.launch import Job
@@ -75,6 +76,18 @@ def test_script_keeps_an_own_sigusr1_handler(attempts: list[Attempt], tmp_path: 
     assert attempt.wait().cause is Cause.HANG
     told = log_of(attempt, 0)
     assert told.count("the script's own") == 1 and "in misbehave" in told
+
+
+def test_sigusr1_makes_a_rank_write_its_stacks_and_continue(attempts: list[Attempt], tmp_path: Path) -> None:
+    attempt = Attempt(tmp_path, [{}])
+    attempts.append(attempt)
+    attempt.start()
+    attempt.wait_step(0)
+    os.kill(attempt.pid_of(0), signal.SIGUSR1)
+    wait_for(lambda: "most recent call first" in log_of(attempt, 0), "the rank's stacks", 10, 0.02)
+    reading = CounterReader(attempt.paths.counter(0)).read()
+    assert reading is not None
+    attempt.wait_step(0, reading.finished + 2)
 
 
 def test_hang_on_another_node_writes_stacks_of_local_ranks(attempts: list[Attempt], tmp_path: Path) -> None:
