@@ -171,10 +171,8 @@ def begin_proof(runtime: Runtime, report: ResumeReport) -> ReplayProof:
     if fingerprints.plan.unreadable:
         names = [name for name, _ in ddp.module.named_parameters()]
         left = ", ".join(names[n] for n in fingerprints.plan.unreadable[:_MAX_NAMED])
-        text = (
-            f"fingerprints of steps leave out {len(fingerprints.plan.unreadable)} parameters without memory of their "
-            f"own: {left}"
-        )
+        count = pluralize(len(fingerprints.plan.unreadable), "parameter")
+        text = f"fingerprints of steps leave out {count} without own memory: {left}"
         runtime.reporter.note(NoteType.FINGERPRINTS_PARTIAL, text)
     proof = ReplayProof(
         fingerprints, ring, redone, found.fingerprints, runtime.reporter, launch, runtime.mark_not_exact

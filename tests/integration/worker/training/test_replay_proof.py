@@ -47,7 +47,13 @@ def die_once(session, at):
 def main():
     session = Session()
     torch.manual_seed(1)
-    model = session.wrap(nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1)))
+    net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+    if HIDDEN == "unreadable":
+        net.mask = nn.Parameter(torch.eye(4).to_sparse(), requires_grad=False)
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["mask"])
+        attempt = max((FLAG / "job/jobs/job-1/attempts").iterdir())
+        (attempt / "fingerprints" / f"rank-{session.rank:05d}.bin").mkdir(parents=True)
+    model = session.wrap(net)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = TrainLoader(TensorDataset(torch.randn(64, 8)), batch_size=4, seed=3, rank=session.rank, world_size=session.world_size)
     session.register(optimizer=optimizer, data=data)
@@ -208,6 +214,15 @@ def test_lost_fingerprints_are_counted_and_not_taken_as_proof(make: Make) -> Non
     told = redone(second)
     assert (told["steps"], told["compared"], told["equal"]) == (4, 3, 3)
     assert "fingerprints of 1 step no longer exist" in told["reason"]
+
+
+def test_fingerprints_that_are_missing_or_leave_out_parameters_are_noted(make: Make) -> None:
+    attempt = make("unreadable", 4).launch()
+    assert attempt.wait().cause is Cause.RANK_KILLED, attempt.logs()
+    for rank in (0, 1):
+        told = {note.type: note.message for note in attempt.notes(rank)}
+        assert "Is a directory" in told["fingerprints-unavailable"], told
+        assert "leave out 1 parameter without own memory: mask" in told["fingerprints-partial"], told
 
 
 def test_fingerprints_of_another_version_of_ratchet_are_not_compared(make: Make) -> None:
