@@ -16,6 +16,7 @@ from tests.support.server import Server
 AGENTS = LIBRARIES
 PAGE = (Path(__file__).parents[2] / "docs" / "troubleshooting.md").read_text()
 PLAIN = """import os
+open("seen.txt", "a").write("seen by a rank\\n")
 rate = {rate}
 open(f"rank-{{os.environ['RANK']}}", "a").write(open("rate.txt").read())
 """
@@ -60,13 +61,15 @@ def digest(project: Path) -> str:
 
 
 def test_resume_hints_after_script_failure_lead_to_success(server: Server, tmp_path: Path) -> None:
-    """What is read from the working directory is the fixed code's, too; what the job wrote there stays."""
+    """What is read from the working directory is the fixed code's, too; what the job wrote there stays, which an event notes."""
     cli, project = Cli(server.home, tmp_path), tmp_path / "code"
     project.mkdir()
     (project / "rate.txt").write_text("a")
+    (project / "seen.txt").write_text("old\n")
     job, said = failed(cli, "plain.py", PLAIN.format(rate="None + 1"))
     (project / "plain.py").write_text(PLAIN.format(rate="1"))
     (project / "rate.txt").write_text("b")
+    (project / "seen.txt").write_text("new\n")
     for command in ("attempts", "logs"):
         followed(cli, said, rf"(ratchet {command} [-\w]+)")
     followed(cli, said, r"`(ratchet resume \S+)`, which runs the same code again, or with changed code `--code DIR`")
@@ -75,6 +78,9 @@ def test_resume_hints_after_script_failure_lead_to_success(server: Server, tmp_p
     assert "SUCCEEDED" in cli("wait", job).errors
     work = server.paths.job(job).work_dir
     assert (work / "rank-0").read_text() == "b" and (work / "rank-1").read_text() == "b"
+    assert (work / "seen.txt").read_text().startswith("old\n")
+    (kept,) = [event for event in server.events(job) if event["type"] == "note.work-kept"]
+    assert "files in its working directory that the job has changed are not replaced: seen.txt. " in kept["message"]
 
 
 def test_resume_report_names_old_and_new_code_digest(server: Server, tmp_path: Path) -> None:

@@ -200,6 +200,20 @@ def test_agent_notes_once_that_logs_were_shortened_or_cannot_be(
     assert "without bound" in told[0]["message"] and "Operation not supported" in told[0]["message"]
 
 
+def test_log_that_the_agent_cannot_process_is_noted_once_and_other_logs_are_bounded(tmp_path: Path) -> None:
+    paths = JobPaths(tmp_path).attempt(1)
+    keeper = log_keeper(paths, MIB, ranks=2)
+    paths.log_times(0).mkdir()  # where the index of its lines' times would be
+    for rank in (0, 1):
+        write(paths.log(rank), numbered(0, 30_000))
+    for second in range(3):
+        keeper.poll(1e9 + second)
+    told = [json.loads(line) for line in paths.node_spool(0).read_text().splitlines()]
+    assert [line["type"] for line in told] == ["log-not-kept", "log-shortened"]
+    assert told[0]["message"] == f"the size of {paths.log(0)} cannot be limited: Is a directory"
+    assert paths.log(0).stat().st_blocks * 512 > 2 * MIB and paths.log(1).stat().st_blocks * 512 <= MIB
+
+
 def test_agent_note_about_its_node_becomes_a_job_event(api: Api) -> None:
     job = api.submit()
     api.attempt(job)

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from ratchet_contract.exit_codes import EXIT_PREEMPTED
+from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import Cause
 from ratchet_store.format.manifest_file import read_manifest
 from ratchet_store.read.compare import compare, render
@@ -338,6 +339,7 @@ def test_changed_total_steps_make_resume_not_exact(place: Path) -> None:
     again = _run(place, "train.py", "restore", TOTALS="6")
     assert again.returncode == 0 and again.stdout == "step 4\nstep 5\n", again.stderr
     assert "not exact: total_steps (4 -> 6)" in again.stderr and "nothing is left" not in again.stderr
+    assert '"type":"other-total"' in JobPaths(place / "ratchet-checkpoints").attempt(2).spool(0).read_text()
     further = _run(place, "train.py", "restore", TOTALS="7")
     assert "step 6 of ./ratchet-checkpoints as it was saved, which is not exact since" in further.stderr
     (place / "ratchet-checkpoints").rename(place / "first")

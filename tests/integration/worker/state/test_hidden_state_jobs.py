@@ -177,6 +177,8 @@ def test_hidden_state_of_a_killed_job_is_restored_exactly(jobs: Any) -> None:
     assert report.verdict == "exact" and report.base.step == 6, report
     assert "hiding:SHOWN is ignored: for show" in report.notes
     assert "model.typo is ignored: a log; nothing was found there when the checkpoint was made" in report.notes
+    told = [note.message for note in attempt.notes() if note.type == "ignored-not-found"]
+    assert told == ["nothing was found at the ignored path model.typo"]
     found = compare(whole.newest(), cut.newest())
     assert found.identical, render(found)
 

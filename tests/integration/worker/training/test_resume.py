@@ -168,9 +168,11 @@ def test_stopped_killed_and_damaged_job_ends_like_the_undisturbed_run(tmp_path: 
     assert attempt.metrics() == {STEPS: {k: v for k, v in whole.attempts[0].metrics()[STEPS].items() if "test" in k}}
 
 
-def test_untested_torch_version_is_noted_next_to_the_verdict(tmp_path: Path, jobs: list[Job]) -> None:
-    """Strict determinism does not refuse it either."""
+def test_untested_torch_and_editable_packages_are_noted_next_to_the_verdict(tmp_path: Path, jobs: list[Job]) -> None:
+    """Strict determinism does not refuse them either."""
     gate = Gate(tmp_path / "gate")
+    (gate.root / "edited-1.0.dist-info").mkdir()
+    (gate.root / "edited-1.0.dist-info" / "direct_url.json").write_text('{"dir_info": {"editable": true}}')
     (gate.root / "untested.py").write_text(f"{NOTHING_TESTED}from gated import Gated\n")
     spec = gate.spec(evaluate=False)
     job = Job(
@@ -189,8 +191,9 @@ def test_untested_torch_version_is_noted_next_to_the_verdict(tmp_path: Path, job
     assert again.wait().cause is Cause.COMPLETED, again.logs()
     for report, verdict in ((attempt.report(), "fresh"), (again.report(), "exact")):
         assert report.verdict == verdict
-        (note,) = report.notes
-        assert f"torch {torch.__version__} is not tested with this Ratchet" in note
+        untested, edited = report.notes
+        assert f"torch {torch.__version__} is not tested with this Ratchet" in untested
+        assert edited == "installed as editable, so whether their code is the same is not checked: edited"
 
 
 def test_resume_with_differences_is_refused_reported_or_redistributed(tmp_path: Path, jobs: list[Job]) -> None:

@@ -72,6 +72,8 @@ def test_stop_during_startup_or_evaluation_loses_no_step(home: Home) -> None:
     result = attempt.wait()
     assert (result.cause, result.last_step) == (Cause.API_PREEMPT, 8), attempt.logs()
     assert cut.checkpoints() == ["step-000000000008.a0002"] and "right" not in attempt.metrics()[8]
+    (note,) = attempt.notes()
+    assert note.type == "evaluation-abandoned" and "left the evaluation after step 8; it runs again" in note.message
 
     attempt = cut.launch()
     assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()

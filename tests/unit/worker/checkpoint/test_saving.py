@@ -397,6 +397,20 @@ def test_due_checkpoint_with_when_busy_skip_is_skipped_and_noted(tmp_path: Path,
     assert note[1].startswith("2 due checkpoints before step 5 skipped")
 
 
+def test_interval_of_the_automatic_schedule_is_noted_once_a_save_is_measured(tmp_path: Path) -> None:
+    group = Group(tmp_path, every_steps="auto")
+    for number in range(1, 20):
+        group.step(number)
+        if number == 10:
+            group.drain()
+    assert group.told[0].notes() == []
+    group.step(20)
+    group.drain()
+    ((kind, text),) = group.told[0].of("note")
+    assert kind == "checkpoint-interval" and text.startswith("automatic schedule: every ")
+    assert list(group.saved()) == [10, 20] and group.told[1].notes() == []
+
+
 def test_a_rank_that_is_stuck_fails_the_one_checkpoint_alone(tmp_path: Path, gate: Gate) -> None:
     group = Group(tmp_path, deadline=2.0)
     gate.close(1)

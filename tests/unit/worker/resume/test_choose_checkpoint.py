@@ -6,6 +6,7 @@ its thread meets.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import threading
@@ -273,3 +274,17 @@ def test_unsafe_file_system_is_refused_before_first_step(job: JobPaths, monkeypa
     monkeypatch.setattr(mount_policy, "mount_of", lambda _: Mount("/mnt", "tmpfs"))
     found, told = choose(job, lineage=[])
     assert steps(found) == [0, 0] and "lost after a reboot" in told.notes[0]
+
+
+def test_file_system_that_cannot_be_examined_is_noted_and_the_checkpoint_is_read(
+    job: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(job.checkpoints, 10)
+
+    def refuse(_: Path) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(choose_checkpoint, "check_directory", refuse)
+    found, told = choose(job)
+    assert steps(found) == [10, 10]
+    assert told.notes == [f"file-system-not-tried: {job.checkpoints}: Permission denied"]
