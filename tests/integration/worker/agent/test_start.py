@@ -74,9 +74,12 @@ def test_attempt_that_cannot_start_has_cause_and_message(attempts: list[Attempt]
     _with(python, python="/nowhere/python")
     early = Attempt(tmp_path / "c", [{}], desired=Desired.SUSPEND)
     workdir = Attempt(tmp_path / "d", [{}])
-    attempts += [secret, python, early, workdir]
+    newer = Attempt(tmp_path / "e", [{}])
+    attempts += [secret, python, early, workdir, newer]
     raw = json.loads(workdir.paths.launch_file.read_text())
     workdir.paths.launch_file.write_text(json.dumps({**raw, "workdir": "/nowhere/work"}))
+    raw = json.loads(newer.paths.launch_file.read_text())  # of a service with a key that this version does not know
+    newer.paths.launch_file.write_text(json.dumps({**raw, "spec": {**raw["spec"], "weather": "fine"}}))
     for attempt in attempts:
         attempt.start()
     found = {attempt: attempt.wait() for attempt in attempts}
@@ -85,6 +88,7 @@ def test_attempt_that_cannot_start_has_cause_and_message(attempts: list[Attempt]
     assert found[python].cause is Cause.USER_ERROR and "/nowhere/python" in (found[python].message or "")
     assert found[early].cause is Cause.API_SUSPEND and found[early].ranks == []
     assert found[workdir].cause is Cause.LAUNCHER_ERROR and "/nowhere" in (found[workdir].message or "")
+    assert found[newer].cause is Cause.LAUNCHER_ERROR and "('spec', 'weather')" in (found[newer].message or "")
 
 
 def test_stop_that_arrives_before_the_ranks_are_started_prevents_the_start(tmp_path: Path) -> None:
