@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ from ratchet_contract.checkpoint.resume_report import Segment
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import PINNED_NAME
 from ratchet_store.object_store import client as objects_module
+from ratchet_store.object_store import upload
 from ratchet_store.object_store.client import BRIEF, ObjectStore, open_store
 from ratchet_store.object_store.download import Progress, fetch, fetch_newest, newest_local
 from ratchet_store.object_store.remote_checkpoints import RemoteCheckpoints, open_job_checkpoints
@@ -179,6 +181,21 @@ def test_mirror_deletes_expired_copies_except_the_last_and_pinned_ones(place: Pl
     removed = [one for step in run(mirror) for one in step.removed]
     assert removed == [(20, 1)]
     assert place.committed() == [pinned.name, "step-000000000030.a0001"]
+
+
+def test_unchanged_store_is_listed_every_ten_minutes_and_a_lost_copy_is_replaced(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (manifest,) = make_chain(place.checkpoints, 10)
+    mirror, list_checkpoints, listed, now = place.mirror(), place.remote.list_checkpoints, [], 1000.0
+    monkeypatch.setattr(upload, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(place.remote, "list_checkpoints", lambda: listed.append(now) or list_checkpoints())
+    run(mirror)
+    place.remote.remove(manifest.id)
+    for now, copies in ((1599.0, []), (1601.0, [manifest.id]), (2200.0, [manifest.id]), (2202.0, [manifest.id])):
+        run(mirror)
+        assert place.committed() == copies, now
+    assert listed == [1000.0, 1601.0, 2202.0]
 
 
 def test_mirror_copies_and_removes_pin_marks(place: Place) -> None:
