@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import io
 import json
@@ -381,7 +382,11 @@ def test_export_runs_without_env_and_interpreter_of_the_job(jobs: dict[str, Job]
             store_checkpoint_for_export(api, jobs["power"].newest(), python=str(python), env=env, **elsewhere),
         ):
             answer = api.client.get(url)
-            assert (answer.status_code, answer.content) == (200, _export(jobs["power"], "safetensors")[0])
+            data, notes = _export(jobs["power"], "safetensors")
+            assert (answer.status_code, answer.content) == (200, data)
+            assert json.loads(answer.headers["Ratchet-Notes"]) == notes != []
+            digest = base64.b64encode(hashlib.sha256(data).digest()).decode()
+            assert answer.headers["Repr-Digest"] == f"sha-256=:{digest}:"
             assert not ran.exists()
     assert not LocalSubmission(api.settings.paths, Machine(), Launchers({}), reconciler_here=False).trains_here("local")
 
