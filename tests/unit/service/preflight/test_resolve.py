@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from ratchet_contract.code.tree import Limits
+from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec.job import JobSpec, Resolved, TaskSpec
 from ratchet_hooks.specs.registry import HOOKS
 from ratchet_hooks.torch_versions import TESTED
+from ratchet_service.launchers.registry import load
 from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.preflight import entrypoint
 from ratchet_service.preflight.resolve import resolve
@@ -115,6 +117,25 @@ def test_impossible_spec_is_refused_with_pointer(
 def test_spec_value_without_effect_or_with_cost_is_warned(machine: Machine, more: dict[str, Any], warning: str) -> None:
     _, warnings, problems = run(machine, **more)
     assert (warnings, problems) == ({warning}, set())
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "threads", "warned"),
+    [
+        ("slurm", {}, 1, ["single-thread"]),
+        ("slurm", {"resources": {"cpus_per_rank": 3}}, 3, []),
+        ("slurm", {"env": {"OMP_NUM_THREADS": "3"}}, 3, ["oversubscribed"]),
+        ("local", {}, 8, []),
+    ],
+)
+def test_rank_has_all_cores_of_a_laptop_and_a_warning_of_one_thread_on_an_engine(
+    tmp_path: Path, kind: str, more: dict[str, Any], threads: int, warned: list[str]
+) -> None:
+    file = tmp_path / "launchers.yaml"
+    file.write_text("local: {}\nslurm: {python: /opt/ratchet/bin/python}\n")
+    job, launchers = spec(launcher={"kind": kind}, **more), load(HomePaths(tmp_path), file)
+    resolved, warnings, problems = resolve(job, CPU, launchers=launchers, interpreters=Told(), environ={})
+    assert (resolved.threads_per_rank, [w.code for w in warnings], problems) == (threads, warned, [])
 
 
 @pytest.mark.parametrize("version", ["2.99.0+cpu", "3.0.0"])
