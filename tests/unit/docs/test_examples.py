@@ -6,13 +6,15 @@ import ast
 import xml.etree.ElementTree as ElementTree
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
+from examples.demo import report
 from examples.demo.picture import Curve, Interruption, draw
-from examples.demo.story import SPEC
+from examples.demo.story import SPEC, Story
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec.job import CodeSpec
 from ratchet_contract.spec.parse import load_spec_text, parse_spec
@@ -20,6 +22,7 @@ from ratchet_service.launchers.registry import load
 from ratchet_service.preflight.resolve import resolve
 from ratchet_service.scheduling.machine import Machine
 from ratchet_service.user_code.interpreter_probe import Findings, Interpreters
+from tests.support.checkpoints import make_checkpoint
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
@@ -41,6 +44,17 @@ def test_a_spec_file_is_valid_and_names_code_that_exists(file: Path) -> None:
 
 def test_demo_spec_is_valid() -> None:
     _check({"name": "demo", **SPEC}, EXAMPLES)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_demo_fails_unless_both_final_checkpoints_have_the_same_bits(tmp_path: Path, seed: int) -> None:
+    jobs: list[Any] = [SimpleNamespace(id=name, name=name) for name in ("interrupted", "undisturbed")]
+    for job, used in zip(jobs, (0, seed), strict=True):
+        final = make_checkpoint(HomePaths(tmp_path).job(job.id).checkpoints, 10, seed=used).id
+    listed = SimpleNamespace(checkpoints=lambda _: [SimpleNamespace(finished=True, id=final)])
+    story = Story(SimpleNamespace(home=tmp_path, client=listed))  # type: ignore[arg-type]
+    report.comparison(story, *jobs)
+    assert story.faults == ([] if seed == 0 else ["the two final checkpoints are identical, bit for bit"])
 
 
 def _check(data: dict[str, object], root: Path) -> None:
