@@ -27,10 +27,17 @@ _PHASE: Final = {phase.value: phase for phase in JobPhase}
 _DESIRED: Final = {desired.value: desired for desired in Desired}
 _MOVES: Final = frozenset(_EVENT)
 _ENDS: Final = (Event.END_SUCCEEDED, Event.END_SUSPENDED, Event.END_CANCELLED, Event.END_REQUEUE, Event.END_FAILED)
+_ENDS_AFTER: Final = {
+    Desired.CANCEL: (Event.END_CANCELLED, Event.END_SUCCEEDED),
+    Desired.SUSPEND: tuple(event for event in _ENDS if event is not Event.END_REQUEUE),
+}
+"""Ends of a job's attempt that follow these desired states."""
 _TRAINING: Final = Event.TRAINING.value
 _RESUME: Final = Event.RESUME.value
-_OF_A_LIVE_ATTEMPT: Final = frozenset({"rank-started", "resumed", "result", "checkpoint", "checkpoint-uploaded"})
-"""What only an attempt that has not ended may add to the history."""
+_OF_A_LIVE_ATTEMPT: Final = frozenset(
+    {"rank-started", "resumed", "result", "checkpoint", "checkpoint-uploaded", "agent-stopped", "agent-killed"}
+)
+"""What only an attempt that has not ended, or its reconciler, may add to the history."""
 
 
 class Happening(Protocol):
@@ -74,7 +81,7 @@ def check_history(events: Iterable[Happening], *, forked: bool = False) -> Repla
             and "from" not in event.data
             and (event.attempt != out.attempt or not out.alive)
         ):
-            wrong(f"told by an attempt that is over; the newest is {out.attempt}, {'alive' if out.alive else 'ended'}")
+            wrong(f"of an attempt that is over; the newest is {out.attempt}, {'alive' if out.alive else 'ended'}")
         if event.type in _MOVES and "from" in event.data:
             _check_transition(out, event, wrong)
         if event.type == _TRAINING and "base_step" in event.data:
@@ -118,6 +125,8 @@ def _check_transition(out: Replay, event: Happening, wrong: Any) -> None:
             wrong(f"moves the job while attempt {out.attempt} has not ended")
         if event.attempt != out.attempt:
             wrong(f"is the end of attempt {event.attempt}, the newest is {out.attempt}")
+        if kind not in _ENDS_AFTER.get(out.desired, _ENDS):
+            wrong(f"the desired state was {out.desired}")
     if step.reset_budgets:
         out.preemptions = out.failures = 0
     out.phase, out.desired = after, told
@@ -173,11 +182,7 @@ def check_job(session: Session, job: Job) -> list[str]:
     """One job: its history, and its rows against what that leads to."""
     events: Sequence[Row] = list(session.scalars(sa.select(Row).where(Row.job_id == job.id).order_by(Row.id)))
     attempts = list(session.scalars(sa.select(Attempt).where(Attempt.job_id == job.id).order_by(Attempt.number)))
-    return check_rows(job, attempts, check_history(events, forked=job.forked_from is not None))
-
-
-def check_rows(job: Job, attempts: Sequence[Attempt], found: Replay) -> list[str]:
-    """The history's faults, and the rows (looked at by their attributes alone) that are not what it leads to."""
+    found = check_history(events, forked=job.forked_from is not None)
     faults = found.faults
     expected = {
         "phase": found.phase,

@@ -1,56 +1,53 @@
-"""A launcher whose agents are ``Agent`` models: idempotent by name, slow to kill, sometimes away, with a point at every call."""
+"""A launcher whose agents are ``Agent`` models: idempotent by name, slow to kill, at times unreachable, with points at calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-import sqlalchemy as sa
-
 from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import FieldProblem
 from ratchet_contract.paths import AttemptPaths, HomePaths
-from ratchet_contract.phases import Desired
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec
 from ratchet_service.db.engine import Database
-from ratchet_service.db.models import Job
 from ratchet_service.launchers import attempt_files
 from ratchet_service.launchers.base import AttemptRef, AttemptState, EngineUnreachable, LaunchPlan, NodeState
 from tests.support.sim.agents import Agent, State
+from tests.support.sim.checks import check_backoff_is_over, check_row_exists
 from tests.support.sim.processes import Stage
 
 
 class SimLauncher:
-    """The engine. One object for all reconcilers, as an engine is."""
+    """The engine: one object for all reconcilers."""
 
     kind = "local"
     max_nodes: int | None = 1
     slots = True
     same_files = True
 
-    def __init__(self, stage: Stage, database: Database, home: HomePaths, timeout: float) -> None:
-        """``timeout``: seconds; policy.timeout of all jobs."""
+    def __init__(self, stage: Stage, database: Database, home: HomePaths) -> None:
         self._stage, self._database, self._home = stage, database, home
-        self._timeout = timeout
         self.agents: list[Agent] = []
-        self._begun: dict[str, float] = {}
+        self.ended: set[tuple[str, int]] = set()
+        """The attempts (job id, number) that the service has ended, of jobs that are not deleted."""
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         return [], []
 
     def plan(self, launch: LaunchFile) -> LaunchPlan:
+        check_backoff_is_over(self._database, launch.job_id)
         ref = AttemptRef(launch.job_id, launch.attempt, AttemptPaths(Path(launch.attempt_dir)), 1)
         return LaunchPlan(ref=ref, launch=launch, argv=("agent",))
 
     def submit(self, plan: LaunchPlan) -> None:
+        check_row_exists(self._database, plan.ref)
         self._call(f"submit {plan.ref.name}")
         if not any(agent.seen or agent.state is not State.GONE for agent in self._of(plan.ref)):
             attempt_files.write_launch(plan.ref.paths, plan.launch)
             self._stage.point(f"half way through submit {plan.ref.name}", stall=0.0)
             self._stage.trace_line(f"{plan.ref.name} is submitted")
-            self.agents.append(Agent(plan, self._stage, self._database, self._home))
-            self._begun.setdefault(plan.ref.name, self._stage.clock.elapsed)
+            self.agents.append(Agent(plan, self._stage, self._database, self._home, self.ended))
         self._stage.point(f"after submit {plan.ref.name}")
 
     def poll(self, ref: AttemptRef) -> AttemptState:
@@ -63,7 +60,6 @@ class SimLauncher:
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
         self._call(f"stop {ref.name}")
-        self._due(ref)
         for agent in self._of(ref):
             agent.terminated = True
 
@@ -77,9 +73,9 @@ class SimLauncher:
             if agent.state is State.GONE or agent.out_of_reach:
                 continue
             if agent.lingers == 0 and self._stage.chance(self._stage.faults.lingers):
-                if self._stage.chance(0.5):  # its node is gone for good, says the engine; it is not
+                if self._stage.chance(0.5):  # the engine reports that its node is lost, and the node lives
                     self._stage.trace_line(f"{ref.name} is out of reach and given up")
-                    agent.out_of_reach = True
+                    agent.out_of_reach, agent.stopped, agent.hangs = True, False, False
                     continue
                 agent.lingers = self._stage.random.randrange(1, 4)
             if agent.lingers > 0:
@@ -101,18 +97,6 @@ class SimLauncher:
             if agent.ref.name in orphans and agent.state is not State.GONE:
                 agent.die("is swept away")
         return orphans
-
-    def _due(self, ref: AttemptRef) -> None:
-        """Nobody is stopped before the time, whatever wall clocks show. Who is stopped though nobody wants it is stopped for
-        ``policy.timeout``, and cannot have run for longer than since its job's first submission."""
-        first = min(at for name, at in self._begun.items() if name.startswith(ref.job_id))
-        with self._database.read() as session:
-            found = session.execute(sa.select(Job.desired).where(Job.id == ref.job_id)).scalar()
-        passed = self._stage.clock.elapsed - first
-        if found is Desired.RUN:
-            assert passed >= self._timeout, (
-                f"{ref.name} is stopped after {passed:.0f} s, {self._timeout:g} s are allowed"
-            )
 
     def _of(self, ref: AttemptRef) -> list[Agent]:
         return [agent for agent in self.agents if agent.ref == ref]

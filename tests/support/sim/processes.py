@@ -1,8 +1,8 @@
-"""Processes of the control plane that run one at a time, as a seed says: stopped, ended or left to run at points that matter.
+"""Processes of the control plane that run one at a time, as a seed says: they are stopped, ended or left to run at points.
 
-A point is before and after every commit, and before and after every call of the launcher. Each process is a thread, of which
-one alone runs at any moment: who has the baton. So a run is a function of its seed, and a process may be left standing at a
-point for as long as the schedule likes, as SIGSTOP would leave it, while others take its work over.
+A point is before and after every transaction, and before and after every call of the launcher. Each process is a thread, and only
+one of the threads runs at any moment. So a run is a function of its seed, and a process may stand at a point for as long as the
+schedule says, as after a SIGSTOP, while others take its work over.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ratchet_service.db.clock import Clock
 from ratchet_service.db.engine import Database
 
 START: Final = datetime(2026, 1, 1, tzinfo=UTC)
+BEFORE_TRANSACTION: Final = "before a transaction"
 
 
 class Died(BaseException):
@@ -34,7 +35,7 @@ class SimClock(Clock):
     def __init__(self) -> None:
         self.elapsed = 0.0
         self.set_by = 0.0
-        """Seconds by which somebody has set the machines' wall clocks."""
+        """Seconds by which the machines' wall clocks were set."""
 
     def now(self) -> datetime:
         return START + timedelta(seconds=self.elapsed + self.set_by)
@@ -46,32 +47,32 @@ class SimClock(Clock):
         return "sim"
 
     def server_now(self, session: Session) -> datetime:
-        """By which leases expire: nobody sets it here."""
+        """The clock by which leases expire; it is never set."""
         return START + timedelta(seconds=self.elapsed)
 
 
 @dataclass(frozen=True)
 class Faults:
-    """Probabilities at each point of a process, and of each of an agent's doings."""
+    """Probabilities: at each point of a process, for each action of an agent, for each move."""
 
     die: float = 0.01
-    stall: float = 0.02
+    stall: float = 0.03
     away: float = 0.01  # the engine does not answer
     lost: float = 0.15  # a report, or its answer
     agent: float = 0.03  # an agent dies, hangs or fails
-    lingers: float = 0.1  # what is killed does not go at once, or is out of reach and goes on
-    jumps: float = 0.03  # time passes, and a lease or a deadline with it
-    sets: float = 0.03  # wall clocks are set, and no time passes
+    lingers: float = 0.1  # a killed process does not end at once, or is out of reach and continues
+    jumps: float = 0.05  # time passes, and a lease or a deadline with it
+    sets: float = 0.02  # wall clocks are set, and no time passes
 
 
-STORM = Faults(die=0.02, stall=0.05, away=0.02, lost=0.3, agent=0.08, lingers=0.3, jumps=0.08)
-QUIET = Faults(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+STORM: Final = Faults(die=0.03, stall=0.1, away=0.03, lost=0.4, agent=0.1, lingers=0.5, jumps=0.1, sets=0.05)
+QUIET: Final = Faults(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 SET_BY: Final = (-7200.0, -40.0, 40.0, 3600.0, 7200.0)
 """Seconds."""
 
 
 class Process:
-    """One reconciler's process. ``turn`` lets it run until its next stall, the end of a round, or its death."""
+    """The process of a reconciler. ``turn`` lets it run to its next stop, the end of a round, or its death."""
 
     def __init__(self, name: str, body: Callable[[], None], stage: Stage) -> None:
         self.name, self._body, self._stage = name, body, stage
@@ -101,7 +102,7 @@ class Process:
         self._mine.acquire()
 
     def turn(self) -> None:
-        """Give it the baton and wait until it comes back. Raises what the process failed with."""
+        """Let it run, and wait until it stops. Raises the error with which the process failed."""
         self.stalled, self._stage.running = None, self
         self._mine.release()
         self._theirs.acquire()
@@ -110,7 +111,7 @@ class Process:
             raise self.error
 
     def end(self) -> None:
-        """SIGKILL, wherever it stands."""
+        """SIGKILL, at the point where it stands."""
         if self.dead:
             return
         self._ends = True
@@ -118,14 +119,14 @@ class Process:
         self._thread.join(30)
 
     def pause(self, where: str) -> None:
-        """Until its next turn."""
+        """Stand until the next turn. Raises ``Died``."""
         self.stalled = where
         self._hand_back()
         if self._ends:
             raise Died
 
     def point(self, where: str, *, stall: float = 1.0) -> None:
-        """The schedule may end the process here, or leave it standing (``stall`` times as often as elsewhere)."""
+        """The schedule may end the process here, or leave it standing (``stall``: factor of the probability). Raises ``Died``."""
         if self._ends:
             raise Died
         if self._stage.chance(self._stage.faults.die):
@@ -133,22 +134,30 @@ class Process:
             raise Died
         if self._stage.chance(stall * self._stage.faults.stall):
             self._stage.trace_line(f"{self.name} is stopped {where}")
-            self.stalled = where
-            self._hand_back()
-            self._stage.trace_line(f"{self.name} goes on {where}")
-            if self._ends:
-                raise Died
+            self.pause(where)
+            self._stage.trace_line(f"{self.name} continues {where}")
+
+
+class HeldRequest(Process):
+    """A request that stands once: before its first transaction, after what was read without a lock has admitted it."""
+
+    _stood = False
+
+    def point(self, where: str, *, stall: float = 1.0) -> None:
+        if where == BEFORE_TRANSACTION and not self._stood:
+            self._stood = True
+            self.pause(where)
 
 
 def _acquired_lock() -> threading.Lock:
-    """As a semaphore of one, that only the other side releases: ``threading.Semaphore`` is written in Python."""
+    """A semaphore of one that only the other side releases: ``threading.Semaphore`` is written in Python."""
     made = threading.Lock()
     made.acquire()
     return made
 
 
 class Stage:
-    """What all actors share: the seed's choices, the time, the trace, and who runs."""
+    """What all actors share: the seed's choices, the time, the trace, and which process runs."""
 
     def __init__(self, seed: int, faults: Faults, clock: SimClock) -> None:
         self.random = random.Random(seed)
@@ -165,39 +174,40 @@ class Stage:
         self.trace.append(f"{self.clock.elapsed:8.2f} {text}")
 
     def point(self, where: str, *, stall: float = 1.0) -> None:
-        """Of the process that runs; agents and users have theirs elsewhere."""
+        """A point of the process that runs; agents and users have none."""
         if self.running is not None:
             self.running.point(where, stall=stall)
 
 
 class SimDatabase(Database):
-    """A real database on the stage's clock, with a point before and after every commit.
+    """A real database on the stage's clock, with a point before and after every transaction. ``transactions``: how many were
+    committed.
 
-    Nobody stands still within a transaction: on SQLite all others would wait for it, which is not what is looked at here.
+    No process stands within a transaction: on SQLite all others would wait for it, which is not tested here.
     """
 
     stage: Stage
 
     def __init__(self, url: str) -> None:
         self.time = SimClock()
+        self.transactions = 0
         super().__init__(url, self.time)
         if self.is_sqlite:
             event.listen(self.engine, "connect", _not_durable)
-        self.engine.pool._pre_ping = (
-            False  # one thread, and a server that is there: nothing to ask at every transaction
-        )
+        self.engine.pool._pre_ping = False  # the server is there: no question before every transaction
 
     @contextmanager
     def write(self) -> Iterator[Session]:
-        self.stage.point("before a transaction")
+        self.stage.point(BEFORE_TRANSACTION)
         with super().write() as session:
             yield session
             self.stage.point("before a commit", stall=0.0)
+        self.transactions += 1
         self.stage.point("after a commit")
 
 
 def _not_durable(connection: object, _record: object) -> None:
-    """What a power cut would cost is not looked at here, and syncing is most of what a transaction costs."""
+    """Do not sync: nothing here has to survive a power cut."""
     cursor = connection.cursor()  # type: ignore[attr-defined]
     cursor.execute("PRAGMA synchronous = OFF")
     cursor.close()
