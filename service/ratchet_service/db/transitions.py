@@ -84,10 +84,11 @@ def apply(
     event is refused, or if ``expected_attempt`` is not the job's attempt.
     """
     job = lock_job(session, job_id)
-    before = job.phase
-    changes = transition_values(job, event, now_in(session), expected_attempt=expected_attempt, cause=cause) | (
-        values or {}
-    )
+    if expected_attempt is not None and job.attempt != expected_attempt:
+        raise Conflict(f"attempt {expected_attempt} is not the newest one ({job.attempt})", code="stale-attempt")
+    step, before = check_transition(job, event), job.phase
+    assert step.phase is not None
+    changes = _changes(job, step, step.phase, cause, now_in(session)) | (values or {})
     changes["version"] = Job.version + 1
     shown: str | None = reason
     if event is Event.TRAINING:
@@ -108,18 +109,6 @@ def apply(
         facts["reason"] = shown
     add_event(session, job_id, event, text, attempt=job.attempt or None, data=facts)
     return job
-
-
-def transition_values(
-    job: Job, event: Event, now: datetime, *, expected_attempt: int | None = None, cause: Cause | None = None
-) -> dict[str, Any]:
-    """Return values of the job's columns that follow from ``event``. Raises ``Conflict`` if it is refused or ``expected_attempt``
-    is not the job's attempt."""
-    if expected_attempt is not None and job.attempt != expected_attempt:
-        raise Conflict(f"attempt {expected_attempt} is not the newest one ({job.attempt})", code="stale-attempt")
-    step = check_transition(job, event)
-    assert step.phase is not None
-    return _changes(job, step, step.phase, cause, now)
 
 
 def _changes(job: Job, step: Step, phase: JobPhase, cause: Cause | None, now: datetime) -> dict[str, Any]:

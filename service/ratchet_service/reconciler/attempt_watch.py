@@ -65,19 +65,16 @@ def restore_actions(session: Session, lease: Lease, known: Supervision, now: flo
     end. A SIGTERM counts as not sent yet. ``now``: the monotonic time that is set as the time of the SIGTERM or kill."""
     query = sa.select(models.Event).where(models.Event.job_id == lease.job_id, models.Event.attempt == lease.attempt)
     for event in session.scalars(query.where(models.Event.type.in_(_RECORDED_ACTIONS)).order_by(models.Event.id)):
-        known = restore_action(known, event, now)
+        if event.type == EventType.AGENT_LEFT:
+            known = replace(known, left_running=True)
+            continue
+        # without a cause, it was killed because of another agent's result
+        cause = Cause(event.data["cause"]) if "cause" in event.data else known.forced_cause
+        # the event was written before the SIGTERM was sent: it is sent again
+        known = replace(known, forced_cause=cause, stopped_at=now, signal_unsent=True)
+        if event.type == EventType.AGENT_KILLED:
+            known = replace(known, killing=True, message=event.message)
     return known
-
-
-def restore_action(known: Supervision, event: models.Event, now: float) -> Supervision:
-    """Return ``known`` with what one event of ``_RECORDED_ACTIONS`` records. ``now``: as in ``restore_actions``."""
-    if event.type == EventType.AGENT_LEFT:
-        return replace(known, left_running=True)
-    # without a cause, it was killed because of another agent's result
-    cause = Cause(event.data["cause"]) if "cause" in event.data else known.forced_cause
-    # the event was written before the SIGTERM was sent: it is sent again
-    known = replace(known, forced_cause=cause, stopped_at=now, signal_unsent=True)
-    return replace(known, killing=True, message=event.message) if event.type == EventType.AGENT_KILLED else known
 
 
 def read_desired_states(session: Session, leases: list[Lease]) -> dict[str, DesiredState]:
