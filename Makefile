@@ -93,9 +93,10 @@ chaos: $(STAMP)
 
 # the control plane by seeds, in as many processes as there are cores, each with a database of its own. First every planted fault
 # must be found. Then N schedules of each kind: with few faults, with many, of 80 moves instead of 20, and on PostgreSQL.
-# RATE. One again: python -m tests.support.sim --seed S --n 1 [--storm] [--moves 80]
+# A core runs about five schedules of 20 moves per second, or two of 80: with N=1000 about 12 minutes on two idle cores. One again:
+# python -m tests.support.sim --seed S --n 1 [--storm] [--moves 80] [--postgres]
 simulate: $(STAMP)
-	$(BIN)/python -m tests.support.sim --mutants --n 5000 --seed 10000000
+	$(BIN)/python -m tests.support.sim --mutants --n 5000
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000)
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000) --storm --seed 1000000
 	$(BIN)/python -m tests.support.sim --n $(or $(N),1000) --storm --moves 80 --seed 2000000
