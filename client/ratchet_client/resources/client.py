@@ -120,10 +120,12 @@ class RatchetClient(Following, Access):
         return self._post("/v1/jobs", views.PlanView, params={"dry_run": "true", "adopt": _absolute(adopt)}, json=body)
 
     def jobs(self, *, phase: Collection[str] = (), label: Mapping[str, str] | None = None, name: str | None = None,
-             sort: str | None = None, owner: str | None = None, page_size: int = PAGE) -> Iterator[views.JobView]:  # fmt: skip
+             sort: str | None = None, owner: str | None = None, search: str | None = None, include: Collection[str] = (),
+             page_size: int = PAGE) -> Iterator[views.JobView]:  # fmt: skip
         """Yield all matching jobs, newest first. ``sort``: order by ``created``, ``name`` or ``priority`` instead; a ``-`` in
         front means descending. ``phase``: only jobs in one of these phases. ``label``: only jobs with all of these labels.
-        ``name``, ``owner``: only jobs with this name, or of this owner.
+        ``name``, ``owner``: only jobs with this name, or of this owner. ``search``: only jobs whose name or id begins with this
+        text. ``include=["summary"]``: each job has its ``summary``.
 
         >>> job_id in [job.id for job in client.jobs(phase=["SUCCEEDED"])]
         True
@@ -135,6 +137,8 @@ class RatchetClient(Following, Access):
             "name": name,
             "sort": sort,
             "owner": owner,
+            "search": search,
+            "include": list(include),
             "limit": page_size,
         }
         return self._pages("/v1/jobs", views.JobView, params)

@@ -110,6 +110,42 @@ class EnvironmentView(View):
     git: GitFacts | None = Field(None, description="The git commit of its code; null: unknown.")
 
 
+class MetricSummary(View):
+    """A curve in few points."""
+
+    name: str
+    points: list[tuple[int, float]] = Field(
+        description="Step and value of at most 40 stored points, about evenly spaced over the steps, with the first and the last."
+    )
+
+
+class AttemptSummary(View):
+    number: int
+    outcome: Outcome | None = None
+    cause: Cause | None = None
+    proof: str | None = Field(None, description="As in an attempt.")
+
+
+class HookFigures(View):
+    phase: str
+    compression_rate: float | None
+    iteration: int
+
+
+class JobSummary(View):
+    """What a list of jobs shows of a job's training."""
+
+    metric: MetricSummary | None = Field(
+        None, description="The metric `loss`, else the first by name; null: it has no point, or the job has no metric."
+    )
+    attempts: list[AttemptSummary] = Field(description="The newest 20, oldest first.")
+    hook: HookFigures | None = Field(
+        None, description="The newest summary of rank 0's hook in the running attempt; null: there is none."
+    )
+    last_checkpoint_at: datetime | None = Field(None, description="When `last_checkpoint` was committed.")
+    goodput: float | None = Field(None, description="As in the `goodput` of one job.")
+
+
 class JobView(View):
     SHOWN = ("id", "name", "phase", "attempt", "progress.step", "progress.total_steps", "reason")
 
@@ -154,6 +190,7 @@ class JobView(View):
         None,
         description="Lower bound of the number of jobs ahead of it, if it is too far back to have a position.",
     )
+    summary: JobSummary | None = Field(None, description="Only in a list, with `include=summary`.")
     created_at: datetime
     updated_at: datetime
     started_at: datetime | None = None

@@ -58,6 +58,13 @@ class Job(Base):
         sa.Index("ix_jobs_created_at_id", "created_at", "id"),
         sa.Index("ix_jobs_name_id", "name", "id"),
         sa.Index("ix_jobs_priority_id", "priority", "id"),
+        # for LIKE with a prefix, which PostgreSQL's other indexes do not serve
+        *(
+            sa.Index(f"ix_jobs_{column}_prefix", column, postgresql_ops={column: "text_pattern_ops"}).ddl_if(
+                "postgresql"
+            )
+            for column in ("name", "id")
+        ),
         sa.Index(
             "ix_jobs_ttl", "ttl", sqlite_where=sa.text("ttl IS NOT NULL"), postgresql_where=sa.text("ttl IS NOT NULL")
         ),

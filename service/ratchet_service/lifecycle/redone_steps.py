@@ -32,9 +32,9 @@ def add_redone(attempt: Attempt, rank: int, message: RedoneSteps) -> StepDiffere
     return found if known is None else None
 
 
-def redone_of(attempt: Attempt) -> Redone:
-    """Return the attempt's result over all ranks. No step counts as compared before all ranks have reported."""
-    kept = attempt.redone
+def redone_of(kept: dict[str, Any] | None) -> Redone:
+    """Return the result over all ranks of an attempt. ``kept``: its column ``redone``. No step counts as compared before all
+    ranks have reported."""
     if kept is None:
         return Redone()
     numbers = kept["ranks"].values() if len(kept["ranks"]) == kept["world_size"] else [[0, 0]]

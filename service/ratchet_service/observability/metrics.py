@@ -164,7 +164,7 @@ class Instruments:
                 cause = "none" if row.cause is None else row.cause.value
                 self._attempts.labels("none" if row.outcome is None else row.outcome.value, cause).inc()
                 self._steps_lost.labels(cause).inc(row.steps_lost or 0)
-                self._compared.inc(redone_of(row).compared)
+                self._compared.inc(redone_of(row.redone).compared)
             elif isinstance(row, Event):
                 self._differences.inc()
             else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -38,36 +38,43 @@ class Spent(NamedTuple):
 def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -> dict[int, Spent]:
     """Return, by attempt number, the goodput of each of ``attempts`` and how much of its stop notice it used."""
     now = now_in(session)
-    saves = _save_times(session, job.id, [attempt.number for attempt in attempts])
-    return {a.number: _attempt_spent(job.spec["policy"], a, saves.get(a.number, Saves()), now) for a in attempts}
+    of = (Checkpoint.job_id == job.id) & Checkpoint.attempt.in_([attempt.number for attempt in attempts])
+    saves = _save_times(session, of)
+    policy = job.spec["policy"]
+    return {a.number: _attempt_spent(policy, a, saves.get((job.id, a.number), Saves()), now) for a in attempts}
 
 
-def job_goodput(session: Session, job: Job) -> GoodputView:
-    """Return the goodput of the whole job, until it ended or was suspended, or until now; earlier pauses do not count."""
-    now = now_in(session)
-    saves = _save_times(session, job.id)
+def job_goodputs(session: Session, jobs: Sequence[Job]) -> dict[str, GoodputView]:
+    """Return, by job id, the goodput of each whole job, until it ended or was suspended, or until now; earlier pauses do not
+    count."""
+    now, spans = now_in(session), {job.id: list[Span]() for job in jobs}
+    saves = _save_times(session, Checkpoint.job_id.in_(spans))
     verdict = Attempt.resume_report["verdict"].as_string()
     query = sa.select(
-        Attempt.number, Attempt.created_at, Attempt.ended_at, Attempt.begun_at, Attempt.training_at, Attempt.stop_at,
-        Attempt.end_began_at, Attempt.base_step, Attempt.last_step, Attempt.steps_lost, verdict,
-    ).where(Attempt.job_id == job.id)  # fmt: skip
-    spans = [_span(row, saves.get(row[0], Saves()), now) for row in session.execute(query)]
-    return _view(goodput.total_parts(spans, job.created_at, job.paused_at or now, job.paused_seconds))
+        Attempt.job_id, Attempt.number, Attempt.created_at, Attempt.ended_at, Attempt.begun_at, Attempt.training_at,
+        Attempt.stop_at, Attempt.end_began_at, Attempt.base_step, Attempt.last_step, Attempt.steps_lost, verdict,
+    ).where(Attempt.job_id.in_(spans))  # fmt: skip
+    for job_id, number, *row in session.execute(query):
+        spans[job_id].append(_span(row, saves.get((job_id, number), Saves()), now))
+    return {
+        job.id: _view(goodput.total_parts(spans[job.id], job.created_at, job.paused_at or now, job.paused_seconds))
+        for job in jobs
+    }
 
 
-def _save_times(session: Session, job_id: str, attempts: Collection[int] | None = None) -> dict[int, Saves]:
-    """Return the saves of ``attempts`` (None: all) by attempt number. Attempts without a checkpoint are absent."""
+def _save_times(session: Session, of: sa.ColumnElement[bool]) -> dict[tuple[str, int], Saves]:
+    """Return the saves by job id and attempt number. ``of``: the condition on checkpoints. Attempts without a checkpoint are
+    absent."""
     stopped = Checkpoint.reason == "stop"
     query = sa.select(
+        Checkpoint.job_id,
         Checkpoint.attempt,
         sa.func.sum(sa.case((stopped, 0.0), else_=sa.func.coalesce(Checkpoint.stall, 0.0))),
         sa.func.max(sa.case((stopped, Checkpoint.created_at))),
-    ).where(Checkpoint.job_id == job_id)
-    if attempts is not None:
-        query = query.where(Checkpoint.attempt.in_(attempts))
+    ).where(of)
     return {
-        attempt: Saves(float(stall), stop)
-        for attempt, stall, stop in session.execute(query.group_by(Checkpoint.attempt))
+        (job_id, attempt): Saves(float(stall), stop)
+        for job_id, attempt, stall, stop in session.execute(query.group_by(Checkpoint.job_id, Checkpoint.attempt))
     }
 
 
@@ -75,8 +82,8 @@ def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: dateti
     """Return the goodput and the use of the stop notice of one attempt. ``policy``: the spec's."""
     verdict = None if a.resume_report is None else a.resume_report.get("verdict")
     row = (
-        a.number, a.created_at, a.ended_at, a.begun_at, a.training_at, a.stop_at, a.end_began_at, a.base_step, a.last_step,
-        a.steps_lost, verdict,
+        a.created_at, a.ended_at, a.begun_at, a.training_at, a.stop_at, a.end_began_at, a.base_step, a.last_step, a.steps_lost,
+        verdict,
     )  # fmt: skip
     view = _view(goodput.parts_of(_span(row, saves, now)))
     if a.stop_at is None:
@@ -88,7 +95,7 @@ def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: dateti
 
 def _span(row: Any, saves: Saves, now: datetime) -> Span:
     """Return the times and steps of an attempt's ``row``; ``now`` is the end of an attempt that runs."""
-    _, created, ended, begun, training, stop, over, base, last, lost, verdict = row
+    created, ended, begun, training, stop, over, base, last, lost, verdict = row
     return Span(
         created=created, until=ended or now, begun=begun, training=training, stop=stop, end_began=over,
         steps_done=0 if base is None else last - base, steps_lost=lost or 0, stall=saves.stall,

@@ -3,6 +3,7 @@ index. Slow only if many jobs meet each filter, but hardly any meets all."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,7 @@ from ratchet_contract.errors import Refused
 from ratchet_contract.phases import JobPhase
 from ratchet_service.db.models import Job, JobLabel
 from ratchet_service.usecases import pagination
+from ratchet_service.usecases.job_summary import job_summaries
 from ratchet_service.usecases.views import job_views
 
 MAX_SELECTIVE_JOBS: Final = 500
@@ -23,6 +25,10 @@ MAX_SELECTIVE_JOBS: Final = 500
 index."""
 
 Sort = Literal["created", "-created", "name", "-name", "priority", "-priority"]
+_NAME_PART: Final = re.compile(r"[-a-z0-9]+", re.ASCII)
+"""Characters of names and ids of jobs."""
+_AFTER_Z: Final = "{"
+"""The character after the last of these."""
 _COLUMNS: Final = {"created": "created_at", "name": "name", "priority": "priority"}
 
 
@@ -36,6 +42,7 @@ class JobFilter:
     name: str | None = None
     sort: Sort = "-created"
     owner: str | None = None
+    search: str | None = None  # what the name or the id begins with
 
     def digest(self) -> str:
         """Return a digest that identifies this filter and order in cursors."""
@@ -47,6 +54,7 @@ class JobFilter:
             name=self.name,
             sort=self.sort,
             owner=self.owner,
+            search=self.search,
         )
 
 
@@ -58,13 +66,15 @@ def parse_label(text: str) -> tuple[str, str]:
     return key, value
 
 
-def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str | None) -> Page[JobView]:
-    """Return one page of the jobs that ``job_filter`` selects. ``cursor``: that of the page before. Raise ``Refused`` for a
-    bad one."""
+def list_jobs(
+    session: Session, job_filter: JobFilter, limit: int, cursor: str | None, *, summary: bool = False
+) -> Page[JobView]:
+    """Return one page of the jobs that ``job_filter`` selects. ``cursor``: that of the page before. ``summary``: each job has its
+    summary. Raise ``Refused`` for a bad cursor."""
     descending = job_filter.sort.startswith("-")
     key = job_filter.sort.removeprefix("-")
     selective_ids = _selective_ids(session, job_filter)
-    query, column, ident = _matching_query(job_filter, selective_ids, key)
+    query, column, ident = _matching_query(session, job_filter, selective_ids, key)
     after = pagination.decode(cursor, job_filter.digest(), (int if key == "priority" else str, str))
     if after is not None:
         row, position = (
@@ -78,22 +88,28 @@ def list_jobs(session: Session, job_filter: JobFilter, limit: int, cursor: str |
     following = None
     if len(rows) > limit:  # from the column that the list is sorted by; a label has its own copy
         following = pagination.encode(job_filter.digest(), [_encode_sort_value(key, rows[limit - 1][1]), page[-1].id])
-    return Page[JobView](items=job_views(session, page), next_cursor=following)
+    items = job_views(session, page)
+    if summary:
+        found = job_summaries(session, page)
+        items = [item.model_copy(update={"summary": found[item.id]}) for item in items]
+    return Page[JobView](items=items, next_cursor=following)
 
 
 def _selective_ids(session: Session, job_filter: JobFilter) -> list[str] | None:
     """Return the ids of all jobs that meet one filter, if at most ``MAX_SELECTIVE_JOBS`` do; else None."""
-    for query in _single_filter_queries(job_filter):
+    for query in _single_filter_queries(session, job_filter):
         ids = list(session.scalars(query.limit(MAX_SELECTIVE_JOBS + 1)))
         if len(ids) <= MAX_SELECTIVE_JOBS:
             return ids
     return None
 
 
-def _single_filter_queries(job_filter: JobFilter) -> Iterator[sa.Select[str]]:
+def _single_filter_queries(session: Session, job_filter: JobFilter) -> Iterator[sa.Select[str]]:
     """Yield for each filter a query for the ids of the jobs that meet it."""
     if job_filter.name is not None:
         yield sa.select(Job.id).where(Job.name == job_filter.name)
+    if job_filter.search is not None:
+        yield sa.select(Job.id).where(_begins_with(session, Job, job_filter.search))
     for key, value in job_filter.labels:
         yield sa.select(JobLabel.job_id).where(JobLabel.key == key, JobLabel.value == value)
     if job_filter.owner is not None:
@@ -102,8 +118,17 @@ def _single_filter_queries(job_filter: JobFilter) -> Iterator[sa.Select[str]]:
         yield sa.select(Job.id).where(Job.phase.in_(job_filter.phases))
 
 
+def _begins_with(session: Session, source: Any, text: str) -> sa.ColumnElement[bool]:
+    """Return the condition that the name or the id of a job begins with ``text``. ``source``: ``Job``, or an alias."""
+    if not _NAME_PART.fullmatch(text):
+        return sa.false()
+    if session.get_bind().dialect.name == "sqlite":  # whose LIKE ignores case, and so uses no index
+        return sa.or_(*((column >= text) & (column < text + _AFTER_Z) for column in (source.name, source.id)))
+    return sa.or_(source.name.startswith(text), source.id.startswith(text))
+
+
 def _matching_query(
-    job_filter: JobFilter, selective_ids: list[str] | None, key: str
+    session: Session, job_filter: JobFilter, selective_ids: list[str] | None, key: str
 ) -> tuple[sa.Select[Job], Any, Any]:
     """Return the query for the jobs that meet all filters, its sort column and its id column. ``selective_ids``: the only jobs
     that can meet them, if known."""
@@ -123,6 +148,8 @@ def _matching_query(
         query = query.where(source.phase.in_(job_filter.phases))
     if job_filter.name is not None:
         query = query.where(source.name == job_filter.name)
+    if job_filter.search is not None:
+        query = query.where(_begins_with(session, source, job_filter.search))
     if job_filter.owner is not None:
         query = query.where(source.owner == job_filter.owner)
     other = aliased(JobLabel)

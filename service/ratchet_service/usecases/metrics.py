@@ -38,7 +38,7 @@ _FIGURES: Final = (
 )  # fmt: skip
 
 
-def _not_abandoned(table: Any) -> sa.ColumnElement[bool]:
+def not_abandoned(table: Any) -> sa.ColumnElement[bool]:
     """Return the condition that a row of ``table`` belongs to no abandoned branch: no later attempt started from a step before
     the row's step."""
     later = sa.exists().where(
@@ -86,7 +86,7 @@ def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points
     """Return, by series name, the ascending steps outside abandoned branches; only first and last if ``max_points`` is 2."""
     if not names:
         return {}
-    shown = Metric.job_id == job_id, Metric.name.in_(names), _not_abandoned(Metric)
+    shown = Metric.job_id == job_id, Metric.name.in_(names), not_abandoned(Metric)
     if max_points == 2:
         first, last = sa.func.min(Metric.step), sa.func.max(Metric.step)
         ends = session.execute(sa.select(Metric.name, first, last).where(*shown).group_by(Metric.name))
@@ -107,7 +107,7 @@ def _points(
     out: dict[str, list[MetricPoint]] = {name: [] for name in names}
     columns = (Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at)
     query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
-    query = query.where(_not_abandoned(Metric) if steps is None else Metric.step.in_(steps))
+    query = query.where(not_abandoned(Metric) if steps is None else Metric.step.in_(steps))
     for name, step, attempt, value, at in session.execute(query.order_by(Metric.name, Metric.step)) if names else ():
         number = math.nan if value is None else value
         out[name].append(MetricPoint(step=step, attempt=attempt, value=number, at=at))
@@ -204,7 +204,7 @@ def hook_history(
     ``NotFound`` or ``Refused``."""
     find_job(session, job_id)
     digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
-    query = sa.select(HookSample).where(HookSample.job_id == job_id, _not_abandoned(HookSample))
+    query = sa.select(HookSample).where(HookSample.job_id == job_id, not_abandoned(HookSample))
     if rank is not None:
         query = query.where(HookSample.rank == rank)
     after = pagination.decode(cursor, digest, (int, int))

@@ -101,7 +101,7 @@ def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -
     base = None
     if attempt.base_step is not None:
         base = Base(step=attempt.base_step, attempt=attempt.base_attempt, digest=attempt.base_digest)
-    redone = redone_of(attempt)
+    redone = redone_of(attempt.redone)
     report = None if attempt.resume_report is None else ResumeReport.model_validate(attempt.resume_report)
     return AttemptView(
         job_id=attempt.job_id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header, Query, Response
 from sqlalchemy.orm import Session
@@ -27,7 +27,7 @@ from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.usecases import adopt_run as adoption
 from ratchet_service.usecases import job_history, queue, submit, update_job
 from ratchet_service.usecases import list_jobs as listing
-from ratchet_service.usecases.goodput import job_goodput
+from ratchet_service.usecases.goodput import job_goodputs
 from ratchet_service.usecases.views import job_view
 
 router = APIRouter(tags=["jobs"])
@@ -98,15 +98,21 @@ def list_jobs(
     ] = None,
     name: Annotated[str | None, Query(max_length=100, description="The whole name.")] = None,
     owner: Annotated[str | None, Query(max_length=100, description="Whose jobs.")] = None,
+    search: Annotated[
+        str | None, Query(min_length=1, max_length=100, description="What the job's name or id begins with.")
+    ] = None,
+    include: Annotated[
+        list[Literal["summary"]] | None, Query(description="`summary`: each job has its `summary`.")
+    ] = None,
     sort: Annotated[listing.Sort, Query(description="`-` means descending.")] = "-created",
     limit: Limit = 50,
     cursor: Cursor = None,
 ) -> Page[JobView]:
     """One page of jobs. Jobs that are submitted while pages are read make no other job appear twice or not at all."""
     labels = tuple(listing.parse_label(text) for text in label or ())
-    job_filter = listing.JobFilter(tuple(phase or ()), labels, name, sort, owner)
+    job_filter = listing.JobFilter(tuple(phase or ()), labels, name, sort, owner, search)
     with service.database.read() as session:
-        return listing.list_jobs(session, job_filter, limit, cursor)
+        return listing.list_jobs(session, job_filter, limit, cursor, summary=bool(include))
 
 
 @router.get("/v1/jobs/{job_id}", dependencies=[needs(Scope.JOBS_READ)], summary="Read a job")
@@ -120,7 +126,7 @@ def get_job(service: ServiceDep, job_id: str, response: Response) -> JobView:
         job = find_job(session, job_id)
         response.headers["ETag"] = queries.etag(job)
         view = job_view(session, job)
-        spent = job_goodput(session, job)
+        spent = job_goodputs(session, [job])[job_id]
         place = queue.job_position(session, job)
     homes = service.settings.paths
     work = homes.job(job_id).work_dir

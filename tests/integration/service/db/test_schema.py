@@ -53,7 +53,13 @@ def test_migrations_create_the_models_schema_and_can_be_downgraded(empty: Databa
     upgrade(empty)
     assert tables(empty) == set(Base.metadata.tables)
     with empty.engine.connect() as connection:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
+
+        def is_of_dialect(_item: object, name: str | None, *_: object) -> bool:
+            """Indexes for LIKE with a prefix exist on PostgreSQL alone; Alembic does not read ``ddl_if``."""
+            return not (empty.is_sqlite and str(name).endswith("_prefix"))
+
+        options = {"compare_type": True, "include_object": is_of_dialect}
+        context = MigrationContext.configure(connection, opts=options)
         assert compare_metadata(context, Base.metadata) == []
     upgrade(empty)  # nothing left to do
     downgrade(empty, "base")

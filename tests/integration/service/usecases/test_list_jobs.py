@@ -62,6 +62,7 @@ def expected(jobs: dict[str, tuple[Job, dict[str, str]]], wanted: JobFilter) -> 
             (not wanted.phases or job.phase in wanted.phases)
             and wanted.name in (None, job.name)
             and wanted.owner in (None, job.owner)
+            and (wanted.search is None or job.name.startswith(wanted.search) or job.id.startswith(wanted.search))
             and all(labels.get(key) == value for key, value in wanted.labels)
         )
 
@@ -80,7 +81,7 @@ def filters() -> Iterator[JobFilter]:
     labels = [(), (("team", "x"),), (("team", "x"), ("rare", "1")), (("team", "nobody"),)]
     for number, (phase, label, name, owner) in enumerate(itertools.product(phases, labels, (None, "a"), (None, "bob"))):
         for sort in {SORTS[number % 6], "-created"}:
-            yield JobFilter(phase, label, name, sort, owner)
+            yield JobFilter(phase, label, name, sort, owner, (None, "job-00000000003", "a")[number % 3])
 
 
 @pytest.mark.parametrize("few", [0, 500])
@@ -182,6 +183,9 @@ def effort(database: Database, wanted: JobFilter) -> int:
         JobFilter(labels=(("team", "nobody"),)),
         JobFilter(name="n-3"),
         JobFilter(owner="o-3"),
+        JobFilter(search="n-3"),
+        JobFilter(search="job-00000000000"),
+        JobFilter(search="nobody"),
         JobFilter(labels=(("team", "t-3"),), phases=(JobPhase.SUCCEEDED,), name="n-3"),
     ],
     ids=str,
