@@ -15,6 +15,7 @@ from ratchet_contract.version import RATCHET_VERSION
 from ratchet_service.api import middleware, openapi
 from ratchet_service.api.authentication import Gate
 from ratchet_service.api.code_upload import Uploads
+from ratchet_service.api.conditional_requests import ConditionalRequests
 from ratchet_service.api.dependencies import Service, refuse_unknown_parameters
 from ratchet_service.api.idempotency import Idempotency
 from ratchet_service.api.middleware import OwnMachineOnly
@@ -112,6 +113,7 @@ def create_app(
         health or Health(),
     )
     app.state.instruments = shared_instruments
+    app.add_middleware(ConditionalRequests)
     if not settings.tokens_required:
         app.add_middleware(OwnMachineOnly)
     middleware.install(app, shared_instruments)  # outermost

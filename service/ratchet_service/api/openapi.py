@@ -106,6 +106,13 @@ IDEMPOTENT: Final[dict[str, Any]] = {
     "description": "The same key with the same body returns the first response again, for 24 hours, client errors included.",
     "schema": {"type": "string", "minLength": 1, "maxLength": 255},
 }
+IF_NONE_MATCH: Final[dict[str, Any]] = {
+    "name": "If-None-Match",
+    "in": "header",
+    "required": False,
+    "description": "ETags of earlier responses; 304 without a body if the response still has one of them.",
+    "schema": {"type": "string"},
+}
 IF_MATCH: Final = "The job's ETag from an earlier response; 412 if the job has changed since."
 
 
@@ -135,8 +142,8 @@ def describe(app: FastAPI) -> dict[str, Any]:
 
 
 def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> None:
-    """Complete an operation of the document, in place: its error responses, and the parameter Idempotency-Key of a POST other
-    than a report."""
+    """Complete an operation of the document, in place: its error responses, the parameter Idempotency-Key of a POST other than a
+    report, and what ``conditional_requests`` adds to a GET."""
     operation["responses"].pop("422", None)  # FastAPI's; ours is among the 4XX
     for status, response in operation["responses"].items():
         if status[0] in "45":
@@ -146,3 +153,9 @@ def _complete_operation(path: str, method: str, operation: dict[str, Any]) -> No
                 response["content"][problem_json.MEDIA_TYPE]["example"] = PROBLEM
     if method == "post" and not path.endswith("/reports"):
         operation.setdefault("parameters", []).append(IDEMPOTENT)
+    is_json = "application/json" in operation["responses"].get("200", {}).get("content", {})
+    if (
+        method == "get" and path.startswith("/v1/") and is_json and path != "/v1/jobs/{job_id}"
+    ):  # with an ETag of its own
+        operation.setdefault("parameters", []).append(IF_NONE_MATCH)
+        operation["responses"]["304"] = {"description": "The client already has this response."}
