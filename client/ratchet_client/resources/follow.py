@@ -47,15 +47,18 @@ class Following(Calls):
         """
         return self._get(self._path(job, "hook"), views.HookView)
 
-    def hook_history(self, job: str | Job, *, rank: int | None = None) -> Iterator[views.HookSampleView]:
-        """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. Long histories are
-        thinned. If a later attempt started from a checkpoint or from scratch, older attempts' summaries of the steps after this
-        start are left out.
+    def hook_history(self, job: str | Job, *, rank: int | None = None, max_points: int | None = None,
+                     from_step: int | None = None, to_step: int | None = None) -> Iterator[views.HookSampleView]:  # fmt: skip
+        """Yield the stored hook summaries in order of steps and ranks; with ``rank``, only those of this rank. ``from_step``,
+        ``to_step``: only those of these steps, both included. ``max_points``: only those of this number of steps, evenly spaced.
+        Long histories are thinned. If a later attempt started from a checkpoint or from scratch, older attempts' summaries of the
+        steps after this start are left out.
 
         >>> {sample.summary.phase for sample in client.hook_history(job_id, rank=0)} == {"warm-up", "compressing"}
         True
         """
-        params: Params = {"rank": rank, "limit": PAGE}
+        steps: Params = {"max_points": max_points, "from_step": from_step, "to_step": to_step}
+        params: Params = {"rank": rank, "limit": PAGE, **steps}
         return self._job_pages(views.HookSampleView, params, job, "hook", "history")
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:
@@ -78,12 +81,12 @@ class Following(Calls):
 
     # --- series -------------------------------------------------------------------------------------------------------
 
-    def metrics(
-        self, job: str | Job, *, name: Collection[str] = (), max_points: int | None = None
-    ) -> views.MetricsView:
-        """Return the series with the names ``name``, or all series. A series with more than ``max_points`` points (default: 1000)
-        is thinned, but keeps its last point."""
-        params: Params = {"name": list(name), "max_points": max_points}
+    def metrics(self, job: str | Job, *, name: Collection[str] = (), max_points: int | None = None,
+                from_step: int | None = None, to_step: int | None = None) -> views.MetricsView:  # fmt: skip
+        """Return the series with the names ``name``, or all series, with their points from ``from_step`` to ``to_step``, both
+        included. A series with more than ``max_points`` such points (default: 1000) is thinned, but keeps its last
+        point."""
+        params: Params = {"name": list(name), "max_points": max_points, "from_step": from_step, "to_step": to_step}
         return self._get(self._path(job, "metrics"), views.MetricsView, params)
 
     def series(self, job: str | Job, *names: str) -> dict[str, Series]:

@@ -402,6 +402,10 @@ class MetricSeries(View):
     every: int = Field(
         1, description="About one in N of the logged steps is kept, N being this value (a power of two; 1: all)."
     )
+    total: int = Field(
+        0,
+        description="Number of stored points in the requested range of steps, including those that `max_points` leaves out.",
+    )
     points: list[MetricPoint]
 
 

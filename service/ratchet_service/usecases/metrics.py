@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, NamedTuple, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
@@ -47,9 +47,23 @@ def not_abandoned(table: Any) -> sa.ColumnElement[bool]:
     return ~later
 
 
-def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int) -> MetricsView:
-    """Return the metric series ``names``, or all with points if ``names`` is empty. A series is reduced to at most
-    ``max_points`` (at least 2) of its own points, evenly spaced. Raise ``NotFound``."""
+class StepRange(NamedTuple):
+    """Steps from ``first`` to ``last``, both included; ``last`` None: no upper end."""
+
+    first: int = 0
+    last: int | None = None
+
+    def contains(self, column: Any) -> sa.ColumnElement[bool]:
+        """Return the condition that the step in ``column`` is in the range."""
+        condition: sa.ColumnElement[bool] = column >= self.first
+        return condition if self.last is None else condition & (column <= self.last)
+
+
+def metrics(
+    session: Session, job_id: str, names: Sequence[str], max_points: int, steps: StepRange = StepRange()
+) -> MetricsView:
+    """Return the points in ``steps`` of the metric series ``names``, or of all with such points if ``names`` is empty. A series
+    is reduced to at most ``max_points`` (at least 2) of its own points, evenly spaced. Raise ``NotFound``."""
     job = find_job(session, job_id)
     wanted = sa.select(MetricSeries).where(MetricSeries.job_id == job_id).order_by(MetricSeries.name)
     if names:
@@ -58,20 +72,24 @@ def metrics(session: Session, job_id: str, names: Sequence[str], max_points: int
     short = [
         name for name, series in kept.items() if series.points < max_points
     ]  # not counting, perhaps, the newest point
-    points = {name: evenly_spaced(found, max_points) for name, found in _points(session, job_id, short, None).items()}
-    for name, steps in _shown_steps(session, job_id, [name for name in kept if name not in points], max_points).items():
-        points |= _points(session, job_id, [name], evenly_spaced(steps, max_points))
-    old = _superseded(session, job_id, kept) if job.attempt > 1 and max_points > 2 else {}
-    found = [
+    points, totals = dict[str, list[MetricPoint]](), dict[str, int]()
+    for name, found in _points(session, job_id, short, not_abandoned(Metric) & steps.contains(Metric.step)).items():
+        points[name], totals[name] = evenly_spaced(found, max_points), len(found)
+    long = [name for name in kept if name not in points]
+    for name, (chosen, totals[name]) in _chosen_steps(session, job_id, long, max_points, steps).items():
+        points |= _points(session, job_id, [name], Metric.step.in_(chosen))
+    old = _superseded(session, job_id, kept, steps) if job.attempt > 1 and max_points > 2 else {}
+    shown = [
         views.MetricSeries(
             name=name,
             every=kept[name].stride if name in kept else 1,
+            total=totals.get(name, 0),
             points=points.get(name, []),
             superseded=old.get(name, []),
         )
         for name in (dict.fromkeys(names) if names else kept)
     ]
-    return MetricsView(job_id=job_id, series=[series for series in found if series.points or names])
+    return MetricsView(job_id=job_id, series=[series for series in shown if series.points or names])
 
 
 def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
@@ -82,42 +100,48 @@ def evenly_spaced(items: Sequence[T], max_count: int) -> list[T]:
     return [items[-(-part * last // parts)] for part in range(max_count)]
 
 
-def _shown_steps(session: Session, job_id: str, names: Sequence[str], max_points: int) -> dict[str, list[int]]:
-    """Return, by series name, the ascending steps outside abandoned branches; only first and last if ``max_points`` is 2."""
+def _chosen_steps(
+    session: Session, job_id: str, names: Sequence[str], max_points: int, steps: StepRange
+) -> dict[str, tuple[list[int], int]]:
+    """Return, by series name, at most ``max_points`` evenly spaced ones of the steps in ``steps`` outside abandoned branches, and
+    the number of all of these."""
     if not names:
         return {}
-    shown = Metric.job_id == job_id, Metric.name.in_(names), not_abandoned(Metric)
+    shown = Metric.job_id == job_id, Metric.name.in_(names), steps.contains(Metric.step), not_abandoned(Metric)
     if max_points == 2:
-        first, last = sa.func.min(Metric.step), sa.func.max(Metric.step)
-        ends = session.execute(sa.select(Metric.name, first, last).where(*shown).group_by(Metric.name))
-        return {name: sorted({first, last}) for name, first, last in ends}
+        figures = sa.func.min(Metric.step), sa.func.max(Metric.step), sa.func.count()
+        ends = session.execute(sa.select(Metric.name, *figures).where(*shown).group_by(Metric.name))
+        return {name: (sorted({first, last}), count) for name, first, last, count in ends}
     out: dict[str, list[int]] = {}
     # from the key alone, which costs a quarter of reading the rows
     for name, step in session.execute(
         sa.select(Metric.name, Metric.step).where(*shown).order_by(Metric.name, Metric.step)
     ):
         out.setdefault(name, []).append(step)
-    return out
+    return {name: (evenly_spaced(found, max_points), len(found)) for name, found in out.items()}
 
 
 def _points(
-    session: Session, job_id: str, names: Sequence[str], steps: Sequence[int] | None
+    session: Session, job_id: str, names: Sequence[str], condition: sa.ColumnElement[bool]
 ) -> dict[str, list[MetricPoint]]:
-    """Return the points at ``steps`` (None: all outside abandoned branches) by series name, in ascending order of steps."""
+    """Return the points that meet ``condition`` by series name, in ascending order of steps."""
     out: dict[str, list[MetricPoint]] = {name: [] for name in names}
     columns = (Metric.name, Metric.step, Metric.attempt, Metric.value, Metric.at)
-    query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names))
-    query = query.where(not_abandoned(Metric) if steps is None else Metric.step.in_(steps))
+    query = sa.select(*columns).where(Metric.job_id == job_id, Metric.name.in_(names), condition)
     for name, step, attempt, value, at in session.execute(query.order_by(Metric.name, Metric.step)) if names else ():
         number = math.nan if value is None else value
         out[name].append(MetricPoint(step=step, attempt=attempt, value=number, at=at))
     return out
 
 
-def _superseded(session: Session, job_id: str, names: Collection[str]) -> dict[str, list[MetricPoint]]:
-    """Return, by series name, the stored earlier points of steps that a later attempt did again with another value."""
+def _superseded(
+    session: Session, job_id: str, names: Collection[str], steps: StepRange
+) -> dict[str, list[MetricPoint]]:
+    """Return, by series name, the stored earlier points of those of ``steps`` that a later attempt did again with another
+    value."""
     table = SupersededMetric
-    query = sa.select(table.name, table.step, table.attempt, table.value, table.at).where(table.job_id == job_id)
+    query = sa.select(table.name, table.step, table.attempt, table.value, table.at)
+    query = query.where(table.job_id == job_id, steps.contains(table.step))
     out: dict[str, list[MetricPoint]] = {}
     for name, step, attempt, value, at in session.execute(query.order_by(table.name, table.step, table.attempt)):
         if name in names:
@@ -198,15 +222,26 @@ def _saved_iteration(session: Session, job: Job) -> int | None:
 
 
 def hook_history(
-    session: Session, job_id: str, rank: int | None, limit: int, cursor: str | None
+    session: Session,
+    job_id: str,
+    rank: int | None,
+    limit: int,
+    cursor: str | None,
+    max_points: int | None = None,
+    steps: StepRange = StepRange(),
 ) -> Page[HookSampleView]:
-    """Return a page of the stored hook summaries outside abandoned branches, by step and rank. ``rank``: only this rank's. Raise
-    ``NotFound`` or ``Refused``."""
+    """Return a page of the stored hook summaries in ``steps`` outside abandoned branches, by step and rank. ``rank``: only this
+    rank's. ``max_points``: only summaries of this number of steps (at least 2), evenly spaced. Raise ``NotFound`` or
+    ``Refused``."""
     find_job(session, job_id)
-    digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank)
-    query = sa.select(HookSample).where(HookSample.job_id == job_id, not_abandoned(HookSample))
+    digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank, max_points=max_points, steps=[*steps])
+    shown = [HookSample.job_id == job_id, steps.contains(HookSample.step), not_abandoned(HookSample)]
     if rank is not None:
-        query = query.where(HookSample.rank == rank)
+        shown.append(HookSample.rank == rank)
+    if max_points is not None:
+        stored = session.scalars(sa.select(HookSample.step).where(*shown).distinct().order_by(HookSample.step)).all()
+        shown.append(HookSample.step.in_(evenly_spaced(stored, max_points)))
+    query = sa.select(HookSample).where(*shown)
     after = pagination.decode(cursor, digest, (int, int))
     if after is not None:
         query = query.where(sa.tuple_(HookSample.step, HookSample.rank) > sa.tuple_(after[0], after[1]))

@@ -16,12 +16,15 @@ from ratchet_service.api.authentication import needs
 from ratchet_service.api.dependencies import Cursor, Limit, Service, ServiceDep
 from ratchet_service.api.sse import END, PollResult, follow, format_event
 from ratchet_service.db.queries import find_attempt, find_job
+from ratchet_service.db.types import MAX_NUMBER
 from ratchet_service.job_files.log_files import LogFilter
 from ratchet_service.usecases import job_history, logs, metrics
 
 router = APIRouter(tags=["observation"])
 _BATCH = 500
 _COMMENT = ": nothing new\n\n"
+FromStep = Annotated[int, Query(ge=0, le=MAX_NUMBER, description="The first step to show.")]
+ToStep = Annotated[int | None, Query(ge=0, le=MAX_NUMBER, description="The last step to show; default: no limit.")]
 _MaxName = Annotated[str, Query(max_length=200)]
 
 
@@ -40,12 +43,21 @@ def get_hook_history(
     service: ServiceDep,
     job_id: str,
     rank: Annotated[int | None, Query(ge=0, le=1_000_000)] = None,
+    max_points: Annotated[
+        int | None,
+        Query(
+            ge=2, le=10_000, description="Steps with summaries of all ranks, evenly spaced; default: all stored steps."
+        ),
+    ] = None,
+    from_step: FromStep = 0,
+    to_step: ToStep = None,
     limit: Limit = 100,
     cursor: Cursor = None,
 ) -> Page[HookSampleView]:
     """The stored hook summaries outside abandoned branches, oldest step first. Long histories are thinned."""
     with service.database.read() as session:
-        return metrics.hook_history(session, job_id, rank, limit, cursor)
+        steps = metrics.StepRange(from_step, to_step)
+        return metrics.hook_history(session, job_id, rank, limit, cursor, max_points, steps)
 
 
 @router.get("/v1/jobs/{job_id}/metrics", dependencies=[needs(Scope.JOBS_READ)], summary="Metrics over steps")
@@ -54,11 +66,13 @@ def get_metrics(
     job_id: str,
     name: Annotated[list[_MaxName] | None, Query(description="Only these series; default: all.")] = None,
     max_points: Annotated[int, Query(ge=2, le=10_000, description="Points per series.")] = 1000,
+    from_step: FromStep = 0,
+    to_step: ToStep = None,
 ) -> MetricsView:
-    """The job's metric series. A longer series is thinned to evenly spaced points. Points of repeated steps replace the earlier
-    ones."""
+    """The job's metric series. A series with more points in the range of steps is thinned to evenly spaced ones. Points of
+    repeated steps replace the earlier ones."""
     with service.database.read() as session:
-        return metrics.metrics(session, job_id, name or [], max_points)
+        return metrics.metrics(session, job_id, name or [], max_points, metrics.StepRange(from_step, to_step))
 
 
 _STREAMS: dict[int | str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ import pytest
 from ratchet_contract.phases import JobPhase
 from ratchet_service.observability import disk_space
 from ratchet_service.usecases.pagination import encode, query_digest
+from tests.integration.service.agent_reports.test_ingest import hook_message
 from tests.support.api import Api, message, training_message
 from tests.support.server import wait_for
 
@@ -57,6 +58,44 @@ def test_max_points_thins_a_metric_series_to_real_points_and_both_ends(api: Api,
     assert all(value == step / 3 * 1.5 for step, _, value in found)
     gaps = {b[0] - a[0] for a, b in pairwise(found)}
     assert max(gaps) - min(gaps) <= 3
+
+
+def test_metrics_of_a_range_of_steps_show_more_points_and_their_number(api: Api, job: str) -> None:
+    api.report(job, (0, 1, [training_message(), *(metric(step, 1.0) for step in range(100))]))
+    api.attempt(job, 2)
+    api.report(job, (0, 1, [training_message(50, 1), metric(50, 2.0), metric(60, 2.0)]), number=2)
+
+    def shown(**query: Any) -> tuple[list[int], int, list[int]]:
+        (found,) = api.client.get(f"/v1/jobs/{job}/metrics", params={"name": "loss", **query}).json()["series"]
+        return [p["step"] for p in found["points"]], found["total"], [p["step"] for p in found["superseded"]]
+
+    assert shown(max_points=3) == ([0, 26, 60], 52, [50, 60]) and shown(max_points=2) == ([0, 60], 52, [])
+    assert shown(from_step=10, to_step=13) == shown(from_step=10, to_step=13, max_points=4) == ([10, 11, 12, 13], 4, [])
+    assert shown(from_step=10, to_step=20, max_points=3) == ([10, 15, 20], 11, [])
+    assert shown(from_step=55) == ([60], 1, [60]) and shown(from_step=61) == ([], 0, [])
+    assert api.client.get(f"/v1/jobs/{job}/metrics", params={"from_step": 61}).json()["series"] == []
+    assert api.client.get(f"/v1/jobs/{job}/metrics", params={"to_step": 2**63}).status_code == 422
+
+
+def test_hook_history_of_evenly_spaced_steps_has_all_ranks_of_each(api: Api, job: str) -> None:
+    for rank in (0, 1):
+        api.report(job, (rank, 1, [hook_message(step, rank) for step in range(10, 101, 10)]))
+
+    def shown(**query: Any) -> list[tuple[int, int]]:
+        out, cursor = [], None
+        while cursor is not None or not out:
+            params = {**query, **({"cursor": cursor} if cursor else {})}
+            page = api.client.get(f"/v1/jobs/{job}/hook/history", params=params).json()
+            out += [(one["summary"]["step"], one["summary"]["rank"]) for one in page["items"]]
+            cursor = page["next_cursor"]
+            if cursor is None:
+                break
+        return out
+
+    assert shown(max_points=3) == shown(max_points=3, limit=1) == [(s, r) for s in (10, 60, 100) for r in (0, 1)]
+    assert shown(from_step=25, to_step=40) == [(30, 0), (30, 1), (40, 0), (40, 1)]
+    assert shown(from_step=20, max_points=2, rank=1) == [(20, 1), (100, 1)]
+    assert len(shown()) == 20
 
 
 def parse(lines: Iterator[str]) -> Iterator[dict[str, str]]:
