@@ -31,6 +31,7 @@ from ratchet_service.db.models import Attempt, AttemptNode, Job
 from ratchet_service.launchers.registry import load
 from ratchet_service.preflight.resolve import resize
 from ratchet_service.scheduling.machine import Machine
+from ratchet_service.scheduling.slots import Capacity
 
 TOKEN = "the-token-of-the-attempt"
 SPEC: dict[str, Any] = {
@@ -95,6 +96,9 @@ class FakeSubmission:
 
     def hook_memory(self, spec: JobSpec, resolved: Resolved) -> int | None:
         return None
+
+    def capacity(self) -> Capacity | None:
+        return self.machine.capacity
 
     def wake(self) -> None:
         self.wakes += 1

@@ -160,7 +160,10 @@ class Attempt(Base):
     None: not known, such as before training begins, or for a script without a Session."""
 
     __tablename__ = "attempts"
-    __table_args__ = (sa.Index("ix_attempts_phase", "phase"),)
+    __table_args__ = (
+        sa.Index("ix_attempts_phase", "phase"),
+        sa.Index("ix_attempts_ended_at", "ended_at", "cause", "job_id", "number"),
+    )
 
     job_id: Mapped[str] = _job_id()
     number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)

@@ -229,7 +229,7 @@ def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]
     without the columns that are parsed for a scheduling pass only."""
     columns: list[Any] = [
         Job.id, Job.owner, Job.priority, Job.created_at, Job.preempting_since, Job.reason, Job.message, Job.attempt,
-        Job.version, Job.running_seconds, *_share_columns(),
+        Job.version, Job.running_seconds, *share_columns(),
     ]  # fmt: skip
     if kinds is None:
         return sa.select(*columns).where(is_due(now))
@@ -243,7 +243,7 @@ def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]
 
 def _parse_row(row: Any) -> Row:
     """Convert a row of the query ``_select_rows``."""
-    takes = _share_of(row.world, row.device)
+    takes = share_of(row.world, row.device)
     queued = Queued(row.id, row.owner, row.priority, row.created_at, takes, row.preempting_since)
     parsed = Row(queued, "", row.reason, row.message, row.attempt, row.version, running_seconds=row.running_seconds)
     if not hasattr(row, "kind"):
@@ -252,7 +252,7 @@ def _parse_row(row: Any) -> Row:
     return parsed._replace(kind=row.kind, need=need, timeout=timeout)
 
 
-def _share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
+def share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
     """Return two columns: the spec's ``world`` as JSON text (equal texts are parsed once), and the resolved device."""
     return Job.spec["world"].as_string().label("world"), Job.resolved["device"].as_string().label("device")
 
@@ -268,7 +268,7 @@ def job_share(world: Any, device: str | None) -> Share:
 
 
 @lru_cache(maxsize=4096)
-def _share_of(world: str | None, device: str | None) -> Share:
+def share_of(world: str | None, device: str | None) -> Share:
     """Like ``job_share``, for ``world`` as JSON text; cached. A text that is not JSON takes nothing."""
     try:
         return job_share(json.loads(world or "null"), device)
@@ -298,13 +298,13 @@ def _parse_number(text: str | None) -> float | None:
 def held_by_owner(session: Session) -> dict[str, Share]:
     """Return for each owner what its attempts that have not ended hold, on any launcher."""
     query = (
-        sa.select(Job.owner, *_share_columns())
+        sa.select(Job.owner, *share_columns())
         .join(Attempt, Attempt.job_id == Job.id)
         .where(Attempt.phase.in_(ALIVE_PHASES))
     )
     out: dict[str, Share] = {}
     for name, world, device in session.execute(query):
-        out[name] = out.get(name, Share()).plus(_share_of(world, device))
+        out[name] = out.get(name, Share()).plus(share_of(world, device))
     return out
 
 

@@ -28,6 +28,7 @@ from ratchet_service.preflight import resolve as preflight
 from ratchet_service.preflight.paths import Roots
 from ratchet_service.preflight.report import Report
 from ratchet_service.scheduling.machine import Machine, read_machine
+from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.user_code import snapshot
 from ratchet_service.user_code.hook_probe import Probe
 from ratchet_service.user_code.interpreter_probe import Interpreters
@@ -194,6 +195,11 @@ class LocalSubmission:
         """Return the machine that the spec is checked against: the reconciler's, or for an engine a description with the GPUs and
         cores that the spec requests."""
         return launcher.machine_of(spec, self._machine(), self._launchers.get(spec.launcher.kind))
+
+    def capacity(self) -> Capacity | None:
+        """Return what the reconciler's machine lends to jobs of the launcher ``local``; None: not known, or it runs no jobs."""
+        machine = self._own_machine if self._reconciler_here else read_machine(self._home.home)
+        return machine.capacity if machine is not None and machine.runs_jobs else None
 
     def _machine(self) -> Machine:
         """Return the reconciler's machine. If it is not known yet, return this process's machine, with ``is_this_machine``

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
@@ -15,6 +15,12 @@ from ratchet_service.db.models import Attempt, Checkpoint, Job
 from ratchet_service.lifecycle import goodput
 from ratchet_service.lifecycle.goodput import Parts, Span
 from ratchet_service.lifecycle.unmanaged_script import UNMANAGED
+
+SPAN_COLUMNS: Final = (
+    Attempt.created_at, Attempt.ended_at, Attempt.begun_at, Attempt.training_at, Attempt.stop_at, Attempt.end_began_at,
+    Attempt.base_step, Attempt.last_step, Attempt.steps_lost, Attempt.resume_report["verdict"].as_string().label("verdict"),
+)  # fmt: skip
+"""The columns of a row that ``span_of`` reads."""
 
 
 class Saves(NamedTuple):
@@ -39,7 +45,7 @@ def attempt_goodput(session: Session, job: Job, attempts: Collection[Attempt]) -
     """Return, by attempt number, the goodput of each of ``attempts`` and how much of its stop notice it used."""
     now = now_in(session)
     of = (Checkpoint.job_id == job.id) & Checkpoint.attempt.in_([attempt.number for attempt in attempts])
-    saves = _save_times(session, of)
+    saves = save_times(session, of)
     policy = job.spec["policy"]
     return {a.number: _attempt_spent(policy, a, saves.get((job.id, a.number), Saves()), now) for a in attempts}
 
@@ -48,21 +54,19 @@ def job_goodputs(session: Session, jobs: Sequence[Job]) -> dict[str, GoodputView
     """Return, by job id, the goodput of each whole job, until it ended or was suspended, or until now; earlier pauses do not
     count."""
     now, spans = now_in(session), {job.id: list[Span]() for job in jobs}
-    saves = _save_times(session, Checkpoint.job_id.in_(spans))
-    verdict = Attempt.resume_report["verdict"].as_string()
-    query = sa.select(
-        Attempt.job_id, Attempt.number, Attempt.created_at, Attempt.ended_at, Attempt.begun_at, Attempt.training_at,
-        Attempt.stop_at, Attempt.end_began_at, Attempt.base_step, Attempt.last_step, Attempt.steps_lost, verdict,
-    ).where(Attempt.job_id.in_(spans))  # fmt: skip
+    saves = save_times(session, Checkpoint.job_id.in_(spans))
+    query = sa.select(Attempt.job_id, Attempt.number, *SPAN_COLUMNS).where(Attempt.job_id.in_(spans))
     for job_id, number, *row in session.execute(query):
-        spans[job_id].append(_span(row, saves.get((job_id, number), Saves()), now))
+        spans[job_id].append(span_of(row, saves.get((job_id, number), Saves()), now))
     return {
-        job.id: _view(goodput.total_parts(spans[job.id], job.created_at, job.paused_at or now, job.paused_seconds))
+        job.id: goodput_view(
+            goodput.total_parts(spans[job.id], job.created_at, job.paused_at or now, job.paused_seconds)
+        )
         for job in jobs
     }
 
 
-def _save_times(session: Session, of: sa.ColumnElement[bool]) -> dict[tuple[str, int], Saves]:
+def save_times(session: Session, of: sa.ColumnElement[bool]) -> dict[tuple[str, int], Saves]:
     """Return the saves by job id and attempt number. ``of``: the condition on checkpoints. Attempts without a checkpoint are
     absent."""
     stopped = Checkpoint.reason == "stop"
@@ -85,7 +89,7 @@ def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: dateti
         a.created_at, a.ended_at, a.begun_at, a.training_at, a.stop_at, a.end_began_at, a.base_step, a.last_step, a.steps_lost,
         verdict,
     )  # fmt: skip
-    view = _view(goodput.parts_of(_span(row, saves, now)))
+    view = goodput_view(goodput.parts_of(span_of(row, saves, now)))
     if a.stop_at is None:
         return Spent(view, None, None)
     given = goodput.notice_given(a.cause, float(policy["stop_grace"]), policy.get("preemption_notice"))
@@ -93,8 +97,8 @@ def _attempt_spent(policy: dict[str, Any], a: Attempt, saves: Saves, now: dateti
     return Spent(view, given, None if used is None else round(used, 3))
 
 
-def _span(row: Any, saves: Saves, now: datetime) -> Span:
-    """Return the times and steps of an attempt's ``row``; ``now`` is the end of an attempt that runs."""
+def span_of(row: Any, saves: Saves, now: datetime) -> Span:
+    """Return the times and steps of an attempt's ``row`` of ``SPAN_COLUMNS``; ``now`` is the end of an attempt that runs."""
     created, ended, begun, training, stop, over, base, last, lost, verdict = row
     return Span(
         created=created, until=ended or now, begun=begun, training=training, stop=stop, end_began=over,
@@ -103,7 +107,7 @@ def _span(row: Any, saves: Saves, now: datetime) -> Span:
     )  # fmt: skip
 
 
-def _view(parts: Parts) -> GoodputView:
+def goodput_view(parts: Parts) -> GoodputView:
     """Return the API's view of ``parts``: the share rounded to four digits, seconds to three."""
     share = parts.goodput
     return GoodputView(

@@ -53,18 +53,19 @@ def _curves(session: Session, ids: Collection[str]) -> dict[str, MetricSummary]:
     series = sa.select(MetricSeries.job_id, MetricSeries.name, order.label("place"))
     series_rows = series.where(MetricSeries.job_id.in_(ids)).subquery()
 
-    def step(function: Any, of: Any, *conditions: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]:
-        """Return the smallest or largest step of the series ``of``, which the database looks up in the key."""
-        found = sa.select(function(Metric.step)).where(Metric.job_id == of.c.job_id, Metric.name == of.c.name)
-        return found.where(*conditions).scalar_subquery()
+    def step(of: Any, order: Any, *conditions: sa.ColumnElement[bool]) -> sa.ScalarSelect[int]:
+        """Return the first step in ``order`` of the series ``of``, which the database looks up in the key."""
+        found = sa.select(Metric.step).where(Metric.job_id == of.c.job_id, Metric.name == of.c.name, *conditions)
+        return found.order_by(order).limit(1).scalar_subquery()
 
-    first, last = step(sa.func.min, series_rows), step(sa.func.max, series_rows, not_abandoned(Metric))
+    first = step(series_rows, Metric.step)
+    last = step(series_rows, Metric.step.desc(), not_abandoned(Metric))  # max() would read the whole series
     chosen = sa.select(series_rows.c.job_id, series_rows.c.name, first.label("first"), last.label("last"))
     ends = chosen.where(series_rows.c.place == 1).cte("ends").prefix_with("MATERIALIZED")
     part = sa.select(sa.literal(0).label("part")).cte("parts", recursive=True)
     part = part.union_all(sa.select(part.c.part + 1).where(part.c.part < POINTS - 1))
     target = ends.c.first + (ends.c.last - ends.c.first) * part.c.part // (POINTS - 1)
-    nearest = step(sa.func.min, ends, Metric.step >= target)
+    nearest = step(ends, Metric.step, Metric.step >= target)
     shown = sa.select(ends.c.job_id, ends.c.name, nearest.label("step")).join(part, sa.true()).distinct().subquery()
     query = sa.select(Metric.job_id, Metric.name, Metric.step, Metric.value).join(
         shown, (Metric.job_id == shown.c.job_id) & (Metric.name == shown.c.name) & (Metric.step == shown.c.step)

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Path, Query, Response
 
+from ratchet_contract.api.fleet import FleetView
 from ratchet_contract.api.queue import QueueView
 from ratchet_contract.api.quotas import QUOTA_OWNER, QuotaRequest, QuotaView
 from ratchet_contract.api.roles import Scope
@@ -14,7 +15,7 @@ from ratchet_service.api import openapi
 from ratchet_service.api.authentication import needs
 from ratchet_service.api.dependencies import BodyDep, Cursor, Limit, ServiceDep, reply, respond
 from ratchet_service.api.request_body import decode, parse
-from ratchet_service.usecases import queue, quotas
+from ratchet_service.usecases import fleet, queue, quotas
 
 router = APIRouter(tags=["quotas"])
 Of = Annotated[str | None, Query(max_length=100, description="Only this job.")]
@@ -30,6 +31,17 @@ def get_queue(service: ServiceDep, limit: Limit = 50, cursor: Cursor = None, job
     """
     with service.database.read() as session:
         return queue.page(session, limit, cursor) if job_id is None else queue.job_entry(session, job_id)
+
+
+@router.get("/v1/fleet", dependencies=[needs(Scope.JOBS_READ)], summary="What all jobs together do")
+def get_fleet(
+    service: ServiceDep,
+    days: Annotated[int, Query(ge=1, le=90, description="Length of the window that ends now.")] = 7,
+) -> FleetView:
+    """Jobs by phase, slots and their holders, and for the last days: ends by cause and by host, use by owner, how time was spent,
+    and resumes by verdict. Of all owners."""
+    with service.database.read() as session:
+        return fleet.fleet(session, service.submission.capacity(), days)
 
 
 Owner = Annotated[

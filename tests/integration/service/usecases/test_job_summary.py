@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import sqlalchemy as sa
 
 from ratchet_contract.phases import AttemptPhase, Cause, Outcome
-from ratchet_service.db.engine import Database, utc_now
+from ratchet_service.db.engine import utc_now
 from ratchet_service.db.models import Metric, MetricSeries
 from tests.integration.service.agent_reports.test_ingest import hook_message
 from tests.support.api import Api, checkpoint_message, message, training_message
-
-
-@contextmanager
-def counted_statements(database: Database) -> Iterator[list[str]]:
-    """The SQL statements of the block."""
-    seen: list[str] = []
-
-    def see(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        seen.append(statement)
-
-    sa.event.listen(database.engine, "before_cursor_execute", see)
-    try:
-        yield seen
-    finally:
-        sa.event.remove(database.engine, "before_cursor_execute", see)
+from tests.support.statements import recorded_queries
 
 
 def summaries(api: Api) -> dict[str, Any]:
@@ -120,9 +104,9 @@ def test_statements_of_a_job_list_with_summaries_do_not_grow_with_the_jobs(api: 
             job = api.submit()
             api.attempt(job)
             api.report(job, (0, 1, [training_message(), message("metrics", step=1, values={"loss": 1.0, "lr": 1.0})]))
-        with counted_statements(api.database) as seen:
+        with recorded_queries(api.database) as seen:
             assert all(found["metric"] for found in summaries(api).values())
-        return len([one for one in seen if one.startswith(("SELECT", "WITH"))])
+        return len(seen)
 
     assert fill(1) == fill(20)
 

@@ -1,0 +1,75 @@
+"""Bodies of the REST API about all jobs together."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field
+
+from ratchet_contract.api.views import GoodputView, View
+from ratchet_contract.phases import Cause, JobPhase
+
+ResumeKind = Literal["exact-proved", "exact", "not-exact", "differs"]
+
+
+class SlotHolderView(View):
+    """A node of a job's attempt that holds slots."""
+
+    job_id: str
+    name: str
+    owner: str
+    count: int
+    devices: list[int] = Field(description="Indices of the GPUs, or numbers of the CPU slots.")
+
+
+class SlotsView(View):
+    """The slots of one kind that the launcher `local` lends to jobs."""
+
+    kind: Literal["cpu", "gpu"]
+    capacity: int | None = Field(
+        None, description="null: the machine that trains has not reported it, or runs no jobs."
+    )
+    holders: list[SlotHolderView]
+
+
+class OwnerUseView(View):
+    """What an owner's jobs hold now, and have used in the window."""
+
+    owner: str
+    running: int = Field(description="Jobs with an attempt that has not ended; the next two fields are of these.")
+    ranks: int
+    gpus: int
+    gpu_hours: float = Field(description="Hours since the start of each attempt within the window, times its GPUs.")
+    rank_hours: float = Field(description="As `gpu_hours`, times the ranks of attempts without a GPU.")
+
+
+class HostEndsView(View):
+    """Ends of attempts that had a node on this host, also if another host caused the end."""
+
+    host: str
+    failures: int = Field(description="Ends by a cause of outcome failed or lost, or by node-lost.")
+    ends: dict[Cause, int]
+
+
+class FleetView(View):
+    """What all jobs together do, and what became of the attempts that have ended in the window."""
+
+    since: datetime = Field(description="Begin of the window.")
+    jobs: dict[JobPhase, int]
+    slots: list[SlotsView]
+    ends: dict[Cause, int] = Field(description="Ends of attempts in the window, by cause.")
+    hosts: list[HostEndsView] = Field(description="The 50 hosts with most failures, these first.")
+    owners: list[OwnerUseView]
+    goodput: GoodputView = Field(
+        description="Sums over the whole time of the attempts that have ended in the window or still run. The share is of the "
+        "time without `unseen_seconds`."
+    )
+    resumes: dict[ResumeKind, int] = Field(
+        description="Number of these attempts that resumed from a checkpoint, by the verdict of the resume report. exact-proved: "
+        "redone steps have proved it. differs: a redone step differs."
+    )
+    attempts: int = Field(description="Number of attempts in `goodput`, `resumes` and the hours of `owners`.")
+    attempts_left_out: int = Field(
+        description="Number of attempts that have ended in the window, but are left out there: the oldest beyond 5000."
+    )
