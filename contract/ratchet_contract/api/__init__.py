@@ -1,6 +1,7 @@
 """Bodies of the REST API. Public import path of ``ratchet_contract.api.views``."""
 
 from ratchet_contract.api.views import (
+    AttemptSummary,
     AttemptView,
     BudgetView,
     CheckpointDetail,
@@ -13,13 +14,16 @@ from ratchet_contract.api.views import (
     FileKind,
     FileView,
     GoodputView,
+    HookFigures,
     HookInfo,
     HookSampleView,
     HookView,
+    JobSummary,
     JobView,
     LogLine,
     MetricPoint,
     MetricSeries,
+    MetricSummary,
     MetricsView,
     NodeView,
     Page,
@@ -34,6 +38,7 @@ from ratchet_contract.api.views import (
 )
 
 __all__ = [
+    "AttemptSummary",
     "AttemptView",
     "BudgetView",
     "CheckpointDetail",
@@ -46,13 +51,16 @@ __all__ = [
     "FileKind",
     "FileView",
     "GoodputView",
+    "HookFigures",
     "HookInfo",
     "HookSampleView",
     "HookView",
+    "JobSummary",
     "JobView",
     "LogLine",
     "MetricPoint",
     "MetricSeries",
+    "MetricSummary",
     "MetricsView",
     "NodeView",
     "Page",
