@@ -1,4 +1,4 @@
-"""A revision after the newest one, for tests of migrations: the product has a single one so far."""
+"""A revision after the newest one, for tests of migrations."""
 
 from __future__ import annotations
 

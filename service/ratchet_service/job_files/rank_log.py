@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import BinaryIO, Final, NamedTuple
@@ -19,6 +20,15 @@ _MAX_TIMES_BYTES: Final = 64 << 20  # bytes of an index; four records a second f
 _SEARCH_BLOCK: Final = 1 << 20  # bytes that are searched for a text at a time
 
 
+@dataclass
+class ReadLimit:
+    """Limits the bytes that are read for one answer. ``left``: bytes that may still be read. ``stopped_at``: the id form
+    ``<attempt>.<rank>.<offset>`` of the position where none were left; None: that has not happened."""
+
+    left: int
+    stopped_at: str | None = None
+
+
 class Piece(NamedTuple):
     """Bytes ``begin`` to ``end`` (excluded) of a log. ``raw``: a line, or a part of one; None: a gap, or skipped lines."""
 
@@ -27,13 +37,18 @@ class Piece(NamedTuple):
     raw: bytes | None
 
 
-def lines_of(path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool) -> Iterator[LogLine]:
+def lines_of(
+    path: Path, attempt: int, rank: int, start: int, grep: str | None, *, partial: bool, limit: ReadLimit | None = None
+) -> Iterator[LogLine]:
     """Yield the lines of the log ``path`` from byte ``start``; a gap is one line. ``grep``: only lines with this text, and gaps.
-    ``partial``: also a last line without a line end."""
+    ``partial``: also a last line without a line end. ``limit``: end early once it is reached."""
     try:
         with open_read(path) as handle:
             times: LogTimes | None = None
-            for piece in _Log(handle, path).pieces(start, partial, grep):
+            for piece in _Log(handle, path).pieces(start, partial, grep, limit):
+                if limit is not None and piece.begin == piece.end:
+                    limit.stopped_at = f"{attempt}.{rank}.{piece.end}"
+                    return
                 times = times or _read_times(path, os.fstat(handle.fileno()).st_size)
                 yield _line(piece, attempt, rank, times)
     except (FileNotFoundError, PermissionError):
@@ -83,9 +98,9 @@ class _Log:
         self._handle = handle
         self._path = path
 
-    def pieces(self, at: int, partial: bool, grep: str | None) -> Iterator[Piece]:
+    def pieces(self, at: int, partial: bool, grep: str | None, limit: ReadLimit | None = None) -> Iterator[Piece]:
         """Yield the lines from byte ``at`` (``grep``: with this text), and gaps as pieces without bytes. ``partial``: also an
-        unfinished last line."""
+        unfinished last line. An empty piece is the last one: ``limit`` was reached."""
         # Searching for holes moves a descriptor's position, so a separate descriptor is used.
         probe = self._reopen()
         try:
@@ -98,6 +113,11 @@ class _Log:
                 read = False
                 for piece in self._pieces_before_hole(at, hole_after(probe, at), grep):
                     read = True
+                    if limit is not None:
+                        if limit.left <= 0:
+                            yield Piece(at, at, None)
+                            return
+                        limit.left -= piece.end - piece.begin
                     if piece.raw is None:
                         at = piece.end
                         continue

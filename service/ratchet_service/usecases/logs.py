@@ -13,9 +13,11 @@ from ratchet_contract.errors import Refused
 from ratchet_contract.paths import JobPaths
 from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.job_files.log_files import MAX_RANKS, LogFilter, log_files
-from ratchet_service.job_files.rank_log import lines_of, since_offset, tail_offset
+from ratchet_service.job_files.rank_log import ReadLimit, lines_of, since_offset, tail_offset
 from ratchet_service.usecases import pagination
 
+MAX_PAGE_BYTES: Final = 16 << 20
+"""Most bytes of logs that are read for one page: a rare text is searched in several requests."""
 _ID: Final = re.compile(r"(\d{1,9})\.(\d{1,6})\.(\d{1,18})", re.ASCII)
 
 
@@ -36,15 +38,19 @@ def parse_position(text: str) -> Position:
     return Position(int(match[1]), int(match[2]), int(match[3]))
 
 
-def read_lines(job: JobPaths, log_filter: LogFilter, after: Position | None = None) -> Iterator[LogLine]:
+def read_lines(
+    job: JobPaths, log_filter: LogFilter, after: Position | None = None, limit: ReadLimit | None = None
+) -> Iterator[LogLine]:
     """Yield the existing lines that the filter selects, and gaps, by attempt and rank. ``after``: only lines after this
-    position."""
+    position. ``limit``: end early once it is reached."""
     for attempt, rank, path in log_files(job, log_filter):
         if after is not None and (attempt, rank) < (after.attempt, after.rank):
             continue
         begun = after is not None and (attempt, rank) == (after.attempt, after.rank)
         start = after.offset if begun and after is not None else first_offset(path, log_filter)
-        yield from lines_of(path, attempt, rank, start, log_filter.grep, partial=True)
+        yield from lines_of(path, attempt, rank, start, log_filter.grep, partial=True, limit=limit)
+        if limit is not None and limit.stopped_at is not None:
+            return
 
 
 def first_offset(path: Path, log_filter: LogFilter) -> int:
@@ -54,7 +60,8 @@ def first_offset(path: Path, log_filter: LogFilter) -> int:
 
 
 def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: str | None) -> Page[LogLine]:
-    """Return one page of the lines of ``read_lines``. Raises ``Refused`` (``bad-cursor``)."""
+    """Return one page of the lines of ``read_lines``. If ``MAX_PAGE_BYTES`` were read before the page is full, it has fewer
+    lines, perhaps none, and its cursor is where the next page begins. Raises ``Refused`` (``bad-cursor``)."""
     since = None if log_filter.since is None else log_filter.since.isoformat()
     digest = pagination.query_digest(
         of="logs",
@@ -66,11 +73,14 @@ def page(job: JobPaths, job_id: str, log_filter: LogFilter, limit: int, cursor: 
         tail=log_filter.tail,
     )
     after = pagination.decode(cursor, digest, (int, int, int))
-    lines = read_lines(job, log_filter, None if after is None else Position(after[0], after[1], max(0, after[2])))
+    read_limit = ReadLimit(MAX_PAGE_BYTES)
+    begin = None if after is None else Position(after[0], after[1], max(0, after[2]))
+    lines = read_lines(job, log_filter, begin, read_limit)
     items = [line for _, line in zip(range(limit + 1), lines, strict=False)]
     following = None
-    if len(items) > limit:
-        last = parse_position(items[limit - 1].id)
+    stopped_at = items[limit - 1].id if len(items) > limit else read_limit.stopped_at
+    if stopped_at is not None:
+        last = parse_position(stopped_at)
         following = pagination.encode(digest, [last.attempt, last.rank, last.offset])
     return Page[LogLine](items=items[:limit], next_cursor=following)
 

@@ -181,7 +181,8 @@ def get_logs(
     `text/event-stream`.
 
     Plain text has `[attempt.rank]` before each line, unless `rank` is set. The middle of a log that is too long is dropped:
-    one line in its place has the number of bytes (`left_out`). Searches return this line too.
+    one line in its place has the number of bytes (`left_out`). Searches return this line too. A page ends after 16 MiB of logs:
+    a page of a search may have few lines or none, and a `next_cursor` all the same.
     """
     offers = (
         [dependencies.EVENTS, dependencies.TEXT, dependencies.NDJSON]

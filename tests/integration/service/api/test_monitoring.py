@@ -12,7 +12,9 @@ import httpx
 import pytest
 
 from ratchet_contract.phases import JobPhase
+from ratchet_service.job_files import rank_log
 from ratchet_service.observability import disk_space
+from ratchet_service.usecases import logs
 from ratchet_service.usecases.pagination import encode, query_digest
 from tests.integration.service.agent_reports.test_ingest import hook_message
 from tests.support.api import Api, message, training_message
@@ -213,6 +215,23 @@ def test_logs_default_to_the_newest_attempt(api: Api, job: str) -> None:
     far = encode(query, [2, 0, 2**63 - 1])  # beyond what any file system can seek to
     assert api.client.get(f"/v1/jobs/{job}/logs", params={"cursor": far}).json()["items"] == []
     assert lines(api, job, attempt="all", limit=1, grep="o")[-1] == (1, 1, "dos")
+
+
+def test_log_page_reads_a_bounded_number_of_bytes_and_its_cursor_goes_on(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MAX_PAGE_BYTES", 1000)
+    monkeypatch.setattr(rank_log, "_SEARCH_BLOCK", 400)
+    texts = {rank: [*(f"{n:>8}: a line" for n in range(500)), f"the needle of {rank}", "end"] for rank in (0, 1)}
+    for rank, written in texts.items():
+        write(api, job, 1, rank, "\n".join(written))
+    assert [text for _, _, text in lines(api, job, grep="needle")] == ["the needle of 0", "the needle of 1"]
+    first = api.client.get(f"/v1/jobs/{job}/logs", params={"grep": "needle"}).json()
+    assert first["items"] == [] and first["next_cursor"] is not None
+    assert lines(api, job) == lines(api, job, limit=7) == [(1, rank, text) for rank in texts for text in texts[rank]]
+    assert lines(api, job, grep="3: a line", rank=1) == [(1, 1, f"{n:>8}: a line") for n in range(3, 500, 10)]
+    monkeypatch.setattr(logs, "MAX_PAGE_BYTES", 10**9)
+    assert api.client.get(f"/v1/jobs/{job}/logs", params={"grep": "nowhere"}).json()["next_cursor"] is None
 
 
 def test_log_page_cursor_with_another_tail_is_refused(api: Api, job: str) -> None:
