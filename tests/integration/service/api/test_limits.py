@@ -154,7 +154,9 @@ def test_connections_above_three_quarters_of_the_descriptor_limit_are_answered_5
             held.enter_context(socket.create_connection((host, int(port))))
         assert httpx.get(f"{url}/healthz").status_code == 200
         held.enter_context(socket.create_connection((host, int(port))))
-        assert httpx.get(f"{url}/healthz").status_code == 503
+        refused = httpx.get(f"{url}/healthz")
+    assert refused.status_code == 503
+    assert refused.headers["content-type"].startswith("text/plain"), "docs/api.md says so of this error alone"
 
 
 def test_rate_limit_buckets_refill_and_their_number_is_bounded() -> None:
