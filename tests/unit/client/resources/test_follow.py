@@ -126,6 +126,19 @@ def test_series_returns_step_and_value_lists_per_metric() -> None:
         assert "max_points=10000" in server.requests[0][1] and "name=loss" in server.requests[0][1]
 
 
+def test_summaries_search_and_ranges_of_steps_are_requested() -> None:
+    def script(handler: BaseHTTPRequestHandler, _: int) -> Reply:
+        return ok({"job_id": "a", "series": []} if "/metrics" in handler.path else {"items": [], "next_cursor": None})
+
+    with serving(script) as server, RatchetClient(server.url) as client:
+        assert list(client.jobs(search="dig", include=["summary"])) == []
+        client.metrics("job-000000000001", from_step=3, to_step=9)
+        assert list(client.hook_history("job-000000000001", max_points=5, from_step=3, to_step=9)) == []
+    jobs, metrics, history = (request[1] for request in server.requests)
+    assert "search=dig&include=summary" in jobs and metrics.endswith("from_step=3&to_step=9")
+    assert "max_points=5&from_step=3&to_step=9" in history
+
+
 def test_job_pages_are_requested_lazily() -> None:
     def script(handler: BaseHTTPRequestHandler, n: int) -> Reply:
         return ok({"items": [{**JOB, "id": f"j{n}.{i}"} for i in range(2)], "next_cursor": str(n)})
