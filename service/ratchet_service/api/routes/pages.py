@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
+import gzip
 from enum import StrEnum
-from functools import cache
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final, NamedTuple
 
-from fastapi import APIRouter
+import xxhash
+from fastapi import APIRouter, Header
 from fastapi.responses import FileResponse, Response
 
 from ratchet_contract.errors import NotFound
@@ -21,26 +20,74 @@ router = APIRouter(include_in_schema=False)
 _WEB: Final = Path(__file__).parents[2] / "web"
 _BUNDLE: Final = "fastapi_offline"
 """The package that contains Swagger UI as files. None of its Python code is used."""
-_POLICY: Final = "default-src 'none'; connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-_SWAGGER_POLICY: Final = _POLICY + "script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:"
+_COMMON: Final = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+_POLICY: Final = f"default-src 'self'; {_COMMON}"
+_SWAGGER_POLICY: Final = (
+    f"default-src 'none'; connect-src 'self'; {_COMMON}; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data:"
+)
 """The policy of Swagger UI's page. Swagger UI sets style attributes, so inline styles are allowed."""
+_HEADERS: Final = {
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+"""Browsers must ask each time whether a file has changed."""
+_TYPES: Final = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
 
 
-@cache
-def _jobs_policy() -> str:
-    """Return the Content-Security-Policy of the page of jobs. It allows no script and style but the page's own inline ones."""
-    text = (_WEB / "jobs.html").read_text()
-    [script], [style] = (re.findall(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL) for tag in ("script", "style"))
-    allowed = (
-        f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'" for part in (script, style)
-    )
-    return _POLICY + "script-src {}; style-src {}; img-src data:".format(*allowed)
+class _File(NamedTuple):
+    """A file of the pages. ``etag``: changes with the content."""
+
+    content: bytes
+    packed: bytes
+    etag: str
+
+
+@lru_cache(maxsize=256)
+def _load(path: Path, modified_ns: int) -> _File:
+    """Return the file, read and compressed once per change of it."""
+    content = path.read_bytes()
+    return _File(content, gzip.compress(content, 9, mtime=0), f'"{xxhash.xxh3_64_hexdigest(content)}"')
 
 
 @router.get("/", dependencies=[OPEN])
-def jobs() -> Response:
-    """Return the page with the list of jobs, which also shows one job's metrics over its attempts."""
-    return _page(_WEB / "jobs.html", _jobs_policy())
+def index(
+    accept_encoding: Annotated[str, Header()] = "", if_none_match: Annotated[str | None, Header()] = None
+) -> Response:
+    """Return the page that all addresses of the web pages have in common: they differ only behind the ``#``."""
+    return _file("index.html", accept_encoding, if_none_match)
+
+
+@router.get("/web/{path:path}", dependencies=[OPEN])
+def file(
+    path: str,
+    accept_encoding: Annotated[str, Header()] = "",
+    if_none_match: Annotated[str | None, Header()] = None,
+) -> Response:
+    """Return a file that the pages load. Raises ``NotFound`` if there is none."""
+    return _file(path, accept_encoding, if_none_match)
+
+
+def _file(name: str, accept_encoding: str, if_none_match: str | None) -> Response:
+    """Return the file ``name`` below the directory of the pages, compressed if the browser accepts that; 304 if it has it.
+    Raises ``NotFound`` (``file-not-found``)."""
+    path = (_WEB / name.replace("\0", "")).resolve()
+    if not path.is_relative_to(_WEB) or path.suffix not in _TYPES or not path.is_file():
+        raise NotFound(f"the web pages have no file {name!r}", code="file-not-found")
+    found = _load(path, path.stat().st_mtime_ns)
+    headers = {**_HEADERS, "Content-Security-Policy": _POLICY, "ETag": found.etag, "Vary": "Accept-Encoding"}
+    if found.etag in (if_none_match or ""):
+        return Response(status_code=304, headers=headers)
+    packed = "gzip" in accept_encoding
+    if packed:
+        headers["Content-Encoding"] = "gzip"
+    return Response(found.packed if packed else found.content, headers=headers, media_type=_TYPES[path.suffix])
 
 
 class DocsFile(StrEnum):
@@ -74,12 +121,5 @@ def _bundled(name: str) -> Path:
 
 
 def _page(path: Path, policy: str) -> Response:
-    """Return the file as a response with ``policy`` as its Content-Security-Policy. Browsers must ask each time whether it has
-    changed."""
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return FileResponse(path, headers=headers)
+    """Return the file as a response with ``policy`` as its Content-Security-Policy."""
+    return FileResponse(path, headers={**_HEADERS, "Content-Security-Policy": policy})

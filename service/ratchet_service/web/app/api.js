@@ -1,0 +1,174 @@
+// @ts-check
+/** Requests to the service's REST API, relative to the page's address, with the token that was entered once in this tab. */
+
+const TOKEN = "ratchet.token";
+
+/** A refusal of the service: ``application/problem+json``. */
+export class Problem extends Error {
+  /** @param {number} status @param {{code?: string, detail?: string, errors?: {pointer: string, detail: string}[]}} body */
+  constructor(status, body) {
+    super(body.detail ?? `the service answered with status ${status}`);
+    this.status = status;
+    this.code = body.code ?? "";
+    this.errors = body.errors ?? [];
+  }
+}
+
+/** The request needs a token, or another one. */
+export class TokenNeeded extends Problem {}
+
+/** No answer came: the service is stopped, restarts, or the network is down. */
+export class Unreachable extends Error {
+  constructor() {
+    super("The service does not answer. This page tries again by itself.");
+  }
+}
+
+export const token = () => sessionStorage.getItem(TOKEN) ?? "";
+
+/** @param {string} value - empty: forget it */
+export function setToken(value) {
+  if (value) sessionStorage.setItem(TOKEN, value);
+  else sessionStorage.removeItem(TOKEN);
+}
+
+/** @param {Record<string, string>} more @returns {Record<string, string>} */
+function headers(more) {
+  return token() ? { ...more, Authorization: `Bearer ${token()}` } : more;
+}
+
+/**
+ * @param {string} path @param {RequestInit & {headers?: Record<string, string>}} options
+ * @returns {Promise<Response>} a response of status 2xx or 304; raises Problem, TokenNeeded, Unreachable
+ */
+async function request(path, options) {
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers: headers(options.headers ?? {}), cache: "no-store" });
+  } catch (error) {
+    if (error instanceof DOMException && error.name === "AbortError") throw error;
+    throw new Unreachable();
+  }
+  if (answer.ok || answer.status === 304) return answer;
+  if (answer.status === 502 || answer.status === 504) throw new Unreachable();
+  const body = await answer.json().catch(() => ({}));
+  throw new (answer.status === 401 ? TokenNeeded : Problem)(answer.status, body);
+}
+
+/**
+ * Read JSON. ``data`` is null if the answer is still the one with the tag ``etag``.
+ * @param {string} path @param {{etag?: string, signal?: AbortSignal}} [options]
+ * @returns {Promise<{data: any, etag: string}>}
+ */
+export async function read(path, { etag = "", signal } = {}) {
+  /** @type {Record<string, string>} */
+  const asked = etag ? { Accept: "application/json", "If-None-Match": etag } : { Accept: "application/json" };
+  const answer = await request(path, { headers: asked, signal });
+  if (answer.status === 304) return { data: null, etag };
+  return { data: await answer.json(), etag: answer.headers.get("ETag") ?? "" };
+}
+
+/**
+ * Change something. A POST has an idempotency key, so that a repeated click or request does it once.
+ * @param {"POST" | "PATCH" | "PUT" | "DELETE"} method @param {string} path @param {any} [body]
+ * @returns {Promise<any>} the answer's JSON, null without a body
+ */
+export async function change(method, path, body) {
+  /** @type {Record<string, string>} */
+  const sent = { Accept: "application/json" };
+  if (method === "POST") sent["Idempotency-Key"] = crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+  if (method === "POST" || body !== undefined) {
+    sent["Content-Type"] = method === "PATCH" ? "application/merge-patch+json" : "application/json";
+  }
+  const text = body === undefined ? (method === "POST" ? "{}" : undefined) : JSON.stringify(body);
+  const answer = await request(path, { method, headers: sent, body: text });
+  const reply = await answer.text();
+  return reply ? JSON.parse(reply) : null;
+}
+
+/**
+ * Fetch a file with the token, as a Blob.
+ * @param {string} path @param {{headers?: Record<string, string>, signal?: AbortSignal}} [options]
+ */
+export async function download(path, options = {}) {
+  return (await request(path, options)).blob();
+}
+
+/** Let the browser save a Blob. @param {Blob} blob @param {string} name */
+export function save(blob, name) {
+  const place = document.createElement("a");
+  place.href = URL.createObjectURL(blob);
+  place.download = name;
+  place.click();
+  setTimeout(() => URL.revokeObjectURL(place.href), 60_000);
+}
+
+/**
+ * Parse what arrives of ``text/event-stream``. Returns complete events, and the rest of the text.
+ * @param {string} text
+ * @returns {{events: {id: string, type: string, data: string}[], rest: string}}
+ */
+export function parseEvents(text) {
+  const parts = text.replaceAll("\r\n", "\n").split("\n\n");
+  const rest = parts.pop() ?? "";
+  const events = [];
+  for (const part of parts) {
+    const event = { id: "", type: "message", data: "" };
+    const data = [];
+    for (const line of part.split("\n")) {
+      const at = line.indexOf(":");
+      if (at === 0) continue; // a comment, as a ping is
+      const [field, value] = at < 0 ? [line, ""] : [line.slice(0, at), line.slice(at + 1).replace(/^ /, "")];
+      if (field === "data") data.push(value);
+      else if (field === "id") event.id = value;
+      else if (field === "event") event.type = value;
+    }
+    event.data = data.join("\n");
+    if (data.length || event.type !== "message") events.push(event);
+  }
+  return { events, rest };
+}
+
+/**
+ * Follow a stream of server-sent events until it ends or ``signal`` aborts it. After a lost connection it goes on behind the last
+ * event, so nothing is shown twice or left out. (EventSource cannot send a token.)
+ * @param {string} path
+ * @param {{onEvents: (events: {id: string, type: string, data: string}[]) => void, signal: AbortSignal, lastId?: string,
+ *          onState?: (state: "open" | "lost" | "ended") => void}} options
+ */
+export async function follow(path, { onEvents, signal, lastId = "", onState = () => {} }) {
+  let pause = 1000;
+  while (!signal.aborted) {
+    try {
+      /** @type {Record<string, string>} */
+      const asked = { Accept: "text/event-stream" };
+      if (lastId) asked["Last-Event-ID"] = lastId;
+      const answer = await request(path, { headers: asked, signal });
+      onState("open");
+      pause = 1000;
+      const reader = /** @type {ReadableStream<Uint8Array>} */ (answer.body).getReader();
+      const decoder = new TextDecoder();
+      let text = "";
+      for (;;) {
+        const { done, value } = await reader.read();
+        if (done) break;
+        const found = parseEvents(text + decoder.decode(value, { stream: true }));
+        text = found.rest;
+        const ended = found.events.some((event) => event.type === "end");
+        const kept = found.events.filter((event) => event.type !== "end");
+        for (const event of kept) lastId = event.id || lastId;
+        if (kept.length) onEvents(kept);
+        if (ended) {
+          onState("ended");
+          return;
+        }
+      }
+    } catch (error) {
+      if (signal.aborted) return;
+      if (error instanceof Problem) throw error;
+    }
+    onState("lost");
+    await new Promise((resolve) => setTimeout(resolve, pause));
+    pause = Math.min(2 * pause, 10_000);
+  }
+}

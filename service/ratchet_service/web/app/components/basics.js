@@ -1,0 +1,99 @@
+// @ts-check
+/** Small parts that all pages use. */
+import { classes, html, useEffect, useRef, useState } from "../dom.js";
+import { phaseTone } from "../meaning.js";
+
+/** @param {{phase: string}} props */
+export const Phase = ({ phase }) => html`<span class=${classes("badge", phaseTone(phase))}>${phase}</span>`;
+
+/** @param {{tone: string, children: any, title?: string}} props */
+export const Badge = ({ tone, children, title }) => html`<span class=${classes("badge", tone)} title=${title}>${children}</span>`;
+
+/**
+ * A card with a heading.
+ * @param {{title?: any, aside?: any, tone?: string, flush?: boolean, children: any, id?: string}} props
+ */
+export const Card = ({ title, aside, tone, flush, children, id }) => html`
+  <section class=${classes("card", tone && `tone ${tone}`, flush && "flush")} id=${id}>
+    ${title && html`<header><h2>${title}</h2>${aside && html`<small>${aside}</small>`}</header>`}
+    ${children}
+  </section>`;
+
+/** Terms and values in a row. @param {{items: [any, any, string?][]}} props - term, value, title */
+export const Facts = ({ items }) => html`
+  <dl class="facts">${items.map(([term, value, title]) => html`<div title=${title}><dt>${term}</dt><dd>${value}</dd></div>`)}</dl>`;
+
+/** @param {{share: number | null, label: string, tone?: string}} props - share: 0 to 1 */
+export const Bar = ({ share, label, tone }) => html`
+  <div class=${classes("bar", tone)} role="progressbar" aria-label=${label} aria-valuemin="0" aria-valuemax="100"
+    aria-valuenow=${share === null ? undefined : Math.round(100 * share)}>
+    <span style=${{ width: `${100 * Math.min(1, share ?? 0)}%` }}></span></div>`;
+
+/** What is shown when there is nothing to show. @param {{children: any}} props */
+export const Empty = ({ children }) => html`<div class="empty">${children}</div>`;
+
+/** An error above what is shown, or in its place. @param {{error: Error | null}} props */
+export const Trouble = ({ error }) =>
+  error && html`<p class="notice bad" role="status"><strong>${error.name === "Error" ? "" : ""}</strong>${error.message}</p>`;
+
+/** A command line with a button that copies it. @param {{line: string}} props */
+export function Command({ line }) {
+  const [copied, setCopied] = useState(false);
+  const copy = async () => {
+    await copyText(line);
+    setCopied(true);
+    setTimeout(() => setCopied(false), 1500);
+  };
+  return html`<div class="command"><code>${line}</code>
+    <button class="plain" type="button" onClick=${copy} aria-label=${`Copy: ${line}`}>${copied ? "copied" : "copy"}</button></div>`;
+}
+
+/** @param {string} text */
+export async function copyText(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // Without TLS on another machine browsers have no clipboard for pages.
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  }
+}
+
+/**
+ * A table with a caption for screen readers. ``rows``: of cells; ``numbers``: columns that are aligned to the right.
+ * @param {{caption: string, head: any[], rows: any[][], numbers?: number[], tight?: boolean}} props
+ */
+export const Table = ({ caption, head, rows, numbers = [], tight }) => html`
+  <div class="scroll" tabindex="0" role="region" aria-label=${caption}><table class=${tight ? "tight" : ""}>
+    <caption class="hidden">${caption}</caption>
+    <thead><tr>${head.map((cell, n) => html`<th scope="col" class=${numbers.includes(n) ? "number" : ""}>${cell}</th>`)}</tr></thead>
+    <tbody>${rows.map((row) => html`<tr>${row.map((cell, n) => html`<td class=${numbers.includes(n) ? "number" : ""}>${cell}</td>`)}</tr>`)}</tbody>
+  </table></div>`;
+
+/**
+ * A modal dialog while it is rendered. ``onClose``: it was closed, also by Escape.
+ * @param {{title: string, onClose: () => void, children: any}} props
+ */
+export function Dialog({ title, onClose, children }) {
+  const ref = useRef(/** @type {HTMLDialogElement | null} */ (null));
+  useEffect(() => {
+    const shown = ref.current;
+    if (shown && !shown.open) shown.showModal();
+    return () => shown?.close();
+  }, []);
+  return html`<dialog ref=${ref} aria-label=${title} onCancel=${(/** @type {Event} */ event) => { event.preventDefault(); onClose(); }}>
+    <div class="stack"><h2>${title}</h2>${children}</div></dialog>`;
+}
+
+/**
+ * A choice of a few, as buttons side by side.
+ * @param {{label: string, options: [string, string][], value: string, onChange: (value: string) => void}} props
+ */
+export const Choice = ({ label, options, value, onChange }) => html`
+  <span class="group" role="group" aria-label=${label}>
+    ${options.map(([key, text]) => html`<button type="button" aria-pressed=${String(key === value)} onClick=${() => onChange(key)}>${text}</button>`)}
+  </span>`;

@@ -1,0 +1,103 @@
+// @ts-check
+/** The frame of every page: navigation, sign-in, and notices of what an action did. */
+import { read, setToken, token } from "../api.js";
+import { classes, html, useEffect, useState } from "../dom.js";
+import { link } from "../route.js";
+import { Dialog } from "./basics.js";
+
+/** @type {[string, string][]} */
+const PAGES = [["jobs", "Jobs"], ["queue", "Queue"], ["fleet", "Fleet"]];
+const THEME = "ratchet.theme";
+
+/** @param {string} text @param {"good" | "bad"} [tone] */
+export function notify(text, tone = "good") {
+  window.dispatchEvent(new CustomEvent("notice", { detail: { text, tone } }));
+}
+
+/** Who the caller is, once per sign-in: name, roles and whether tokens are needed at all. */
+export function useCaller() {
+  const [caller, setCaller] = useState(/** @type {any} */ (null));
+  useEffect(() => {
+    const ask = () => read("v1/whoami").then(({ data }) => setCaller(data), () => setCaller(null));
+    ask();
+    window.addEventListener("signed-in", ask);
+    return () => window.removeEventListener("signed-in", ask);
+  }, []);
+  return caller;
+}
+
+/** @param {{section: string, caller: any, children: any}} props */
+export function Frame({ section, caller, children }) {
+  return html`
+    <a class="skip" href="#content" onClick=${(/** @type {Event} */ event) => { event.preventDefault(); document.getElementById("content")?.focus(); }}>Skip to the content</a>
+    <header class="top"><div>
+      <a class="brand" href="#/jobs"><svg viewBox="0 0 32 32" aria-hidden="true"><rect width="32" height="32" rx="7" fill="var(--busy)"/><path d="M8 22 L8 10 L14 16 L14 10 L20 16 L20 10 L26 16" fill="none" stroke="var(--card)" stroke-width="3" stroke-linejoin="round" stroke-linecap="round"/></svg>Ratchet</a>
+      <nav aria-label="Pages">${PAGES.map(([key, text]) => html`<a href=${link([key])} aria-current=${key === section ? "page" : undefined}>${text}</a>`)}</nav>
+      <span class="grow"></span>
+      <span class="row small">
+        <a class="dim" href="docs">REST API</a>
+        <${Theme} />
+        ${caller && html`<span class="dim">${caller.owner}</span>`}
+        ${token() && html`<button class="plain" type="button" onClick=${signOut}>Sign out</button>`}
+      </span>
+    </div></header>
+    <main class="page" id="content" tabindex="-1">${children}</main>
+    <${SignIn} /><${Notices} />`;
+}
+
+function signOut() {
+  setToken("");
+  location.reload();
+}
+
+function Theme() {
+  const [theme, setTheme] = useState(localStorage.getItem(THEME) ?? "auto");
+  useEffect(() => {
+    if (theme === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = theme;
+    localStorage.setItem(THEME, theme);
+    window.dispatchEvent(new Event("theme-changed"));
+  }, [theme]);
+  const next = /** @type {Record<string, string>} */ ({ auto: "dark", dark: "light", light: "auto" })[theme] ?? "auto";
+  return html`<button class="plain" type="button" onClick=${() => setTheme(next)} aria-label=${`Theme: ${theme}. Change to ${next}`}>${/** @type {Record<string, string>} */ ({ auto: "◐", dark: "☾", light: "☀" })[theme]}</button>`;
+}
+
+/** Asks for a token when a request was refused for want of one. */
+function SignIn() {
+  const [problem, setProblem] = useState(/** @type {Error | null} */ (null));
+  useEffect(() => {
+    const needed = (/** @type {any} */ event) => setProblem((old) => old ?? event.detail);
+    window.addEventListener("token-needed", needed);
+    return () => window.removeEventListener("token-needed", needed);
+  }, []);
+  if (!problem) return null;
+  const enter = (/** @type {SubmitEvent} */ event) => {
+    event.preventDefault();
+    const given = new FormData(/** @type {HTMLFormElement} */ (event.target)).get("token");
+    setToken(String(given).trim());
+    setProblem(null);
+    window.dispatchEvent(new Event("signed-in"));
+  };
+  return html`<${Dialog} title="Sign in" onClose=${() => {}}>
+    ${token() && html`<p class="notice bad">${problem.message}</p>`}
+    <form onSubmit=${enter}>
+      <label class="field">API token<input type="password" name="token" required autocomplete="current-password" /></label>
+      <p class="dim small">Whoever runs this service creates one with <code>ratchet token create</code>. This tab keeps it until it is closed.</p>
+      <div class="row end"><button class="primary">Sign in</button></div>
+    </form></${Dialog}>`;
+}
+
+function Notices() {
+  const [notices, setNotices] = useState(/** @type {{key: number, text: string, tone: string}[]} */ ([]));
+  useEffect(() => {
+    const add = (/** @type {any} */ event) => {
+      const one = { key: Date.now() + Math.random(), ...event.detail };
+      setNotices((old) => [...old, one]);
+      setTimeout(() => setNotices((old) => old.filter((other) => other.key !== one.key)), one.tone === "bad" ? 12_000 : 5000);
+    };
+    window.addEventListener("notice", add);
+    return () => window.removeEventListener("notice", add);
+  }, []);
+  return html`<div class="toasts" role="status" aria-live="polite">
+    ${notices.map((one) => html`<div key=${one.key} class=${classes("notice", one.tone)}>${one.text}</div>`)}</div>`;
+}

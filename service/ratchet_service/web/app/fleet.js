@@ -1,0 +1,24 @@
+// @ts-check
+/** ``GET /v1/fleet`` in the form in which the pages draw it. */
+
+/** @typedef {import("./types").Fleet} Fleet */
+/**
+ * ``kind``: what a slot is; ``capacity``: null if it is not known.
+ * @typedef {{kind: string, title: string, capacity: number | null, used: number, holders: {id: string, name: string, owner: string, held: number}[]}} Slots
+ */
+
+/** Entries that are not 0, the largest first. @param {Record<string, number>} from @returns {[string, number][]} */
+export const counts = (from) => Object.entries(from).filter(([, number]) => number > 0).sort((a, b) => b[1] - a[1]);
+
+/** @param {Fleet} fleet @returns {Slots[]} */
+export const slotsOf = (fleet) => fleet.slots.map((one) => ({
+  kind: one.kind, title: one.kind === "gpu" ? "GPUs" : "CPU slots", capacity: one.capacity ?? null,
+  used: one.holders.reduce((sum, holder) => sum + holder.count, 0),
+  holders: one.holders.map((holder) => ({ id: holder.job_id, name: holder.name, owner: holder.owner, held: holder.count })),
+}));
+
+/** @param {Fleet} fleet @returns {{host: string, causes: [string, number][], all: number}[]} */
+export const hostsOf = (fleet) => fleet.hosts.map((one) => {
+  const causes = counts(one.ends);
+  return { host: one.host, causes, all: causes.reduce((sum, [, number]) => sum + number, 0) };
+});

@@ -1,0 +1,76 @@
+// @ts-check
+/** Hooks that keep what is shown up to date. A hidden page asks for nothing. */
+import { Problem, TokenNeeded, read } from "./api.js";
+import { useCallback, useEffect, useRef, useState } from "./dom.js";
+
+/** Milliseconds between two polls of a visible page. */
+export const EVERY = 2000;
+
+/** @typedef {{data: any, error: Error | null, refresh: () => void}} Live */
+
+/**
+ * Read ``path`` again every ``every`` milliseconds while the page is visible. ``data`` stays what it was when the service does
+ * not answer for a while; ``error`` says so. Without a path nothing is read.
+ * @param {string | null} path
+ * @param {{every?: number | null}} [options] - null: read once
+ * @returns {Live}
+ */
+export function useLive(path, { every = EVERY } = {}) {
+  const [state, setState] = useState({ path: /** @type {string | null} */ (null), data: /** @type {any} */ (null), error: /** @type {Error | null} */ (null) });
+  const again = useRef(() => {});
+  useEffect(() => {
+    if (path === null) return undefined;
+    const stop = new AbortController();
+    let timer = 0;
+    let etag = "";
+    let text = "";
+    let pause = every ?? EVERY;
+    const poll = async () => {
+      clearTimeout(timer);
+      if (document.hidden) return;
+      let next = every;
+      try {
+        const found = await read(path, { etag, signal: stop.signal });
+        etag = found.etag;
+        pause = every ?? EVERY;
+        const now = found.data === null ? text : JSON.stringify(found.data);
+        if (now !== text || !text) {
+          text = now;
+          setState({ path, data: found.data, error: null });
+        } else setState((old) => (old.error ? { ...old, error: null } : old));
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        const wrong = /** @type {Error} */ (error);
+        if (wrong instanceof TokenNeeded) window.dispatchEvent(new CustomEvent("token-needed", { detail: wrong }));
+        setState((old) => ({ path, data: old.path === path ? old.data : null, error: wrong }));
+        pause = Math.min(2 * pause, 15_000);
+        next = wrong instanceof Problem && wrong.status < 500 && wrong.status !== 429 ? every && 5 * every : pause;
+      }
+      if (next !== null) timer = window.setTimeout(poll, next);
+    };
+    again.current = poll;
+    const seen = () => void (document.hidden ? clearTimeout(timer) : poll());
+    const signedIn = () => void poll();
+    document.addEventListener("visibilitychange", seen);
+    window.addEventListener("signed-in", signedIn);
+    poll();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+      document.removeEventListener("visibilitychange", seen);
+      window.removeEventListener("signed-in", signedIn);
+    };
+  }, [path, every]);
+  const refresh = useCallback(() => again.current(), []);
+  return state.path === path ? { data: state.data, error: state.error, refresh } : { data: null, error: null, refresh };
+}
+
+/** The time in milliseconds, again every second while the page is visible: for ages. */
+export function useNow() {
+  const [now, setNow] = useState(Date.now());
+  useEffect(() => {
+    const timer = setInterval(() => document.hidden || setNow(Date.now()), 1000);
+    return () => clearInterval(timer);
+  }, []);
+  return now;
+}

@@ -1,0 +1,40 @@
+// @ts-check
+/** The pages by their addresses. */
+import { Trouble } from "./components/basics.js";
+import { Frame, useCaller } from "./components/frame.js";
+import { html, render, useEffect, useErrorBoundary, useState } from "./dom.js";
+import { useRoute } from "./route.js";
+
+/** @type {Record<string, () => Promise<{default: any}>>} */
+const PAGES = {
+  jobs: () => import("./pages/jobs.js"),
+  job: () => import("./pages/job.js"),
+  queue: () => import("./pages/queue.js"),
+  compare: () => import("./pages/compare.js"),
+  fleet: () => import("./pages/fleet.js"),
+};
+
+function App() {
+  const route = useRoute();
+  const caller = useCaller();
+  const [section = "jobs", id] = route.path;
+  const name = section === "jobs" && id ? "job" : section in PAGES && section !== "job" ? section : "jobs";
+  return html`<${Frame} section=${section} caller=${caller}><${Page} key=${name} name=${name} route=${route} caller=${caller} /></${Frame}>`;
+}
+
+/** A page's module is loaded when it is first shown. @param {{name: string, route: any, caller: any}} props */
+function Page({ name, route, caller }) {
+  const [found, setFound] = useState(/** @type {{page: any} | null} */ (null));
+  const [failed, setFailed] = useState(/** @type {Error | null} */ (null));
+  const [error] = useErrorBoundary((/** @type {any} */ wrong) => console.error(wrong));
+  useEffect(() => {
+    PAGES[name]().then((module) => setFound({ page: module.default }), setFailed);
+  }, [name]);
+  if (error || failed) {
+    return html`<div class="stack"><${Trouble} error=${new Error(`This page failed: ${/** @type {Error} */ (error ?? failed).message}`)} />
+      <p><button type="button" onClick=${() => location.reload()}>Load it again</button></p></div>`;
+  }
+  return found && html`<${found.page} route=${route} caller=${caller} />`;
+}
+
+render(html`<${App} />`, /** @type {Element} */ (document.getElementById("app")));

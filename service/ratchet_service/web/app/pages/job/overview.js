@@ -1,0 +1,104 @@
+// @ts-check
+/** What one wants to know first: why it failed, why it waits, or how it goes; then the curve, the attempts, and what they cost. */
+import { Chart } from "../../components/chart.js";
+import { Badge, Card, Command, Empty } from "../../components/basics.js";
+import { ResumeMatrix, Timeline } from "../../components/timeline.js";
+import { html } from "../../dom.js";
+import { clock, count, duration, percent, plural } from "../../format.js";
+import { useLive, useNow } from "../../live.js";
+import { ACTIVE, causeText, verdict, verdictText, verdictTone } from "../../meaning.js";
+import { link } from "../../route.js";
+import { attemptMarks, curveOf, prefersLog } from "../../series.js";
+
+/** @param {{job: any, attempts: any[], refresh: () => void}} props */
+export default function Overview({ job, attempts }) {
+  const newest = attempts.find((one) => one.number === job.attempt);
+  return html`<div class="stack">
+    ${job.phase === "FAILED" && html`<${Failed} job=${job} attempt=${newest} />`}
+    ${["QUEUED", "SUSPENDED"].includes(job.phase) && html`<${Waiting} job=${job} />`}
+    ${(job.warnings ?? []).length > 0 && html`<${Card} title="Warnings of the submission" tone="wait">${job.warnings.map((/** @type {any} */ one) => html`<p><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}
+    <div class="main-side">
+      <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /></div>
+      <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} />
+        ${newest?.resume_report?.components?.length > 0 && html`<${ResumeMatrix} attempt=${newest} />`}<${Recent} job=${job} /></div>
+    </div></div>`;
+}
+
+/** The cause in words, the guilty rank's last lines, and what to do. @param {{job: any, attempt: any}} props */
+function Failed({ job, attempt }) {
+  const rank = attempt?.rank ?? 0;
+  const { data } = useLive(attempt ? `v1/jobs/${job.id}/logs?attempt=${attempt.number}&rank=${rank}&tail=30` : null, { every: null });
+  return html`<${Card} tone="bad" title=${`Failed: ${attempt ? causeText(attempt.cause) : job.reason}`} aside=${attempt && html`attempt ${attempt.number}${attempt.rank !== null ? `, rank ${attempt.rank}` : ""}, after step ${count(attempt.last_step)}`}>
+    <div class="stack" style=${{ gap: ".7rem" }}>
+      <p>${job.message ?? attempt?.message}</p>
+      ${attempt?.message && attempt.message !== job.message && html`<pre>${attempt.message}</pre>`}
+      ${data?.items?.length > 0 && html`<div><p class="dim small">Last lines of rank ${rank} · <a href=${link(["jobs", job.id, "logs"], { attempt: attempt.number, rank })}>all of them</a></p>
+        <div class="log" style=${{ maxHeight: "18rem" }} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((/** @type {any} */ line) => html`<div><span class="text">${line.text}</span></div>`)}</div></div>`}
+      <div class="stack" style=${{ gap: ".4rem" }}><p class="dim small">After the cause is mended, continue from ${job.last_checkpoint ?? "the beginning"}:</p>
+        <${Command} line=${`ratchet resume ${job.id}`} /><${Command} line=${`ratchet resume ${job.id} --code .`} /></div>
+    </div></${Card}>`;
+}
+
+/** Why it waits, its place, what is ahead. @param {{job: any}} props */
+function Waiting({ job }) {
+  const now = useNow();
+  const held = job.phase === "SUSPENDED";
+  const place = job.position ? `It is number ${count(job.position)} in the queue.` : job.ahead_at_least ? `At least ${count(job.ahead_at_least)} jobs are ahead of it.` : "";
+  return html`<${Card} tone=${held ? "held" : "wait"} title=${held ? "Suspended" : "Waiting"} aside=${job.reason}>
+    <p>${job.message ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
+      ${job.not_before && Date.parse(job.not_before) > now ? `The next attempt starts in ${duration((Date.parse(job.not_before) - now) / 1000)}.` : ""}
+      ${!held && html` <a href=${link(["queue"])}>The queue</a>`}</p>
+    <p class="dim">At risk: ${plural(job.progress.steps_at_risk, "step")}. ${job.last_checkpoint ? html`It will continue from ${job.last_checkpoint}.` : "It has no checkpoint yet."}</p></${Card}>`;
+}
+
+/** @param {{job: any, attempts: any[]}} props */
+function Curve({ job, attempts }) {
+  const { data } = useLive(`v1/jobs/${job.id}/metrics?max_points=600`, { every: ACTIVE.includes(job.phase) ? 3000 : 15_000 });
+  const series = data?.series ?? [];
+  const first = series.find((/** @type {any} */ one) => one.name === "loss") ?? series[0];
+  if (!data) return html`<${Card} title="Metrics"><div style=${{ height: "240px" }}></div></${Card}>`;
+  if (!first) return html`<${Card} title="Metrics"><${Empty}><p>No metric yet. A script sends one with</p><${Command} line=${'session.log({"loss": loss})'} /></${Empty}></${Card}>`;
+  const curves = curveOf(first, 0);
+  return html`<${Card} title=${first.name} aside=${html`<a href=${link(["jobs", job.id, "metrics"])}>all ${series.length} metrics</a>`}>
+    <${Chart} title=${`${first.name} over steps`} curves=${curves} marks=${attemptMarks(attempts)} log=${prefersLog(first.name, first.points)}
+      note="Lines: ends of attempts, coloured by cause. Shaded: steps that were lost and done again." /></${Card}>`;
+}
+
+/** Were the resumes exact? @param {{job: any, attempts: any[]}} props */
+function Proof({ job, attempts }) {
+  const resumed = attempts.filter((one) => one.base && one.base.step > 0);
+  const equal = attempts.reduce((sum, one) => sum + one.redone.equal, 0);
+  const compared = attempts.reduce((sum, one) => sum + one.redone.compared, 0);
+  const bad = attempts.filter((one) => ["not-exact", "differs"].includes(verdict(one)));
+  const tone = bad.length ? "bad" : compared || resumed.length ? "good" : "quiet";
+  return html`<${Card} tone=${tone} title="Were the resumes exact?">
+    ${bad.length
+      ? html`<p><strong class="word bad">No: ${plural(bad.length, "attempt")}.</strong></p>${bad.map((one) => html`<p class="small">Attempt ${one.number}: ${one.proof}</p>`)}`
+      : compared
+        ? html`<p style=${{ fontSize: "1.4rem", fontWeight: 700 }}>${count(equal)} of ${count(compared)}</p><p class="dim small">steps that were done again gave the same bits on every rank</p>`
+        : html`<p>${resumed.length ? "Every component was restored exactly. No step was done again, so nothing could be compared." : "It was not resumed yet."}</p>`}
+    <div class="stack" style=${{ marginTop: ".6rem", gap: ".3rem" }}>${resumed.slice(0, 6).map((one) => html`<div class="row small"><${Badge} tone=${verdictTone(verdict(one))}>${verdictText(verdict(one))}</${Badge}><span>attempt ${one.number} from step ${count(one.base.step)}</span></div>`)}</div>
+    <div style=${{ marginTop: ".7rem" }}><${Command} line=${`ratchet prove ${job.id}`} /></div></${Card}>`;
+}
+
+/** What the ends of attempts cost. @param {{job: any}} props */
+function Cost({ job }) {
+  const spent = job.goodput;
+  if (!spent || !spent.wall_seconds) return null;
+  const rows = /** @type {[string, number, string][]} */ ([
+    ["useful", spent.useful_seconds, "busy"], ["lost steps", spent.lost_seconds, "bad"], ["saving", spent.stall_seconds, "held"],
+    ["launching", spent.launching_seconds, "wait"], ["stopping", spent.stopping_seconds, "wait"], ["waiting", spent.queued_seconds, "quiet"],
+    ["unseen", spent.unseen_seconds, "quiet"],
+  ]).filter(([, seconds]) => seconds > 0);
+  return html`<${Card} title="Where its time went" aside=${html`goodput ${percent(spent.goodput)}`}>
+    <table class="tight"><caption class="hidden">Where its time went</caption><tbody>${rows.map(([name, seconds, tone]) => html`<tr><th scope="row">${name}</th>
+      <td style=${{ width: "45%" }}><div class=${`bar ${tone}`} aria-hidden="true"><span style=${{ width: `${(100 * seconds) / spent.wall_seconds}%` }}></span></div></td><td class="number">${duration(seconds)}</td></tr>`)}</tbody></table></${Card}>`;
+}
+
+/** @param {{job: any}} props */
+function Recent({ job }) {
+  const { data } = useLive(`v1/jobs/${job.id}/events?limit=100`, { every: 5000 });
+  const events = (data?.items ?? []).slice(-8).reverse();
+  return html`<${Card} title="Latest events" aside=${html`<a href=${link(["jobs", job.id, "events"])}>all events</a>`}>
+    ${events.map((/** @type {any} */ one) => html`<p class="small"><span class="dim">${clock(one.at).slice(0, 8)}</span> <strong>${one.type}</strong> ${one.message}</p>`)}</${Card}>`;
+}

@@ -1,0 +1,141 @@
+// @ts-check
+/** All jobs: what runs, what waits and why, what a kill would cost now. Filters are in the address. */
+import { ActionDialog, jobActions } from "../components/actions.js";
+import { Bar, Choice, Command, Empty, Phase, Trouble } from "../components/basics.js";
+import { Sparkline } from "../components/chart.js";
+import { notify } from "../components/frame.js";
+import { classes, html, useState } from "../dom.js";
+import { ago, count, number, percent, plural } from "../format.js";
+import { useLive, useNow } from "../live.js";
+import { ACTIVE, ENDED, causeText, causeTone, verdict, verdictText, verdictTone } from "../meaning.js";
+import { link, setQuery } from "../route.js";
+
+const PHASES = ["QUEUED", "STARTING", "RUNNING", "STOPPING", "SUSPENDED", "SUCCEEDED", "FAILED", "CANCELLED"];
+/** @type {Record<string, string[]>} */
+const GROUPS = { all: [], active: ["QUEUED", ...ACTIVE], suspended: ["SUSPENDED"], ended: ENDED, failed: ["FAILED"] };
+const LIMIT = 50;
+
+/** @param {{route: import("../route.js").Route, caller: any}} props */
+export default function Jobs({ route, caller }) {
+  const { query } = route;
+  const [selected, setSelected] = useState(/** @type {string[]} */ ([]));
+  const now = useNow();
+  const asked = new URLSearchParams([["limit", String(LIMIT)], ["include", "summary"]]);
+  for (const name of ["phase", "label", "search", "owner", "sort", "cursor"]) {
+    for (const value of query.getAll(name)) asked.append(name, value);
+  }
+  const { data, error, refresh } = useLive(`v1/jobs?${asked}`);
+  const jobs = data?.items ?? [];
+  const chosen = jobs.filter((/** @type {any} */ job) => selected.includes(job.id));
+  const toggle = (/** @type {string} */ id) => setSelected(selected.includes(id) ? selected.filter((one) => one !== id) : [...selected, id]);
+  return html`<div class="stack">
+    <div class="row spread"><h1>Jobs</h1><${Bulk} jobs=${chosen} onDone=${() => { setSelected([]); refresh(); }} /></div>
+    <${Filters} query=${query} caller=${caller} />
+    <${Trouble} error=${error} />
+    ${data && (jobs.length
+      ? html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Jobs"><table>
+          <caption class="hidden">Jobs</caption>
+          <thead><tr><th><span class="hidden">Select</span></th><th>Job</th><th>Phase</th><th>Progress</th><th>Metric</th><th>Hook</th><th>At risk</th><th>Attempts</th><th class="number">Goodput</th><th>Owner</th><th>Created</th></tr></thead>
+          <tbody>${jobs.map((/** @type {any} */ job) => html`<${Row} key=${job.id} job=${job} now=${now} selected=${selected.includes(job.id)} onSelect=${() => toggle(job.id)} />`)}</tbody>
+        </table></div></section>
+        <${Pages} query=${query} next=${data.next_cursor} />`
+      : html`<section class="card"><${NoJobs} filtered=${PHASES.length > 0 && [...query.keys()].length > 0} /></section>`)}
+  </div>`;
+}
+
+/** @param {{query: URLSearchParams, caller: any}} props */
+function Filters({ query, caller }) {
+  const phases = query.getAll("phase");
+  const group = Object.entries(GROUPS).find(([, of]) => of.length === phases.length && of.every((one) => phases.includes(one)))?.[0] ?? "";
+  const set = (/** @type {Record<string, any>} */ values) => setQuery({ cursor: null, ...values });
+  const changed = (/** @type {string} */ name) => (/** @type {any} */ event) => set({ [name]: event.target.value.trim() });
+  return html`<div class="row" role="search" aria-label="Filter jobs">
+    <${Choice} label="Phases" value=${group} onChange=${(/** @type {string} */ key) => set({ phase: GROUPS[key] })}
+      options=${[["all", "All"], ["active", "Active"], ["suspended", "Suspended"], ["ended", "Ended"], ["failed", "Failed"]]} />
+    <input type="search" aria-label="Name or id begins with" placeholder="name or id begins with" value=${query.get("search") ?? ""} onChange=${changed("search")} />
+    <input type="text" aria-label="Label" placeholder="label, like team=vision" value=${query.get("label") ?? ""} onChange=${changed("label")} />
+    ${caller?.tokens_required && html`<${Choice} label="Owner" value=${query.get("owner") ? "mine" : "all"}
+      options=${[["all", "Everybody's"], ["mine", "Mine"]]} onChange=${(/** @type {string} */ key) => set({ owner: key === "mine" ? caller.owner : null })} />`}
+    <label class="row small dim">Sort <select value=${query.get("sort") ?? "-created"} onChange=${changed("sort")}>
+      <option value="-created">newest first</option><option value="created">oldest first</option><option value="-updated">changed last</option></select></label>
+  </div>`;
+}
+
+/** @param {{job: any, now: number, selected: boolean, onSelect: () => void}} props */
+function Row({ job, now, selected, onSelect }) {
+  const { progress } = job;
+  const more = job.summary ?? { attempts: [] };
+  const share = progress.total_steps ? progress.step / progress.total_steps : null;
+  return html`<tr class=${selected ? "selected" : ""}>
+    <td><input type="checkbox" checked=${selected} onChange=${onSelect} aria-label=${`Select ${job.name}`} /></td>
+    <td><a href=${link(["jobs", job.id])}><strong>${job.name}</strong></a>
+      <div class="small dim">${Object.entries(job.labels).map(([key, value]) => html`<a class="dim" href=${link(["jobs"], { label: `${key}=${value}` })}>${key}=${String(value)}</a>${" "}`)}</div></td>
+    <td><${Phase} phase=${job.phase} />${!ACTIVE.includes(job.phase) && job.reason && html`<div class="small dim" title=${job.message}>${job.reason}</div>`}</td>
+    <td style=${{ minWidth: "8rem" }}><div class="small nowrap">${count(progress.step)}${progress.total_steps ? html`<span class="dim"> of ${count(progress.total_steps)}</span>` : ""}
+        ${progress.steps_per_second ? html`<span class="dim"> · ${number(progress.steps_per_second)}/s</span>` : ""}</div>
+      ${share !== null && html`<${Bar} share=${share} label=${`Progress of ${job.name}`} tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />`}</td>
+    <td>${more.metric ? html`<${Sparkline} points=${more.metric.points} label=${`${more.metric.name} over steps`} /><div class="small dim">${more.metric.name} ${number(lastValue(more.metric.points))}</div>` : html`<span class="dim">–</span>`}</td>
+    <td class="small nowrap">${job.hook}${more.hook?.phase && html`<div class="dim">${more.hook.phase}${more.hook.compression_rate > 1 ? ` · ${number(more.hook.compression_rate)}×` : ""}</div>`}</td>
+    <td class="small nowrap">${ENDED.includes(job.phase) ? html`<span class="dim">–</span>` : html`<span class=${progress.steps_at_risk ? "" : "dim"}>${plural(progress.steps_at_risk, "step")}</span>
+      <div class="dim">${more.last_checkpoint_at ? `saved ${ago(more.last_checkpoint_at, now)}` : job.last_checkpoint ?? "no checkpoint"}</div>`}</td>
+    <td><${Dots} job=${job} attempts=${more.attempts} /></td>
+    <td class="number">${percent(more.goodput)}</td>
+    <td class="small">${job.owner}</td>
+    <td class="small nowrap dim">${ago(job.created_at, now)}</td></tr>`;
+}
+
+/** One mark per attempt: filled is proved, hollow is not, a square ended badly. @param {{job: any, attempts: any[]}} props */
+function Dots({ job, attempts }) {
+  const earlier = Math.max(0, job.attempt - attempts.length);
+  return html`<a class="row" style=${{ gap: ".25rem", flexWrap: "nowrap" }} href=${link(["jobs", job.id, "attempts"])} aria-label=${`${plural(job.attempt, "attempt")} of ${job.name}`}>
+    ${earlier > 0 && html`<span class="small dim">+${earlier}</span>`}
+    ${attempts.map((one) => {
+      const found = verdict(one);
+      const ends = one.cause ? causeText(one.cause) : "It runs.";
+      const hollow = found === "exact" || found === "fresh" || found === "unknown";
+      return html`<span class=${classes("dot", verdictTone(found), hollow && "hollow", causeTone(one.cause) === "bad" && "square")} title=${`Attempt ${one.number}: ${verdictText(found)}. ${ends}`}></span>`;
+    })}</a>`;
+}
+
+/** @param {[number, number | null][]} points */
+const lastValue = (points) => points.at(-1)?.[1];
+
+/** @param {{query: URLSearchParams, next: string | null}} props */
+function Pages({ query, next }) {
+  if (!next && !query.get("cursor")) return null;
+  return html`<div class="row end small">
+    ${query.get("cursor") && html`<button type="button" onClick=${() => history.back()}>Back</button>`}
+    ${next && html`<a class="button" href=${link(["jobs"], { ...Object.fromEntries([...new Set(query.keys())].map((key) => [key, query.getAll(key)])), cursor: next })}>Next page</a>`}</div>`;
+}
+
+/** @param {{filtered: boolean}} props */
+const NoJobs = ({ filtered }) => html`<${Empty}>${filtered
+  ? html`<p>No job matches.</p><p><a href="#/jobs">Show all jobs</a></p>`
+  : html`<p>No job yet. Run a script, or submit a spec:</p><${Command} line="ratchet run train.py" /><${Command} line="ratchet submit job.yaml" />`}</${Empty}>`;
+
+/** Actions on all selected jobs. @param {{jobs: any[], onDone: () => void}} props */
+function Bulk({ jobs, onDone }) {
+  const [open, setOpen] = useState(/** @type {import("../components/actions.js").Action | null} */ (null));
+  if (!jobs.length) return null;
+  const kinds = ["checkpoint", "preempt", "suspend", "cancel"];
+  const able = (/** @type {string} */ key) => jobs.flatMap((job) => jobActions(job).filter((action) => action.key === key).map((action) => ({ job, action })));
+  /** @type {(key: string) => import("../components/actions.js").Action} */
+  const all = (key) => {
+    const found = able(key);
+    const first = found[0].action;
+    return {
+      ...first, title: `${first.title} (${found.length})`, explain: `${first.explain} Jobs: ${found.map(({ job }) => job.name).join(", ")}.`,
+      line: () => `for job in ${found.map(({ job }) => job.id).join(" ")}; do ratchet ${key} "$job"; done`,
+      send: async () => {
+        const results = await Promise.allSettled(found.map(({ action }) => action.send({})));
+        const failed = results.flatMap((result, n) => (result.status === "rejected" ? [`${found[n].job.name}: ${result.reason.message}`] : []));
+        failed.forEach((text) => notify(text, "bad"));
+        return `${first.title}: ${found.length - failed.length} of ${found.length} done.`;
+      },
+    };
+  };
+  return html`<div class="row small" role="group" aria-label="Actions on the selected jobs"><span class="dim">${plural(jobs.length, "job")} selected</span>
+    ${jobs.length > 1 && jobs.length <= 8 && html`<a class="button" href=${link(["compare"], { job: jobs.map((job) => job.id) })}>Compare</a>`}
+    ${kinds.filter((key) => able(key).length).map((key) => html`<button type="button" class=${key === "cancel" ? "danger" : ""} onClick=${() => setOpen(all(key))}>${all(key).title}</button>`)}
+    ${open && html`<${ActionDialog} action=${open} onClose=${() => setOpen(null)} onDone=${onDone} />`}</div>`;
+}
