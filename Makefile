@@ -5,9 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 CONSTRAINTS := $(if $(findstring python3.11,$(PYTHON)),-c constraints.txt)
 RUNS := $(VENV)/.installed-to-run
+WEB := tests/web/node_modules/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS)
 
-.PHONY: demo test test-fast wheel constraints conditions test-torch check serve quick-start bench exactness chaos simulate zombies faults fuzz teardown containers clean
+.PHONY: demo test test-fast wheel constraints conditions test-torch check check-web serve quick-start bench exactness chaos simulate zombies faults fuzz teardown containers clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
@@ -30,7 +31,7 @@ demo: $(RUNS)
 
 # pytest rewrites every test's assertions: once, not in each of its processes
 CACHE_TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -q -n0 --collect-only
-test: $(STAMP)
+test: $(STAMP) $(WEB)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
 	@ls tests/__pycache__/conftest.*-pytest-*.pyc >/dev/null 2>&1 || { $(CACHE_TESTS) tests/unit tests/architecture >/dev/null & $(CACHE_TESTS) tests/e2e tests/integration >/dev/null; wait; }
@@ -62,13 +63,20 @@ conditions: $(STAMP)
 test-torch:
 	@PYTHONPATH=hooks python3 -m tests.support.torch_versions $(or $(TORCH),oldest) --python $(PYTHON) --jobs $(or $(JOBS),2)
 
-check: $(STAMP)
+check: $(STAMP) check-web
 	@echo "==> ruff, mypy --strict, import rules"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tests.support.plain_words
+
+# what developers of the web pages need, from npm; nobody needs it to run Ratchet
+$(WEB): tests/web/package-lock.json
+	@if command -v npm >/dev/null && npm ci --silent --prefix tests/web; then touch $@; else echo "no npm packages: checks of the web pages are left out"; fi
+
+check-web: $(WEB)
+	@if test -e $(WEB); then echo "==> types, eslint and functions of the web pages" && npm run --silent --prefix tests/web check && npm test --silent --prefix tests/web -- --test-reporter=dot; fi
 
 serve: $(RUNS)
 	$(BIN)/ratchet serve

@@ -1,0 +1,336 @@
+"""The web pages in a real Chromium, over a real service whose jobs train, are killed and resume."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract.api.roles import LOCAL_OWNER, Role
+from ratchet_service.db.engine import Database, sqlite_url
+from tests.support.browser import chromium, watch
+from tests.support.docs import ROOT
+from tests.support.server import Server, rank_pid, wait_for
+from tests.support.tokens import make_token
+
+__all__ = ["chromium"]
+AXE = ROOT / "tests" / "web" / "node_modules" / "axe-core" / "axe.min.js"
+TABS = ("overview", "metrics", "hook", "attempts", "checkpoints", "logs", "files", "events", "spec")
+PAGES = ("#/jobs", "#/queue", "#/fleet")
+HOSTILE_IN = ("jobs", "overview", "metrics", "attempts", "logs", "files", "events")
+"""Pages that show the failed job's labels, messages, metric names, lines or files."""
+HOSTILE = "<img src=x onerror=window.hostile=1><script>window.hostile=1</script>"
+SCRIPT = f"""
+import pathlib
+import torch
+from ratchet import Session
+
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with Session() as session:
+    model, optimizer = session.prepare(model, optimizer)
+    for step in session.steps(30):
+        loss = model(torch.randn(8, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.log({{"loss": loss, "{HOSTILE.replace("=", "")}": 1.0}})
+        print({HOSTILE!r}, flush=True)
+        if session.step == 25:
+            pathlib.Path({HOSTILE.replace("/", "")!r}).write_text({HOSTILE!r})
+            raise ValueError({HOSTILE!r})
+"""
+
+
+def digits(name: str, **changes: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 3}},
+        "world": {"ranks_per_node": 2, "device": "cpu"},
+        "hook": {"name": "powerSGD", "matrix_approximation_rank": 1, "start_powerSGD_iter": 10},
+        "checkpoint": {"every_steps": 10},
+        "policy": {"backoff": 0.2},
+    } | changes
+
+
+KILLED = {"end_at": 60, "faults": [{"attempt": 1, "rank": 1, "step": 25, "kind": "kill-rank"}]}
+LONG = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 9999}}
+
+
+@dataclass
+class Scene:
+    """A service with a job that was killed and resumed, a failed one with hostile content, one that runs, and one that waits."""
+
+    server: Server
+    token: str
+    resumed: str
+    failed: str
+    running: str
+    waiting: str
+
+
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    folder = tmp_path_factory.mktemp("service")
+    code = folder / "code"
+    code.mkdir()
+    (code / "train.py").write_text(SCRIPT)
+    server = Server(folder / "home", "--auth", "token", "--code-root", str(folder), cpu_slots=4)
+    try:
+        server.start().use_admin_token()
+        resumed = server.submit(digits("resumed", trial=KILLED, labels={"team": "vision"}))
+        failed = server.submit(
+            digits(
+                "failed", task=None, code={"path": str(code)}, script=["train.py"], hook={"name": "allreduce"},
+                labels={"note": HOSTILE}, policy={"backoff": 0.2, "max_failures": 1},
+            )
+        )  # fmt: skip
+        server.wait_phase(resumed, "SUCCEEDED")
+        wait_for(lambda: server.job(failed)["phase"] == "FAILED", "the failure", 120)
+        running = server.submit(digits("running", task=LONG))
+        server.wait_step(running, 20)
+        wide = {"ranks_per_node": 4, "device": "cpu"}
+        waiting = server.submit(digits("waiting", task=LONG, world=wide, priority=-1))
+        yield Scene(server, str(server.token), resumed, failed, running, waiting)
+    finally:
+        server.stop()
+
+
+def violations(page: Any) -> list[str]:
+    """What axe finds on the page as it is."""
+    if not AXE.is_file():
+        pytest.skip("needs axe-core: npm ci in tests/web")
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+    return [f"{one['id']}: {one['nodes'][0]['html'][:200]}: {one['help']}" for one in found]
+
+
+def settle(page: Any) -> None:
+    """Until the page has its content: nothing is being loaded, and there is a heading."""
+    page.wait_for_load_state("networkidle")
+    page.locator("main h1, main h2").first.wait_for()
+
+
+def addresses(scene: Scene) -> list[str]:
+    jobs = (scene.resumed, scene.failed, scene.running, scene.waiting)
+    tabs = [f"#/jobs/{job}" + ("" if tab == "overview" else f"/{tab}") for job in jobs for tab in TABS]
+    return [*PAGES, f"#/compare?job={scene.resumed}&job={scene.failed}", *tabs]
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1440), ("dark", 390)])
+def test_every_page_is_accessible_loads_only_its_own_files_and_fits_the_width(
+    scene: Scene, chromium: Any, scheme: str, width: int
+) -> None:
+    seen = watch(
+        chromium,
+        str(scene.server.url),
+        token=scene.token,
+        viewport={"width": width, "height": 900},
+        color_scheme=scheme,
+    )
+    wrong = []
+    for address in addresses(scene):
+        page = seen.open(address)
+        settle(page)
+        wrong += [f"{address}: {text}" for text in violations(page)]
+        if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
+            wrong.append(f"{address}: is wider than the window")
+    assert not wrong, "\n".join(wrong)
+    seen.assert_clean()
+
+
+def test_what_a_job_wrote_is_shown_as_text_everywhere(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    dialogs: list[str] = []
+    seen.page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+    shown = []
+    for address in [*PAGES, *(f"#/jobs/{scene.failed}/{tab}" for tab in TABS)]:
+        page = seen.open(address)
+        settle(page)
+        if address.endswith(HOSTILE_IN):
+            page.get_by_text("onerror").first.wait_for()
+            shown.append(address)
+        assert page.evaluate("window.hostile") is None, address
+    assert len(shown) == len(HOSTILE_IN)
+    assert not dialogs
+    seen.assert_clean()
+
+
+def test_token_is_asked_for_once_and_kept_for_the_tab(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url))
+    seen.expected = ("401",)
+    page = seen.open()
+    page.get_by_label("API token").fill("rt_wrong")
+    page.get_by_role("button", name="Sign in").click()
+    page.locator("dialog .notice").wait_for()
+    page.get_by_label("API token").fill(scene.token)
+    page.get_by_role("button", name="Sign in").click()
+    page.get_by_role("link", name="resumed", exact=True).wait_for()
+    page.reload()
+    page.get_by_role("link", name="resumed", exact=True).wait_for()
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API token").wait_for()
+    seen.assert_clean()
+
+
+def test_failed_job_shows_cause_last_lines_and_the_way_on(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open(f"#/jobs/{scene.failed}")
+    page.get_by_role("heading", name=re.compile("Failed: A rank raised an exception")).wait_for()
+    text = page.inner_text("main")
+    assert f"ValueError: {HOSTILE}" in text
+    assert f"ratchet resume {scene.failed} --code ." in text
+
+
+def test_resumed_job_shows_what_the_kill_cost_and_that_the_resume_was_exact(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open(f"#/jobs/{scene.resumed}")
+    page.get_by_text("steps that were done again gave the same bits").wait_for()
+    [_, second] = scene.server.attempts(scene.resumed)
+    redone = second["redone"]
+    assert redone["equal"] == redone["compared"] > 0
+    text = page.inner_text("main")
+    assert f"{redone['equal']} of {redone['compared']}" in text
+    assert "rank-killed" in text and "exact, proved" in text
+
+
+def test_kill_and_resume_are_seen_live(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open(f"#/jobs/{scene.running}")
+    page.get_by_text("RUNNING").first.wait_for()
+    page.evaluate("window.loadedOnce = true")
+    number, paths = scene.server.wait_step(scene.running, 20, saved=True)
+    os.kill(rank_pid(paths, 1), signal.SIGKILL)
+    page.get_by_text("rank-killed").first.wait_for()
+    scene.server.wait_step(scene.running, 40, after_attempt=number)
+    page.get_by_text("exact, proved").first.wait_for()
+    assert page.evaluate("window.loadedOnce"), "the page was loaded again"
+    seen.assert_clean()
+
+
+def confirm(page: Any, button: str, line: str, **values: str) -> None:
+    """Press an action's button, fill in its dialog, see its command line, and confirm."""
+    page.get_by_role("button", name=button, exact=True).first.click()
+    dialog = page.get_by_role("dialog")
+    for label, value in values.items():
+        dialog.get_by_label(label, exact=True).fill(value)
+    assert line in dialog.inner_text()
+    dialog.get_by_role("button", name=button, exact=True).click()
+    dialog.wait_for(state="detached")
+
+
+def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) -> None:
+    server = scene.server
+    job = server.submit(digits("acted-on", task=LONG, world={"ranks_per_node": 1, "device": "cpu"}))
+    try:
+        server.wait_step(job, 12)
+        seen = watch(chromium, str(server.url), token=scene.token)
+        page = seen.open(f"#/jobs/{job}")
+        page.get_by_text("RUNNING").first.wait_for()
+        confirm(page, "Checkpoint now", f"ratchet checkpoint {job}")
+        wait_for(lambda: any(e["type"] == "checkpoint" for e in server.events(job)), "the checkpoint", 30)
+        confirm(page, "Priority", f"ratchet label {job} --priority 7", Priority="7")
+        confirm(page, "Labels", f"ratchet label {job} team=vision", Labels="team=vision")
+        wait_for(lambda: server.job(job)["priority"] == 7, "the priority")
+        assert server.job(job)["labels"] == {"team": "vision"}
+        confirm(page, "Preempt", f"ratchet preempt {job}")
+        server.wait_step(job, 12, after_attempt=1)
+        confirm(page, "Suspend", f"ratchet suspend {job}")
+        server.wait_phase(job, "SUSPENDED")
+        page.get_by_role("button", name="Resume", exact=True).wait_for()
+        confirm(page, "Resume", f"ratchet resume {job}")
+        server.wait_step(job, 12, after_attempt=2)
+        page.get_by_role("button", name="Cancel", exact=True).wait_for()
+        confirm(page, "Cancel", f"ratchet cancel {job}")
+        server.wait_phase(job, "CANCELLED")
+        page.get_by_role("button", name="Fork", exact=True).wait_for()
+        confirm(page, "Fork", "ratchet fork", Name="branch")
+        page.get_by_role("heading", name="branch").wait_for()
+        [fork] = [one for one in server.call("GET", "/v1/jobs").json()["items"] if one["name"] == "branch"]
+        server.call("POST", f"/v1/jobs/{fork['id']}/cancel")
+        server.wait_phase(fork["id"], "CANCELLED")
+        seen.assert_clean()
+    finally:
+        if server.job(job)["phase"] not in ("CANCELLED", "SUCCEEDED"):
+            server.call("POST", f"/v1/jobs/{job}/cancel")
+
+
+def test_viewer_sees_no_actions(scene: Scene, chromium: Any) -> None:
+    database = Database(sqlite_url(scene.server.paths.database))
+    token = make_token(database, LOCAL_OWNER, Role.VIEWER)
+    database.dispose()
+    seen = watch(chromium, str(scene.server.url), token=token)
+    page = seen.open(f"#/jobs/{scene.running}")
+    page.get_by_role("heading", name="running").wait_for()
+    page.wait_for_load_state("networkidle")
+    assert page.get_by_role("button", name=re.compile("Cancel|Suspend|Fork|Preempt")).count() == 0
+
+
+def test_hidden_page_asks_for_nothing(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open("#/jobs")
+    settle(page)
+    hide = (
+        "Object.defineProperty(document, 'hidden', {value: %s, configurable: true}); "
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
+    page.evaluate(hide % "true")
+    page.wait_for_timeout(500)  # what was on its way arrives
+    before = len(seen.requests)
+    page.wait_for_timeout(5000)  # two polls of a visible page
+    assert len(seen.requests) == before
+    with page.expect_request(re.compile("/v1/jobs")):
+        page.evaluate(hide % "false")
+
+
+def test_restarted_service_needs_no_reload(chromium: Any, tmp_path: Path) -> None:
+    with_port = _free_port()
+    server = Server(tmp_path / "home", "--no-reconciler")
+    server.options = (*server.options, "--port", str(with_port))
+    try:
+        server.start()
+        job = server.submit(digits("before"))
+        seen = watch(chromium, str(server.url))
+        seen.expected = ("ERR_CONNECTION", "Failed to load resource")
+        page = seen.open("#/jobs")
+        page.get_by_role("link", name="before", exact=True).wait_for()
+        server.kill()
+        page.get_by_text("The service does not answer").wait_for()
+        assert page.get_by_role("link", name="before", exact=True).count() == 1, "what was known stays in sight"
+        server.start()
+        server.submit(digits("after"))
+        page.get_by_role("link", name="after", exact=True).wait_for()
+        page.get_by_text("The service does not answer").wait_for(state="detached")
+        assert job
+        seen.assert_clean()
+    finally:
+        server.stop()
+
+
+def _free_port() -> int:
+    """A port for a service that starts twice at one address."""
+    import socket
+
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_filters_are_in_the_address(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open("#/jobs")
+    page.get_by_role("link", name="resumed", exact=True).wait_for()
+    page.get_by_role("button", name="Failed").click()
+    page.get_by_role("link", name="resumed", exact=True).wait_for(state="detached")
+    page.get_by_role("link", name="failed", exact=True).wait_for()
+    assert "phase=FAILED" in page.url
+    page = seen.open("#/jobs?label=team%3Dvision")
+    page.get_by_role("link", name="resumed", exact=True).wait_for()
+    assert page.get_by_role("link", name="failed", exact=True).count() == 0
+    seen.assert_clean()
