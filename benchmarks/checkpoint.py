@@ -36,6 +36,7 @@ GROWTH_ROUNDS: Final = 2
 LIMITS: Final = (checkpoint_tables.LIMIT, checkpoint_tables.DIRECT)
 FEW: Final = (
     "torch.save",
+    "dcp.async_save, thread, defaults",
     "dcp.async_save, thread, kept stager",
     "Lightning AsyncCheckpointIO",
     *LIMITS,

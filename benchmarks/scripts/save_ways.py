@@ -131,9 +131,9 @@ class DcpSave:
 
 
 class DcpAsync:
-    """``dcp.async_save``. ``stager``: kept from save to save, which is quicker than its default, one for each."""
+    """``dcp.async_save``. ``stager``: kept from save to save, which is quicker than its default (None), one for each."""
 
-    def __init__(self, world: World, kind: AsyncCheckpointerType, stager: DefaultStager) -> None:
+    def __init__(self, world: World, kind: AsyncCheckpointerType, stager: DefaultStager | None) -> None:
         self._world, self._kind, self._stager = world, kind, stager
 
     def save(self, place: Path) -> Pending:
@@ -231,6 +231,7 @@ def end_checkpoint_process() -> None:
 WAYS: Final[dict[str, Callable[[World, Copy], Way]]] = {
     "torch.save": lambda world, share: TorchSave(world),
     "dcp.save": lambda world, share: DcpSave(world),
+    "dcp.async_save, thread, defaults": lambda world, share: DcpAsync(world, THREAD, None),
     "dcp.async_save, thread, kept stager": lambda world, share: DcpAsync(world, THREAD, _stager()),
     "dcp.async_save, thread, staged beside": lambda world, share: DcpAsync(world, THREAD, _stager(in_background=True)),
     "dcp.async_save, process, shared stager": lambda world, share: DcpAsync(world, PROCESS, _stager(shared=True)),
