@@ -73,7 +73,9 @@ check: $(STAMP) check-web
 
 # what developers of the web pages need, from npm; nobody needs it to run Ratchet
 $(WEB): tests/web/package-lock.json
-	@if command -v npm >/dev/null && npm ci --silent --prefix tests/web; then touch $@; else echo "no npm packages: checks of the web pages are left out"; fi
+	@echo "==> npm packages for the checks of the web pages"
+	@if command -v npm >/dev/null && timeout 120 npm ci --silent --fetch-retries=0 --fetch-timeout=20000 --prefix tests/web; then touch $@; \
+	  else echo "not to be had (npm, or its registry): types, eslint and axe of the web pages are left out"; fi
 
 check-web: $(WEB)
 	@if test -e $(WEB); then echo "==> types, eslint and functions of the web pages" && npm run --silent --prefix tests/web check && npm test --silent --prefix tests/web -- --test-reporter=dot; fi

@@ -45,7 +45,7 @@ class Watched:
         assert not self.foreign, self.foreign
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("needs Chromium: apt-get install chromium")

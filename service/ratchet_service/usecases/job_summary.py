@@ -23,6 +23,8 @@ POINTS: Final = 40
 """Most points of a job's curve."""
 ATTEMPTS: Final = 20
 """Most attempts of a job."""
+_REPORT: Final = ("verdict", "base", "world_size", "differences", "notes")
+"""Fields of a resume report from which its proof follows."""
 
 
 def job_summaries(session: Session, jobs: Sequence[Job]) -> dict[str, JobSummary]:
@@ -64,7 +66,10 @@ def _curves(session: Session, ids: Collection[str]) -> dict[str, MetricSummary]:
     ends = chosen.where(series_rows.c.place == 1).cte("ends").prefix_with("MATERIALIZED")
     part = sa.select(sa.literal(0).label("part")).cte("parts", recursive=True)
     part = part.union_all(sa.select(part.c.part + 1).where(part.c.part < POINTS - 1))
-    target = ends.c.first + (ends.c.last - ends.c.first) * part.c.part // (POINTS - 1)
+    span, parts = ends.c.last - ends.c.first, POINTS - 1
+    target = (
+        ends.c.first + span // parts * part.c.part + span % parts * part.c.part // parts
+    )  # the span may be near 2**63
     nearest = step(ends, Metric.step, Metric.step >= target)
     shown = sa.select(ends.c.job_id, ends.c.name, nearest.label("step")).join(part, sa.true()).distinct().subquery()
     query = sa.select(Metric.job_id, Metric.name, Metric.step, Metric.value).join(
@@ -79,14 +84,17 @@ def _curves(session: Session, ids: Collection[str]) -> dict[str, MetricSummary]:
 
 def _attempts(session: Session, ids: Collection[str]) -> dict[str, list[AttemptSummary]]:
     """Return, by job id, the newest attempts, oldest first. Jobs without an attempt are absent."""
-    columns = (Attempt.job_id, Attempt.number, Attempt.outcome, Attempt.cause, Attempt.resume_report, Attempt.redone)
-    query = sa.select(*columns).join(Job, Job.id == Attempt.job_id)
+    # The components of all ranks say nothing more, and a list has a thousand reports: the database leaves them out.
+    report = [Attempt.resume_report[key].label(key) for key in _REPORT]
+    columns = (Attempt.job_id, Attempt.number, Attempt.outcome, Attempt.cause, Attempt.redone)
+    query = sa.select(*columns, *report).join(Job, Job.id == Attempt.job_id)
     newest = query.where(Job.id.in_(ids), Attempt.number > Job.attempt - ATTEMPTS).order_by(Attempt.number)
     out: dict[str, list[AttemptSummary]] = defaultdict(list)
-    for job_id, number, outcome, cause, report, redone in session.execute(newest):
+    for job_id, number, outcome, cause, redone, *values in session.execute(newest):
+        found = {key: value for key, value in zip(_REPORT, values, strict=True) if value is not None}
         proof = None
-        if report is not None:  # the components of all ranks say nothing more, and take long to parse
-            proof = proof_text(ResumeReport.model_validate(report | {"components": []}), redone_of(redone))
+        if found:
+            proof = proof_text(ResumeReport.model_validate(found), redone_of(redone))
         out[job_id].append(AttemptSummary(number=number, outcome=outcome, cause=cause, proof=proof))
     return out
 

@@ -27,7 +27,7 @@ from decimal import Decimal
 from enum import Enum
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, compress, islice
+from itertools import chain, islice
 from pathlib import Path, PurePath
 from types import (
     BuiltinMethodType,
@@ -462,9 +462,11 @@ def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
 def _own_tensors(module: nn.Module, table: Literal["_parameters", "_buffers"]) -> Iterable[tuple[str, torch.Tensor]]:
     """Return the parameters or buffers of ``module``, without those of its parts, by name."""
     method = {"_parameters": "named_parameters", "_buffers": "named_buffers"}[table]
-    if method in vars(module) or getattr(type(module), method) is not getattr(nn.Module, method):
+    held, kind = vars(module), cast(type, type(module))
+    plain = all(n not in held and getattr(kind, n) is getattr(nn.Module, n) for n in (method, "_named_members"))
+    if not plain or not isinstance(tensors := held.get(table), dict):  # a traced module has no such attribute
         return getattr(module, method)(recurse=False)  # type: ignore[no-any-return]
-    return [(name, tensor) for name, tensor in vars(module)[table].items() if tensor is not None]
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
 
 
 def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
@@ -478,8 +480,8 @@ def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
         else ()
     )
     attributes_of_item = vars(item) if names else {}
-    for name in compress(names, map(attributes_of_item.get, names)):  # most tables are empty
-        held = attributes_of_item[name]
+    for name in names:
+        held = attributes_of_item.get(name)
         if isinstance(held, OrderedDict) and held:
             yield from ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
 

@@ -17,7 +17,7 @@ from ratchet_contract.errors import NotFound
 from ratchet_service.api.authentication import OPEN
 
 router = APIRouter(include_in_schema=False)
-_WEB: Final = Path(__file__).parents[2] / "web"
+_WEB: Final = (Path(__file__).parents[2] / "web").resolve()
 _BUNDLE: Final = "fastapi_offline"
 """The package that contains Swagger UI as files. None of its Python code is used."""
 _COMMON: Final = "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -77,14 +77,18 @@ def file(
 def _file(name: str, accept_encoding: str, if_none_match: str | None) -> Response:
     """Return the file ``name`` below the directory of the pages, compressed if the browser accepts that; 304 if it has it.
     Raises ``NotFound`` (``file-not-found``)."""
-    path = (_WEB / name.replace("\0", "")).resolve()
-    if not path.is_relative_to(_WEB) or path.suffix not in _TYPES or not path.is_file():
+    try:
+        path = (_WEB / name).resolve()
+        exists = path.is_relative_to(_WEB) and path.suffix in _TYPES and path.is_file()
+    except (OSError, ValueError):  # a name that is too long, or has a null character
+        exists = False
+    if not exists:
         raise NotFound(f"the web pages have no file {name!r}", code="file-not-found")
     found = _load(path, path.stat().st_mtime_ns)
     headers = {**_HEADERS, "Content-Security-Policy": _POLICY, "ETag": found.etag, "Vary": "Accept-Encoding"}
     if found.etag in (if_none_match or ""):
         return Response(status_code=304, headers=headers)
-    packed = "gzip" in accept_encoding
+    packed = "gzip" in accept_encoding and "gzip;q=0" not in accept_encoding.replace(" ", "")
     if packed:
         headers["Content-Encoding"] = "gzip"
     return Response(found.packed if packed else found.content, headers=headers, media_type=_TYPES[path.suffix])

@@ -6,6 +6,9 @@ import base64
 import hashlib
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 from urllib.parse import urljoin
 
 import pytest
@@ -78,7 +81,9 @@ def test_index_runs_no_inline_script_and_its_files_are_there_compressed_and_tagg
         assert (again.status_code, again.content) == (304, b"")
 
 
-@pytest.mark.parametrize("name", ["../app.py", "..%2Fapp.py", "vendor", "vendor/lock.json", "nothing.js", "%00.js"])
+@pytest.mark.parametrize(
+    "name", ["../app.py", "..%2Fapp.py", "vendor", "vendor/lock.json", "nothing.js", "%00.js", "a" * 300 + ".js"]
+)
 def test_only_files_of_the_pages_are_served(api: Api, name: str) -> None:
     answer = api.client.get(f"/web/{name}")
     assert answer.status_code == 404 and answer.json()["code"] in ("file-not-found", "no-such-route")
@@ -103,3 +108,15 @@ def test_modules_import_only_modules_of_the_pages() -> None:
             target = path.parent / name
             exists = target.is_file() or target.with_suffix(".d.ts").is_file()
             assert name.startswith(".") and exists, f"{path.name}: {name}"
+
+
+def test_pages_are_served_from_an_installation_behind_a_symbolic_link(tmp_path: Path) -> None:
+    (tmp_path / "current").symlink_to(ROOT / "service")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'current')!r})\n"
+        "from ratchet_service.api.routes import pages\n"
+        "assert 'current' in pages.__file__, pages.__file__\n"
+        "print(pages.index().status_code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.stdout == "200\n", done.stderr

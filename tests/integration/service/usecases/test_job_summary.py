@@ -54,6 +54,13 @@ def test_summary_curve_is_loss_or_the_first_metric_in_forty_evenly_spaced_points
     assert found[jobs[2]]["metric"]["points"] == [[5, "NaN"], [10, "NaN"], [15, "NaN"]]
 
 
+def test_summary_curve_of_steps_that_are_far_apart_has_first_and_last(api: Api) -> None:
+    job = api.submit()
+    log(api, job, "loss", range(0, 2**62 + 1, 2**62))
+    points = summaries(api)[job]["metric"]["points"]
+    assert [step for step, _ in points] == [0, 2**62]
+
+
 def test_summary_curve_leaves_out_an_abandoned_branch(api: Api) -> None:
     job = api.submit()
     api.attempt(job)

@@ -696,6 +696,16 @@ def test_what_is_of_a_module_that_training_imports_is_named(
     assert resumed(build, Changes(changes.stored, [])).y is len
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is deprecated
+def test_model_with_a_traced_part_is_looked_at_like_any_other() -> None:
+    net = nn.Sequential(torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2)), Net(x=1))
+    hidden = HiddenState()
+    hidden.begin(Roots({"model": net}))
+    net[1].x = 2
+    changes = hidden.changes()
+    assert changes.unsaved == [] and list(changes.stored["changed"]) == ["model.1"]
+
+
 def test_ignored_attribute_of_new_object_is_left_out() -> None:
     net, hidden = Net(x=None), HiddenState()
     hidden.ignored = {"model.x.log": "for show", "model.x.count": "for show"}
