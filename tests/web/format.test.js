@@ -4,7 +4,7 @@ import { ago, between, count, duration, number, percent, plural, size } from "..
 
 test("durations", () => {
   assert.deepEqual([0.0034, 0.5, 12.4, 61, 120, 3600, 5400, 7190, 200_000].map(duration), ["3.4 ms", "0.5 s", "12 s", "1 min 1 s", "2 min", "1 h", "1 h 30 min", "2 h", "2 d 7 h"]);
-  assert.deepEqual([duration(null), duration(NaN), duration(undefined)], ["–", "–", "–"]);
+  assert.deepEqual([duration(null), duration(NaN), duration(undefined), duration(-61)], ["–", "–", "–", "-1 min 1 s"]);
 });
 
 test("sizes", () => assert.deepEqual([0, 999, 1000, 20_416, 5_300_000, 2e12, null].map(size), ["0 B", "999 B", "1.0 kB", "20 kB", "5.3 MB", "2.0 TB", "–"]));

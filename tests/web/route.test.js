@@ -16,3 +16,5 @@ test("a question mark in a value stays in it", () => {
   const { query } = parse(link(["jobs"], { name: "a?b&c" }));
   assert.equal(query.get("name"), "a?b&c");
 });
+
+test("a percent sign that was typed stays", () => assert.deepEqual(parse("#/jobs/100%").path, ["jobs", "100%"]));

@@ -20,6 +20,7 @@ test("relative time begins with the first training", () => {
   const job = { created_at: "2026-01-01T00:00:00Z", started_at: "2026-01-01T00:01:00Z" };
   assert.equal(originOf(job, [{ training_at: "2026-01-01T00:05:00Z" }, { training_at: "2026-01-01T00:02:00Z" }, { training_at: null }]), T0 + 120_000);
   assert.equal(originOf(job, []), T0 + 60_000);
+  assert.equal(originOf({ ...job, attempt: 2 }, [{ training_at: "2026-01-01T00:05:00Z" }]), T0 + 60_000);
 });
 
 test("NaN and infinities, which come as texts, are gaps and marks", () => {
@@ -76,7 +77,7 @@ test("zoomed steps to a range of time and back", () => {
 test("what was left out", () => {
   assert.equal(leftOut(series([point(1, 1)])), "");
   assert.equal(leftOut(series([point(1, 1)], { total: 250_000, every: 8 })), "1 of 250\u202f000 points shown · about 1 of 8 points stored");
-  assert.equal(leftOut(series([point(1, 1)], { total: 250_000 }), true), "");
+  assert.equal(leftOut(series([point(1, 1)], { total: 250_000 })), "1 of 250\u202f000 points shown");
 });
 
 test("a logarithmic axis for values over decades, but not for shares", () => {
@@ -98,10 +99,11 @@ test("which values are better, by the name", () => {
   assert.deepEqual(["test_loss", "val/accuracy", "samples_per_second", "lr"].map(better), ["lowest", "highest", "highest", null]);
 });
 
-test("names by regular expression, or by text where it is none", () => {
+test("names by text, or by several", () => {
   assert.deepEqual(["loss", "Accuracy", "lr"].filter(nameFilter("loss|acc")), ["loss", "Accuracy"]);
   assert.deepEqual(["f(x", "fx"].filter(nameFilter("f(x")), ["f(x"]);
   assert.equal(nameFilter("")("anything"), true);
+  assert.equal(nameFilter("(a+)+$")("a".repeat(50)), false);
 });
 
 test("widths of smoothing fit the range", () => {

@@ -1,16 +1,25 @@
 // @ts-check
 /** Requests to the service's REST API, relative to the page's address, with the token that was entered once in this tab. */
+import { size } from "./format.js";
 
 const TOKEN = "ratchet.token";
+/** Bytes that a page fetches at most as one Blob: it is in the browser's memory. */
+const LARGEST = 1e9;
 
 /** A refusal of the service: ``application/problem+json``. */
 export class Problem extends Error {
-  /** @param {number} status @param {{code?: string, detail?: string, errors?: {pointer: string, detail: string}[]}} body */
-  constructor(status, body) {
+  /**
+   * ``used``: the token that the request had; ``wait``: seconds of Retry-After.
+   * @param {number} status @param {{code?: string, detail?: string, errors?: {pointer: string, detail: string}[]}} body
+   * @param {{used?: string, wait?: number}} [more]
+   */
+  constructor(status, body, { used = "", wait = 0 } = {}) {
     super(body.detail ?? `the service answered with status ${status}`);
     this.status = status;
     this.code = body.code ?? "";
     this.errors = body.errors ?? [];
+    this.used = used;
+    this.wait = wait;
   }
 }
 
@@ -32,10 +41,14 @@ export function setToken(value) {
   else sessionStorage.removeItem(TOKEN);
 }
 
-/** @param {Record<string, string>} more @returns {Record<string, string>} */
-function headers(more) {
-  return token() ? { ...more, Authorization: `Bearer ${token()}` } : more;
-}
+/** The service's clock minus this browser's, in milliseconds; 0: about equal, or not known. */
+let skew = 0;
+
+/** The time of the service's clock, in milliseconds. */
+export const serverNow = () => Date.now() + skew;
+
+/** Whether an error is a refusal that a later request would meet again. @param {unknown} error */
+export const isFinal = (error) => error instanceof Problem && error.status < 500 && error.status !== 429;
 
 /**
  * @param {string} path @param {RequestInit & {headers?: Record<string, string>}} options
@@ -43,16 +56,20 @@ function headers(more) {
  */
 async function request(path, options) {
   let answer;
+  const used = token();
+  const sent = used ? { ...options.headers, Authorization: `Bearer ${used}` } : { ...options.headers };
   try {
-    answer = await fetch(path, { ...options, headers: headers(options.headers ?? {}), cache: "no-store" });
+    answer = await fetch(path, { ...options, headers: sent, cache: "no-store" });
   } catch (error) {
     if (error instanceof DOMException && error.name === "AbortError") throw error;
     throw new Unreachable();
   }
+  const ahead = Date.parse(answer.headers.get("Date") ?? "") - Date.now();
+  skew = Math.abs(ahead) > 2000 ? ahead : 0; // the header has whole seconds; NaN: 0
   if (answer.ok || answer.status === 304) return answer;
   if (answer.status === 502 || answer.status === 504) throw new Unreachable();
   const body = await answer.json().catch(() => ({}));
-  throw new (answer.status === 401 ? TokenNeeded : Problem)(answer.status, body);
+  throw new (answer.status === 401 ? TokenNeeded : Problem)(answer.status, body, { used, wait: Number(answer.headers.get("Retry-After")) || 0 });
 }
 
 /**
@@ -69,29 +86,70 @@ export async function read(path, { etag = "", signal } = {}) {
 }
 
 /**
- * Change something. A POST has an idempotency key, so that a repeated click or request does it once.
+ * A reader for ``useLive`` that follows a list, oldest first, to its end: at most ``pages`` pages per call. The next call goes on there.
+ * @param {number} keep - newest items that are returned @param {number} pages @param {typeof read} [get] @returns {typeof read}
+ */
+export function tail(keep, pages, get = read) {
+  let cursor = "";
+  /** @type {any[]} */
+  let before = [];
+  return async (path, { signal } = {}) => {
+    // Two calls may overlap: each has its own place, and stores it only with the items before it.
+    let [at, found] = [cursor, before];
+    for (let n = 0; n < pages; n += 1) {
+      const { data } = await get(at ? `${path}&cursor=${encodeURIComponent(at)}` : path, { signal });
+      const items = [...found, ...data.items].slice(-keep);
+      if (!data.next_cursor) return { data: { items }, etag: "" };
+      [at, found] = [data.next_cursor, items];
+      [cursor, before] = [at, found];
+    }
+    return { data: { items: found }, etag: "" };
+  };
+}
+
+/** Idempotency keys of requests that had no answer, by path and body. @type {Map<string, string>} */
+const unanswered = new Map();
+
+/**
+ * Change something. A POST has an idempotency key, so that a repeated request does it once: the key stays until an answer came.
  * @param {"POST" | "PATCH" | "PUT" | "DELETE"} method @param {string} path @param {any} [body]
  * @returns {Promise<any>} the answer's JSON, null without a body
  */
 export async function change(method, path, body) {
   /** @type {Record<string, string>} */
   const sent = { Accept: "application/json" };
-  if (method === "POST") sent["Idempotency-Key"] = crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
   if (method === "POST" || body !== undefined) {
     sent["Content-Type"] = method === "PATCH" ? "application/merge-patch+json" : "application/json";
   }
   const text = body === undefined ? (method === "POST" ? "{}" : undefined) : JSON.stringify(body);
-  const answer = await request(path, { method, headers: sent, body: text });
-  const reply = await answer.text();
-  return reply ? JSON.parse(reply) : null;
+  const what = `${path} ${text}`;
+  if (method === "POST") {
+    sent["Idempotency-Key"] = unanswered.get(what) ?? crypto.randomUUID?.() ?? `${Date.now()}-${Math.random()}`;
+    unanswered.set(what, sent["Idempotency-Key"]);
+  }
+  try {
+    const answer = await request(path, { method, headers: sent, body: text });
+    const reply = await answer.text().catch(() => { throw new Unreachable(); });
+    unanswered.delete(what);
+    return reply ? JSON.parse(reply) : null;
+  } catch (error) {
+    if (error instanceof Problem) unanswered.delete(what);
+    throw error;
+  }
 }
 
 /**
- * Fetch a file with the token, as a Blob.
+ * Fetch a file with the token, as a Blob. Raises Error if it is too large for the browser's memory.
  * @param {string} path @param {{headers?: Record<string, string>, signal?: AbortSignal}} [options]
  */
 export async function download(path, options = {}) {
-  return (await request(path, options)).blob();
+  const answer = await request(path, options);
+  const bytes = Number(answer.headers.get("Ratchet-Size") ?? answer.headers.get("Content-Length"));
+  if (bytes > LARGEST) {
+    await answer.body?.cancel();
+    throw new Error(`${size(bytes)} are too large for this page: use the command line.`);
+  }
+  return answer.blob();
 }
 
 /** Let the browser save a Blob. @param {Blob} blob @param {string} name */
@@ -165,7 +223,8 @@ export async function follow(path, { onEvents, signal, lastId = "", onState = ()
       }
     } catch (error) {
       if (signal.aborted) return;
-      if (error instanceof Problem) throw error;
+      if (isFinal(error)) throw error;
+      if (error instanceof Problem) pause = Math.max(pause, 1000 * error.wait);
     }
     onState("lost");
     await new Promise((resolve) => setTimeout(resolve, pause));

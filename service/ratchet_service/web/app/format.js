@@ -1,9 +1,10 @@
 // @ts-check
 /** Numbers, times and sizes as text. */
 
-/** @param {number | null | undefined} seconds */
+/** @param {number | null | undefined} seconds @returns {string} */
 export function duration(seconds) {
   if (seconds === null || seconds === undefined || !Number.isFinite(seconds)) return "–";
+  if (seconds < 0) return `-${duration(-seconds)}`;
   if (seconds < 0.0995) return `${(1000 * seconds).toPrecision(2)} ms`;
   if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
   const whole = Math.round(seconds);
@@ -67,7 +68,7 @@ export function moment(time) {
 export function clock(time) {
   if (!time) return "";
   const at = new Date(time);
-  return `${at.toLocaleTimeString(undefined, { hour12: false })}.${String(at.getMilliseconds()).padStart(3, "0")}`;
+  return `${at.toLocaleTimeString(undefined, { hourCycle: "h23" })}.${String(at.getMilliseconds()).padStart(3, "0")}`;
 }
 
 /** Seconds between two times. @param {string | null | undefined} from @param {string | null | undefined} to */

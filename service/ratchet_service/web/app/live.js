@@ -1,6 +1,6 @@
 // @ts-check
 /** Hooks that keep what is shown up to date. A hidden page asks for nothing. */
-import { Problem, TokenNeeded, read } from "./api.js";
+import { Problem, TokenNeeded, isFinal, read, serverNow, token } from "./api.js";
 import { useCallback, useEffect, useRef, useState } from "./dom.js";
 
 /** Milliseconds between two polls of a visible page. */
@@ -10,12 +10,12 @@ export const EVERY = 2000;
 
 /**
  * Read ``path`` again every ``every`` milliseconds while the page is visible. ``data`` stays what it was when the service does
- * not answer for a while; ``error`` says so. Without a path nothing is read.
+ * not answer for a while; ``error`` says so. Without a path nothing is read. ``load``: reads it, the one that was given first with a path.
  * @param {string | null} path
- * @param {{every?: number | null}} [options] - null: read once
+ * @param {{every?: number | null, load?: typeof read}} [options] - null: read once
  * @returns {Live}
  */
-export function useLive(path, { every = EVERY } = {}) {
+export function useLive(path, { every = EVERY, load = read } = {}) {
   const [state, setState] = useState({ path: /** @type {string | null} */ (null), data: /** @type {any} */ (null), error: /** @type {Error | null} */ (null) });
   const again = useRef(() => {});
   useEffect(() => {
@@ -30,7 +30,7 @@ export function useLive(path, { every = EVERY } = {}) {
       if (document.hidden) return;
       let next = every;
       try {
-        const found = await read(path, { etag, signal: stop.signal });
+        const found = await load(path, { etag, signal: stop.signal });
         etag = found.etag;
         pause = every ?? EVERY;
         const now = found.data === null ? text : JSON.stringify(found.data);
@@ -41,11 +41,13 @@ export function useLive(path, { every = EVERY } = {}) {
       } catch (error) {
         if (stop.signal.aborted) return;
         const wrong = /** @type {Error} */ (error);
+        if (wrong instanceof TokenNeeded && wrong.used !== token()) return; // a request with the new token is on its way
         if (wrong instanceof TokenNeeded) window.dispatchEvent(new CustomEvent("token-needed", { detail: wrong }));
         setState((old) => ({ path, data: old.path === path ? old.data : null, error: wrong }));
-        pause = Math.min(2 * pause, 15_000);
-        next = wrong instanceof Problem && wrong.status < 500 && wrong.status !== 429 ? every && 5 * every : pause;
+        pause = Math.max(every ?? 0, Math.min(2 * pause, 15_000));
+        next = wrong instanceof TokenNeeded ? null : isFinal(wrong) ? every && 5 * every : Math.max(pause, wrong instanceof Problem ? 1000 * wrong.wait : 0);
       }
+      clearTimeout(timer); // of a poll that overlapped
       if (next !== null) timer = window.setTimeout(poll, next);
     };
     again.current = poll;
@@ -65,11 +67,11 @@ export function useLive(path, { every = EVERY } = {}) {
   return state.path === path ? { data: state.data, error: state.error, refresh } : { data: null, error: null, refresh };
 }
 
-/** The time in milliseconds, again every second while the page is visible: for ages. */
+/** The service's time in milliseconds, again every second while the page is visible: for ages. */
 export function useNow() {
-  const [now, setNow] = useState(Date.now());
+  const [now, setNow] = useState(serverNow());
   useEffect(() => {
-    const timer = setInterval(() => document.hidden || setNow(Date.now()), 1000);
+    const timer = setInterval(() => document.hidden || setNow(serverNow()), 1000);
     return () => clearInterval(timer);
   }, []);
   return now;

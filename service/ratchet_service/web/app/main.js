@@ -1,6 +1,6 @@
 // @ts-check
 /** The pages by their addresses. */
-import { Trouble } from "./components/basics.js";
+import { Broken } from "./components/basics.js";
 import { Frame, useCaller } from "./components/frame.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./dom.js";
 import { useRoute } from "./route.js";
@@ -18,7 +18,7 @@ function App() {
   const route = useRoute();
   const caller = useCaller();
   const [section = "jobs", id] = route.path;
-  const name = section === "jobs" && id ? "job" : section in PAGES && section !== "job" ? section : "jobs";
+  const name = section === "jobs" && id ? "job" : Object.hasOwn(PAGES, section) && section !== "job" ? section : "jobs";
   return html`<${Frame} section=${section} caller=${caller}><${Page} key=${name} name=${name} route=${route} caller=${caller} /></${Frame}>`;
 }
 
@@ -30,10 +30,7 @@ function Page({ name, route, caller }) {
   useEffect(() => {
     PAGES[name]().then((module) => setFound({ page: module.default }), setFailed);
   }, [name]);
-  if (error || failed) {
-    return html`<div class="stack"><${Trouble} error=${new Error(`This page failed: ${/** @type {Error} */ (error ?? failed).message}`)} />
-      <p><button type="button" onClick=${() => location.reload()}>Load it again</button></p></div>`;
-  }
+  if (error || failed) return html`<${Broken} error=${/** @type {Error} */ (error ?? failed)} />`;
   return found && html`<${found.page} route=${route} caller=${caller} />`;
 }
 

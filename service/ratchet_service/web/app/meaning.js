@@ -15,6 +15,13 @@ export const phaseTone = (phase) => PHASES[phase] ?? "quiet";
 export const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 export const ACTIVE = ["STARTING", "RUNNING", "STOPPING"];
 
+/** Whether the caller may act on the job. @param {any} caller @param {any} job */
+export const mayAct = (caller, job) =>
+  Boolean(caller) && caller.scopes.includes("jobs:write") && (!caller.tokens_required || caller.role === "admin" || caller.owner === job.owner);
+
+/** Whether its script has no Session: nothing is known of its steps. @param {any} job */
+export const isUnmanaged = (job) => (job.warnings ?? []).some((/** @type {any} */ one) => one.code === "unmanaged-script");
+
 /** @type {Record<string, [Tone, string]>} */
 const CAUSES = {
   completed: ["good", "It did all its steps."],
@@ -44,6 +51,13 @@ export const causeTone = (cause) => (cause ? (CAUSES[cause]?.[0] ?? "bad") : "bu
 
 /** @param {string | null | undefined} cause */
 export const causeText = (cause) => (cause ? (CAUSES[cause]?.[1] ?? cause) : "It runs.");
+
+/** Why a job failed, in words. The reason may be another one than the newest attempt's cause. @param {string | null} reason */
+export const reasonText = (reason) => (reason ? (CAUSES[reason]?.[1] ?? reason.replaceAll("-", " ")) : "the reason is not known");
+
+/** @param {string} proof - of an attempt @returns {Tone} */
+export const proofTone = (proof) =>
+  proof.startsWith("not-exact") ? "bad" : proof.includes("not exact since") ? "wait" : proof.startsWith("exact") ? "good" : "quiet";
 
 /**
  * What is known of an attempt's beginning. ``proved``: all steps that it did again gave the same bits.

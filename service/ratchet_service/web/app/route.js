@@ -4,10 +4,19 @@ import { useEffect, useState } from "./dom.js";
 
 /** @typedef {{path: string[], query: URLSearchParams}} Route */
 
+/** @param {string} text */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text; // a percent sign that was typed
+  }
+}
+
 /** @param {string} hash @returns {Route} */
 export function parse(hash) {
   const [path, query = ""] = hash.replace(/^#\/?/, "").split("?", 2);
-  return { path: path.split("/").filter(Boolean).map(decodeURIComponent), query: new URLSearchParams(query) };
+  return { path: path.split("/").filter(Boolean).map(decoded), query: new URLSearchParams(query) };
 }
 
 /**

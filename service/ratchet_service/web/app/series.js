@@ -14,7 +14,8 @@ export const xOf = (point, axis, origin) =>
 
 /** When the job began to train, in milliseconds: the zero of the relative axis. @param {any} job @param {any[]} attempts */
 export function originOf(job, attempts) {
-  const begun = attempts.map((one) => one.training_at).filter(Boolean).sort()[0];
+  // Earlier attempts may be left out: then the newest ones do not tell when training began.
+  const begun = attempts.length < job.attempt ? null : attempts.map((one) => one.training_at).filter(Boolean).sort()[0];
   return Date.parse(begun ?? job.started_at ?? job.created_at);
 }
 
@@ -121,10 +122,10 @@ export function extentOf(list, axis, origin) {
   return ends.length ? span(ends.map((point) => xOf(point, axis, origin))) : null;
 }
 
-/** What was left out of a series, in words; empty: nothing. @param {any} series @param {boolean} [zoomed] */
-export function leftOut(series, zoomed = false) {
+/** What was left out of a series, in words; empty: nothing. ``total`` counts the steps that were asked for. @param {any} series */
+export function leftOut(series) {
   const parts = [];
-  if (series.total > series.points.length && !zoomed) parts.push(`${count(series.points.length)} of ${count(series.total)} points shown`);
+  if (series.total > series.points.length) parts.push(`${count(series.points.length)} of ${count(series.total)} points shown`);
   if (series.every > 1) parts.push(`about 1 of ${count(series.every)} points stored`);
   return parts.join(" · ");
 }
@@ -163,17 +164,12 @@ export function better(name) {
 }
 
 /**
- * A test of names by a text or a regular expression, in any case of letters. A text that is no regular expression is searched as it is.
+ * A test of names by a text, or several of them with ``|`` between, in any case of letters.
  * @param {string} text @returns {(name: string) => boolean}
  */
 export function nameFilter(text) {
-  if (!text) return () => true;
-  try {
-    const pattern = new RegExp(text, "i");
-    return (name) => pattern.test(name);
-  } catch {
-    return (name) => name.toLowerCase().includes(text.toLowerCase());
-  }
+  const parts = text.toLowerCase().split("|").map((part) => part.trim()).filter(Boolean);
+  return (name) => !parts.length || parts.some((part) => name.toLowerCase().includes(part));
 }
 
 /** Widths of smoothing that a slider offers for a range of x: 0, then 1, 2, 5, 10, 20 ... to a third of the range. @param {Range | null} range */

@@ -5,7 +5,7 @@
 export function clockTick(x) {
   const at = new Date(Math.round(1000 * x));
   const part = at.getMilliseconds();
-  const text = at.toLocaleTimeString(undefined, { hour12: false });
+  const text = at.toLocaleTimeString(undefined, { hourCycle: "h23" });
   return part ? `${text}.${String(part).padStart(3, "0").replace(/0+$/, "")}` : text;
 }
 

@@ -1,6 +1,6 @@
 // @ts-check
 /** Actions on jobs and checkpoints. Each shows the command line that does the same. */
-import { change } from "../api.js";
+import { Unreachable, change } from "../api.js";
 import { html, useState } from "../dom.js";
 import { ACTIVE, ENDED } from "../meaning.js";
 import { go, link } from "../route.js";
@@ -8,8 +8,8 @@ import { Command, Dialog } from "./basics.js";
 import { notify } from "./frame.js";
 
 /**
- * ``send``: does it, and returns what is announced. ``fields``: inputs, by name. ``danger``: it ends or deletes something.
- * @typedef {{key: string, title: string, explain: string, danger?: boolean, fields?: Field[],
+ * ``send``: does it, and returns what is announced; empty: nothing. ``ready``: whether there is something to do. ``fields``: inputs, by name. ``danger``: it ends or deletes something.
+ * @typedef {{key: string, title: string, explain: string, danger?: boolean, fields?: Field[], ready?: (values: Record<string, string>) => boolean,
  *            line: (values: Record<string, string>) => string, send: (values: Record<string, string>) => Promise<string>}} Action
  * @typedef {{name: string, label: string, value?: string, type?: string, optional?: boolean, hint?: string}} Field
  */
@@ -69,10 +69,11 @@ export function jobActions(job) {
     {
       key: "labels", title: "Labels", explain: "Labels as key=value, one per line. They replace the present ones.",
       fields: [{ name: "labels", label: "Labels", type: "lines", value: Object.entries(job.labels).map(([key, value]) => `${key}=${value}`).join("\n"), optional: true }],
+      ready: ({ labels }) => labelChanges(job, labels).length > 0,
       line: ({ labels }) => `ratchet label ${job.id}${labelChanges(job, labels).map((part) => ` ${quoted(part)}`).join("")}`,
       send: async ({ labels }) => {
         const next = parseLabels(labels);
-        const gone = Object.keys(job.labels).filter((key) => !(key in next)).map((key) => [key, null]);
+        const gone = Object.keys(job.labels).filter((key) => !Object.hasOwn(next, key)).map((key) => [key, null]);
         await change("PATCH", `v1/jobs/${job.id}`, { labels: { ...next, ...Object.fromEntries(gone) } });
         return "The labels were changed.";
       },
@@ -106,8 +107,8 @@ function parseLabels(text) {
 /** @param {any} job @param {string} text */
 function labelChanges(job, text) {
   const next = parseLabels(text ?? "");
-  const set = Object.entries(next).filter(([key, value]) => job.labels[key] !== value).map(([key, value]) => `${key}=${value}`);
-  return [...set, ...Object.keys(job.labels).filter((key) => !(key in next)).map((key) => `${key}-`)];
+  const set = Object.entries(next).filter(([key, value]) => !Object.hasOwn(job.labels, key) || job.labels[key] !== value).map(([key, value]) => `${key}=${value}`);
+  return [...set, ...Object.keys(job.labels).filter((key) => !Object.hasOwn(next, key)).map((key) => `${key}-`)];
 }
 
 /** A button that opens the action's dialog. @param {{action: Action, onDone?: () => void, plain?: boolean}} props */
@@ -127,11 +128,12 @@ export function ActionDialog({ action, onClose, onDone }) {
     setBusy(true);
     setError("");
     try {
-      notify(await action.send(values));
+      const said = await action.send(values);
+      if (said) notify(said);
       onDone?.();
       onClose();
     } catch (problem) {
-      setError(/** @type {Error} */ (problem).message);
+      setError(problem instanceof Unreachable ? "No answer came. It is not known whether it was done: press again, it is done once." : /** @type {Error} */ (problem).message);
       setBusy(false);
     }
   };
@@ -146,6 +148,6 @@ export function ActionDialog({ action, onClose, onDone }) {
       ${error && html`<p class="notice bad" role="alert">${error}</p>`}
       <${Command} line=${action.line(values)} />
       <div class="row end"><button type="button" onClick=${onClose}>Back</button>
-        <button class=${action.danger ? "danger" : "primary"} disabled=${busy}>${action.title}</button></div>
+        <button class=${action.danger ? "danger" : "primary"} disabled=${busy || action.ready?.(values) === false}>${action.title}</button></div>
     </form></${Dialog}>`;
 }

@@ -34,7 +34,11 @@ export const Empty = ({ children }) => html`<div class="empty">${children}</div>
 
 /** An error above what is shown, or in its place. @param {{error: Error | null}} props */
 export const Trouble = ({ error }) =>
-  error && html`<p class="notice bad" role="status"><strong>${error.name === "Error" ? "" : ""}</strong>${error.message}</p>`;
+  error && html`<p class="notice bad" role="status">${error.message}</p>`;
+
+/** In the place of a page or tab that could not be loaded or drawn. @param {{error: Error}} props */
+export const Broken = ({ error }) => html`<div class="stack"><${Trouble} error=${new Error(`This page failed: ${error.message}`)} />
+  <p><button type="button" onClick=${() => location.reload()}>Load it again</button></p></div>`;
 
 /** A command line with a button that copies it. @param {{line: string}} props */
 export function Command({ line }) {

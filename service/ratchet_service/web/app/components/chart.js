@@ -65,7 +65,7 @@ export function Chart({ title, curves, marks = [], strips = NONE, sync, extent =
       scales: { x: { time }, y: log ? { distr: 3, range: paddedLog } : { range: padded } },
       axes: [
         { ...axis((x) => latest.current.formatTick(x)), size: 28, ...(formatTick === spanTick && { incrs: SPAN_STEPS }), gap: latest.current.strips.length ? 8 : 5, ...(height > LOW && { label: xLabel, labelSize: 18, labelFont: FONT }) },
-        { ...axis((y) => latest.current.format(y)), size: 62, ...(log && { filter: (/** @type {any} */ _u, /** @type {any[]} */ splits) => splits, splits: (/** @type {any} */ _u, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => logSplits(low, high) }) },
+        { ...axis((y) => latest.current.format(y)), size: 62, ...(log && { incrs: wholeRange, filter: (/** @type {any} */ _u, /** @type {any[]} */ splits) => splits, splits: (/** @type {any} */ _u, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => logSplits(low, high) }) },
       ],
       series: [{}, ...curves.map((curve, n) => line(curve, n))],
       bands: areas(curves),
@@ -137,7 +137,7 @@ function Values({ title, curves, xLabel, format, showX }) {
       <thead><tr><th scope="col">${xLabel}</th>${curves.map((curve) => html`<th scope="col" class="number">${curve.label}</th>`)}</tr></thead>
       <tbody>${rows.map((x, row) => html`<tr><th scope="row">${showX(x)}</th>${columns.map((column) => {
         const value = column[at * TABLE_ROWS + row];
-        return html`<td class="number">${value === undefined ? "" : value === null ? "not a number" : format(value)}</td>`;
+        return html`<td class="number">${value === undefined ? "" : value === null ? "not finite" : format(value)}</td>`;
       })}</tr>`)}</tbody></table></div>
       ${last > 0 && html`<div class="row small"><button type="button" class="plain" disabled=${at === 0} onClick=${() => setPage(at - 1)}>Back</button>
         <span class="dim">page ${at + 1} of ${last + 1}</span>
@@ -176,6 +176,9 @@ function paddedLog(_, low, high) {
   const room = high / low < 1.01 ? 2 : Math.max(1.05, (high / low) ** 0.07);
   return [low / room, high * room];
 }
+
+/** For a logarithmic axis one distance, the whole range: uPlot draws no axis of a range beyond its own distances, such as 1 to 3e38. */
+const wholeRange = (/** @type {any} */ _u, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => [Math.max(5, high - low)];
 
 /** @param {(value: number) => string} show */
 const axis = (show) => ({

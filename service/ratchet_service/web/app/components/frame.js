@@ -1,6 +1,6 @@
 // @ts-check
 /** The frame of every page: navigation, sign-in, and notices of what an action did. */
-import { read, setToken, token } from "../api.js";
+import { TokenNeeded, read, setToken, token } from "../api.js";
 import { classes, html, useEffect, useState } from "../dom.js";
 import { link } from "../route.js";
 import { Dialog } from "./basics.js";
@@ -18,10 +18,20 @@ export function notify(text, tone = "good") {
 export function useCaller() {
   const [caller, setCaller] = useState(/** @type {any} */ (null));
   useEffect(() => {
-    const ask = () => read("v1/whoami").then(({ data }) => setCaller(data), () => setCaller(null));
+    let timer = 0;
+    const ask = () => {
+      clearTimeout(timer);
+      read("v1/whoami").then(({ data }) => setCaller(data), (error) => {
+        setCaller(null);
+        if (!(error instanceof TokenNeeded)) timer = window.setTimeout(ask, 5000);
+      });
+    };
     ask();
     window.addEventListener("signed-in", ask);
-    return () => window.removeEventListener("signed-in", ask);
+    return () => {
+      clearTimeout(timer);
+      window.removeEventListener("signed-in", ask);
+    };
   }, []);
   return caller;
 }
@@ -65,21 +75,27 @@ function Theme() {
 /** Asks for a token when a request was refused for want of one. */
 function SignIn() {
   const [problem, setProblem] = useState(/** @type {Error | null} */ (null));
+  const [odd, setOdd] = useState(false);
   useEffect(() => {
-    const needed = (/** @type {any} */ event) => setProblem((old) => old ?? event.detail);
+    const needed = (/** @type {any} */ event) => {
+      // A late refusal of the token that was replaced meanwhile asks for nothing.
+      if ((event.detail.used ?? token()) === token()) setProblem((old) => old ?? event.detail);
+    };
     window.addEventListener("token-needed", needed);
     return () => window.removeEventListener("token-needed", needed);
   }, []);
   if (!problem) return null;
   const enter = (/** @type {SubmitEvent} */ event) => {
     event.preventDefault();
-    const given = new FormData(/** @type {HTMLFormElement} */ (event.target)).get("token");
-    setToken(String(given).trim());
+    const given = String(new FormData(/** @type {HTMLFormElement} */ (event.target)).get("token")).trim();
+    setOdd(!/^[\x21-\x7e]+$/.test(given));
+    if (!/^[\x21-\x7e]+$/.test(given)) return; // a header cannot have other characters
+    setToken(given);
     setProblem(null);
     window.dispatchEvent(new Event("signed-in"));
   };
   return html`<${Dialog} title="Sign in" onClose=${() => {}}>
-    ${token() && html`<p class="notice bad">${problem.message}</p>`}
+    ${odd ? html`<p class="notice bad" role="alert">A token has only letters, digits and signs, without spaces.</p>` : token() && html`<p class="notice bad">${problem.message}</p>`}
     <form onSubmit=${enter}>
       <label class="field">API token<input type="password" name="token" required autocomplete="current-password" /></label>
       <p class="dim small">Whoever runs this service creates one with <code>ratchet token create</code>. This tab keeps it until it is closed.</p>

@@ -9,18 +9,22 @@ import { Card, Command, Empty, Table } from "./basics.js";
 const CELLS = 64;
 const HOLDERS = 20;
 
+/** @param {import("../fleet.js").Slots} one */
+const isShown = (one) => Boolean(one.capacity || one.used);
+
 /** @param {{slots: import("../fleet.js").Slots[]}} props */
-export const Holders = ({ slots }) => html`${slots.filter((one) => one.capacity || one.used).map((one) => html`<${One} key=${one.kind} slots=${one} />`)}
-  ${!slots.some((one) => one.capacity || one.used) && html`<${Card} title="Slots"><${Empty}><p>The service manages no slots: an engine such as Slurm or Kubernetes places the jobs. With slots of its own:</p><${Command} line="ratchet serve --cpu-slots 8" /></${Empty}></${Card}>`}`;
+export const Holders = ({ slots }) => html`${slots.filter(isShown).map((one) => html`<${One} key=${one.kind} slots=${one} />`)}
+  ${!slots.some(isShown) && html`<${Card} title="Slots"><${Empty}><p>${slots.some((one) => one.capacity === null) ? "No slot is known: the machine that trains has not reported its slots, or an" : "The service manages no slots: an"} engine such as Slurm or Kubernetes places the jobs. With slots of its own:</p><${Command} line="ratchet serve --cpu-slots 8" /></${Empty}></${Card}>`}`;
 
 /** @param {{slots: import("../fleet.js").Slots}} props */
 function One({ slots }) {
   const whole = slots.capacity ?? slots.used;
-  const free = Math.max(0, whole - slots.used);
+  const known = slots.capacity !== null;
+  const free = known ? Math.max(0, whole - slots.used) : 0;
   const colour = (/** @type {number} */ n) => `var(--c${n % 8})`;
   const cells = slots.holders.flatMap((holder, n) => Array.from({ length: Math.min(holder.held, CELLS) }, () => ({ holder, n })));
-  const label = `${count(slots.used)} of ${count(whole)} ${slots.title} in use`;
-  return html`<${Card} title=${slots.title} aside=${html`<strong>${count(slots.used)} of ${count(whole)}</strong> in use, ${count(free)} free`}>
+  const label = known ? `${count(slots.used)} of ${count(whole)} ${slots.title} in use` : `${count(slots.used)} ${slots.title} in use, capacity not known`;
+  return html`<${Card} title=${slots.title} aside=${known ? html`<strong>${count(slots.used)} of ${count(whole)}</strong> in use, ${count(free)} free` : html`<strong>${count(slots.used)}</strong> in use, capacity not known`}>
     <div class="stack" style=${{ gap: ".8rem" }}>
     ${whole <= CELLS
       ? html`<div class="cells" role="img" aria-label=${label}>${cells.map(({ holder, n }) => html`<span class="cell" style=${{ background: colour(n) }} title=${`${holder.name} (${holder.owner})`}></span>`)}${Array.from({ length: free }, () => html`<span class="cell free" title="free"></span>`)}</div>`
@@ -29,5 +33,5 @@ function One({ slots }) {
       ? html`<div class="inset"><${Table} caption=${`Holders of ${slots.title}`} tight numbers=${[2]} head=${["Job", "Owner", slots.title]}
           rows=${slots.holders.slice(0, HOLDERS).map((holder, n) => [html`<span class="row" style=${{ gap: ".5rem", flexWrap: "nowrap" }}><span class="swatch" style=${{ background: colour(n) }}></span><a href=${link(["jobs", holder.id])}>${holder.name}</a></span>`, holder.owner, count(holder.held)])} /></div>
           ${slots.holders.length > HOLDERS && html`<p class="small dim">and ${plural(slots.holders.length - HOLDERS, "more job")}</p>`}`
-      : html`<p class="dim small">All are free.</p>`}</div></${Card}>`;
+      : html`<p class="dim small">${known ? "All are free." : "No job holds one."}</p>`}</div></${Card}>`;
 }

@@ -1,5 +1,6 @@
 // @ts-check
 /** Attempts over time. */
+import { serverNow } from "../api.js";
 import { classes, html } from "../dom.js";
 import { count, duration, moment } from "../format.js";
 import { causeText, causeTone, verdict, verdictText, verdictTone } from "../meaning.js";
@@ -31,7 +32,7 @@ export function Timeline({ job, attempts, selected = null, limit = 12, query = {
         <th scope="col" class="lane-head"><span class="hidden">Time</span><span class="lane" aria-hidden="true">${marks.map((mark) => html`<span class="tick" style=${{ left: `${100 * mark.at}%` }}>${mark.after ? duration(mark.after) : "0"}</span>`)}
           ${folds.filter((fold) => !marks.some((mark) => Math.abs(mark.at - fold.at - fold.wide / 2) < 0.07)).map((fold) => html`<span class="tick" style=${{ left: `${100 * (fold.at + fold.wide / 2)}%` }}>⋯</span>`)}</span></th>
         <th scope="col">Ended by</th><th scope="col">Resume</th><th scope="col" class="number">Steps</th><th scope="col" class="number">Lost</th><th scope="col" class="number">Redone, equal</th></tr></thead>
-      <tbody>${shown.map((one) => html`<tr key=${one.number} class=${one.number === selected ? "selected" : ""} onClick=${() => go(link(["jobs", job.id, "attempts"], { ...query, attempt: one.number }))}>
+      <tbody>${shown.map((one) => html`<tr key=${one.number} class=${one.number === selected ? "selected" : ""} onClick=${(/** @type {any} */ event) => event.target.closest("a") || go(link(["jobs", job.id, "attempts"], { ...query, attempt: one.number }))}>
         <th scope="row"><a href=${link(["jobs", job.id, "attempts"], { ...query, attempt: one.number })} aria-current=${one.number === selected ? "true" : undefined} aria-label=${`Attempt ${one.number}`}>${one.number}</a></th>
         <td class="lane-cell"><${Lane} attempt=${one} axis=${axis} marks=${marks} folds=${folds} /></td>
         <td><${Badge} tone=${causeTone(one.cause)} title=${causeText(one.cause)}>${one.cause ?? one.phase.toLowerCase()}</${Badge}></td>
@@ -46,7 +47,7 @@ export function Timeline({ job, attempts, selected = null, limit = 12, query = {
 const endOf = (attempt) => {
   if (attempt.ended_at) return Date.parse(attempt.ended_at);
   const begin = Date.parse(attempt.created_at);
-  return attempt.goodput ? begin + 1000 * attempt.goodput.wall_seconds : Math.max(begin, Date.now());
+  return attempt.goodput ? begin + 1000 * attempt.goodput.wall_seconds : Math.max(begin, serverNow());
 };
 
 /** @param {{attempt: any, axis: any[], marks: {at: number}[], folds: any[]}} props */

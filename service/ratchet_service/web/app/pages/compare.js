@@ -8,7 +8,7 @@ import { classes, html, useEffect, useRef, useState } from "../dom.js";
 import { count, duration, number, percent, plural, size } from "../format.js";
 import { bytesSent } from "../hook_series.js";
 import { useLive } from "../live.js";
-import { ACTIVE } from "../meaning.js";
+import { ACTIVE, ENDED } from "../meaning.js";
 import { link, setQuery } from "../route.js";
 import { better, curveOf, extentOf, extremes, leftOut, originOf, prefersLog, rangeOfSteps, stepsOfRange } from "../series.js";
 import { differences } from "../spec_diff.js";
@@ -18,17 +18,19 @@ import { Bits } from "./compare_bits.js";
 const MOST = 8;
 const POINTS = 500;
 const CHARTS = 12;
+const FIGURES = 30;
 const ROWS = 10;
 const EVERY = 5000;
 
-/** A job as it is compared. @typedef {{id: string, letter: string, color: string, job: any, metrics: any[], attempts: any[], sent: number | null, error: Error | null}} Side */
+/** A job as it is compared. @typedef {{id: string, letter: string, color: string, job: any, names: string[], metrics: any[], attempts: any[], sent: number | null, error: Error | null}} Side */
 
 /** @param {{route: import("../route.js").Route}} props */
 export default function Compare({ route }) {
   const asked = [...new Set(route.query.getAll("job"))];
   const ids = asked.slice(0, MOST);
   const now = chosen(route.query);
-  const sides = useSides(ids, now.steps);
+  const [more, setMore] = useState(0);
+  const sides = useSides(ids, now.steps, Math.max(FIGURES, CHARTS + more));
   const found = sides.filter((side) => side.job);
   const set = (/** @type {string[]} */ next) => setQuery({ job: next });
   return html`<div class="stack">
@@ -38,17 +40,19 @@ export default function Compare({ route }) {
       <p>For two jobs, the command line compares the bits of their checkpoints:</p><${Command} line="ratchet compare JOB OTHER-JOB" /></${Empty}></${Card}>`}
     ${ids.length > 0 && html`<div class="row sides">${sides.map((side) => html`<${Name} key=${side.id} side=${side} onRemove=${() => set(ids.filter((id) => id !== side.id))} />`)}</div>`}
     ${ids.length === 1 && html`<p class="dim">Add another job to compare with.</p>`}
-    ${found.length > 1 && html`<${SpecDifferences} sides=${found} /><${Curves} sides=${found} now=${now} /><${Figures} sides=${found} />`}
+    ${found.length > 1 && html`<${SpecDifferences} sides=${found} /><${Curves} sides=${found} now=${now} limit=${CHARTS + more} onMore=${() => setMore(more + CHARTS)} /><${Figures} sides=${found} zoomed=${now.steps !== null} />`}
     ${found.length === 2 && ids.length === 2 && html`<${Bits} key=${ids.join()} sides=${found} />`}
   </div>`;
 }
 
 /**
  * What is shown of each job, again every few seconds while one of them trains and the page is visible.
- * @param {string[]} ids @param {[number, number] | null} steps @returns {Side[]}
+ * ``most``: common metrics whose values are read. An ended job's values are read once.
+ * @param {string[]} ids @param {[number, number] | null} steps @param {number} most @returns {Side[]}
  */
-function useSides(ids, steps) {
+function useSides(ids, steps, most) {
   const [known, setRead] = useState(/** @type {Record<string, any>} */ ({}));
+  const before = useRef(/** @type {Record<string, any>} */ ({}));
   const key = ids.join(" ");
   const zoom = zoomQuery(steps);
   useEffect(() => {
@@ -57,9 +61,13 @@ function useSides(ids, steps) {
     const poll = async () => {
       clearTimeout(timer);
       if (document.hidden) return;
-      const all = await Promise.all(ids.map((id) => readSide(id, zoom, stop.signal)));
+      const heads = await Promise.all(ids.map((id) => readHead(id, before.current[id], stop.signal)));
+      const asked = `${zoom}${common(heads).slice(0, most).map((name) => `&name=${encodeURIComponent(name)}`).join("")}`;
+      const all = await Promise.all(heads.map((head, n) => readValues(ids[n], head, before.current[ids[n]], asked, stop.signal)));
       if (stop.signal.aborted) return;
-      setRead((/** @type {any} */ old) => Object.fromEntries(ids.map((id, n) => [id, all[n].error && old[id]?.job ? { ...old[id], error: all[n].error } : all[n]])));
+      const old = before.current;
+      before.current = Object.fromEntries(ids.map((id, n) => [id, all[n].error && old[id]?.job ? { ...old[id], error: all[n].error } : all[n]]));
+      setRead(before.current);
       timer = window.setTimeout(poll, all.some((one) => one.job && ACTIVE.includes(one.job.phase)) ? EVERY : 6 * EVERY);
     };
     document.addEventListener("visibilitychange", poll);
@@ -69,23 +77,46 @@ function useSides(ids, steps) {
       clearTimeout(timer);
       document.removeEventListener("visibilitychange", poll);
     };
-  }, [key, zoom]);
-  return ids.map((id, n) => ({ metrics: [], attempts: [], sent: null, job: null, error: null, ...known[id], id, letter: "ABCDEFGH"[n], color: curveColor(n) }));
+  }, [key, zoom, most]);
+  return ids.map((id, n) => ({ names: [], metrics: [], attempts: [], sent: null, job: null, error: null, ...known[id], id, letter: "ABCDEFGH"[n], color: curveColor(n) }));
 }
 
-/** @param {string} id @param {string} zoom @param {AbortSignal} signal */
-async function readSide(id, zoom, signal) {
+/** Whether nothing changed since an ended job was read. @param {any} job @param {any} before - what was read of it, if anything */
+const isSettled = (job, before) => ENDED.includes(job.phase) && before?.job && before.job.updated_at === job.updated_at;
+
+/** @param {unknown} error */
+function nothing(error) {
+  if (/** @type {any} */ (error).status === 401) window.dispatchEvent(new CustomEvent("token-needed", { detail: error }));
+  return { job: null, names: [], metrics: [], attempts: [], sent: null, error: /** @type {Error} */ (error) };
+}
+
+/** The job, and the names of its metrics. @param {string} id @param {any} before @param {AbortSignal} signal @returns {Promise<any>} */
+async function readHead(id, before, signal) {
   const path = `v1/jobs/${encodeURIComponent(id)}`;
   try {
-    const [job, metrics, attempts, hook] = (await Promise.all([
-      read(path, { signal }), read(`${path}/metrics?max_points=${POINTS}${zoom}`, { signal }), read(`${path}/attempts?limit=100`, { signal }),
+    const { data: job } = await read(path, { signal });
+    if (isSettled(job, before)) return { job, names: before.names };
+    const index = await read(`${path}/metrics?max_points=2`, { signal });
+    return { job, names: index.data.series.map((/** @type {any} */ one) => one.name) };
+  } catch (error) {
+    return nothing(error);
+  }
+}
+
+/** @param {string} id @param {any} head @param {any} before @param {string} asked - names and steps of the metrics @param {AbortSignal} signal */
+async function readValues(id, head, before, asked, signal) {
+  if (!head.job) return head;
+  if (isSettled(head.job, before) && before.asked === asked && !before.error) return { ...before, job: head.job };
+  const path = `v1/jobs/${encodeURIComponent(id)}`;
+  try {
+    const [metrics, attempts, hook] = (await Promise.all([
+      asked.includes("&name=") ? read(`${path}/metrics?max_points=${POINTS}${asked}`, { signal }) : { data: { series: [] } }, read(`${path}/attempts?limit=100`, { signal }),
       read(`${path}/hook/history?rank=0&limit=100&max_points=100`, { signal }).catch(() => ({ data: null })),
     ])).map((answer) => answer.data);
     const sent = !hook || hook.next_cursor ? null : bytesSent(hook.items);
-    return { job, metrics: metrics.series, attempts: attempts.items, sent, error: null };
+    return { ...head, metrics: metrics.series, attempts: attempts.items, sent, asked, error: null };
   } catch (error) {
-    if (/** @type {any} */ (error).status === 401) window.dispatchEvent(new CustomEvent("token-needed", { detail: error }));
-    return { job: null, metrics: [], attempts: [], sent: null, error: /** @type {Error} */ (error) };
+    return nothing(error);
   }
 }
 
@@ -140,27 +171,25 @@ function SpecDifferences({ sides }) {
 /** @param {string} text */
 const cut = (text) => (text.length > 300 ? `${text.slice(0, 300)} … (${count(text.length)} characters)` : text);
 
-/** Names of metrics that at least two jobs have. @param {Side[]} sides */
+/** Names of metrics that at least two jobs have. @param {{names: string[]}[]} sides */
 function common(sides) {
-  const names = [...new Set(sides.flatMap((side) => side.metrics.map((one) => one.name)))];
-  return names.filter((name) => sides.filter((side) => side.metrics.some((one) => one.name === name)).length > 1)
+  const names = [...new Set(sides.flatMap((side) => side.names))];
+  return names.filter((name) => sides.filter((side) => side.names.includes(name)).length > 1)
     .sort((a, b) => Number(/loss/i.test(b)) - Number(/loss/i.test(a)) || a.localeCompare(b));
 }
 
-/** @param {{sides: Side[], now: import("../components/chart_tools.js").Chosen}} props */
-function Curves({ sides, now }) {
+/** @param {{sides: Side[], now: import("../components/chart_tools.js").Chosen, limit: number, onMore: () => void}} props */
+function Curves({ sides, now, limit, onMore }) {
   const names = common(sides);
-  const [more, setMore] = useState(0);
   const axis = now.axis === "relative" ? "relative" : "step";
   const ends = sides.flatMap((side) => { const found = extentOf(side.metrics, axis, originOf(side.job, side.attempts)); return found ? [found] : []; });
   const whole = /** @type {[number, number] | null} */ (ends.length && !now.steps ? [Math.min(...ends.map(([low]) => low)), Math.max(...ends.map(([, high]) => high))] : null);
   const known = useRef(whole);
   if (whole) known.current = whole;
   if (!names.length) return html`<${Card} title="Metrics"><${Empty}><p>No metric that two of these jobs have.</p></${Empty}></${Card}>`;
-  const limit = CHARTS + more;
   return html`<div class="row spread"><h2>Common metrics</h2><${ChartTools} now=${{ ...now, axis }} range=${known.current} axes=${["step", "relative"]} /></div>
     <div class="grid-charts">${names.slice(0, limit).map((name) => html`<${Overlay} key=${name} name=${name} sides=${sides} now=${{ ...now, axis }} whole=${whole} />`)}</div>
-    ${names.length > limit && html`<div class="row"><button type="button" onClick=${() => setMore(more + CHARTS)}>Show more</button><span class="small dim">${count(names.length - limit)} of ${count(names.length)} charts left out</span></div>`}`;
+    ${names.length > limit && html`<div class="row"><button type="button" onClick=${onMore}>Show more</button><span class="small dim">${count(names.length - limit)} of ${count(names.length)} charts left out</span></div>`}`;
 }
 
 /** One metric of all jobs. @param {{name: string, sides: Side[], now: any, whole: [number, number] | null}} props */
@@ -177,7 +206,7 @@ function Overlay({ name, sides, now, whole }) {
     const found = having.flatMap(({ series, origin }) => { const part = stepsOfRange([series], range, axis, origin); return part ? [part] : []; });
     return setZoom(found.length ? [Math.min(...found.map(([low]) => low)), Math.max(...found.map(([, high]) => high))] : steps);
   };
-  const left = having.map(({ side, series }) => ({ letter: side.letter, text: leftOut(series, Boolean(steps)) })).filter(({ text }) => text);
+  const left = having.map(({ side, series }) => ({ letter: side.letter, text: leftOut(series) })).filter(({ text }) => text);
   const same = left.length === having.length && left.every(({ text }) => text === left[0].text);
   const thinned = same && left.length ? `each: ${left[0].text}` : left.map(({ letter, text }) => `${letter}: ${text}`).join(" · ");
   return html`<${Card} title=${name} aside=${log && scale === "auto" ? "logarithmic" : ""}>
@@ -186,17 +215,17 @@ function Overlay({ name, sides, now, whole }) {
       formatTick=${axis === "step" ? count : spanTick} note=${thinned} /></${Card}>`;
 }
 
-/** @param {{sides: Side[]}} props */
-function Figures({ sides }) {
+/** @param {{sides: Side[], zoomed: boolean}} props */
+function Figures({ sides, zoomed }) {
   const [all, setAll] = useState("best");
-  const names = common(sides).slice(0, 30);
+  const names = common(sides).slice(0, FIGURES);
   /** @type {[string, (side: Side) => any][]} */
   const rows = [
     ["Step", ({ job }) => `${count(job.progress.step)}${job.progress.total_steps ? ` of ${count(job.progress.total_steps)}` : ""}`],
-    ["Wall time", ({ job }) => duration(job.goodput?.wall_seconds)],
+    ["Time since the submission, with the queue", ({ job }) => duration(job.goodput?.wall_seconds)],
     ["Goodput", ({ job }) => percent(job.goodput?.goodput)],
     ["Attempts", ({ job }) => count(job.attempt)],
-    ["Steps lost", ({ attempts }) => count(attempts.reduce((sum, one) => sum + (one.steps_lost ?? 0), 0))],
+    ["Steps lost", ({ job, attempts }) => `${count(attempts.reduce((sum, one) => sum + (one.steps_lost ?? 0), 0))}${attempts.length < job.attempt ? ` in the newest ${count(attempts.length)} attempts` : ""}`],
     ["Gradients sent per rank, about", ({ sent }) => size(sent)],
   ];
   return html`<${Card} title="Figures" aside=${html`<${Choice} label="Values of metrics" value=${all} onChange=${setAll} options=${[["best", "Best"], ["last", "Last"]]} />`} flush>
@@ -204,7 +233,7 @@ function Figures({ sides }) {
       <thead><tr><th scope="col"><span class="hidden">Figure</span></th>${sides.map((side) => html`<th scope="col" class="number"><${Letter} side=${side} /> ${side.job.name}</th>`)}</tr></thead>
       <tbody>${rows.map(([title, of]) => html`<tr key=${title}><th scope="row">${title}</th>${sides.map((side) => html`<td class="number">${of(side)}</td>`)}</tr>`)}
         ${names.flatMap((name) => valueRows(name, sides, all))}</tbody></table></div>
-    <p class="small dim lead-in">Best values are those of the points that were read: up to ${count(POINTS)} per series.</p></${Card}>`;
+    <p class="small dim lead-in">${zoomed && "Best and last values are those of the zoomed steps. "}Best values are those of the points that were read: up to ${count(POINTS)} per series.</p></${Card}>`;
 }
 
 /** Last values of a metric, or its best ones: the lowest, the highest, or both if its name does not tell. @param {string} name @param {Side[]} sides @param {string} kind */

@@ -7,12 +7,13 @@ import { notify } from "../components/frame.js";
 import { classes, html, useState } from "../dom.js";
 import { ago, count, number, percent, plural } from "../format.js";
 import { useLive, useNow } from "../live.js";
-import { ACTIVE, ENDED, causeText, causeTone, verdict, verdictText, verdictTone } from "../meaning.js";
+import { ACTIVE, ENDED, causeText, causeTone, isUnmanaged, mayAct, verdict, verdictText, verdictTone } from "../meaning.js";
 import { link, setQuery } from "../route.js";
 
-const PHASES = ["QUEUED", "STARTING", "RUNNING", "STOPPING", "SUSPENDED", "SUCCEEDED", "FAILED", "CANCELLED"];
 /** @type {Record<string, string[]>} */
 const GROUPS = { all: [], active: ["QUEUED", ...ACTIVE], suspended: ["SUSPENDED"], ended: ENDED, failed: ["FAILED"] };
+/** @type {[string, string][]} */
+const SORTS = [["-created", "newest first"], ["created", "oldest first"], ["-priority", "highest priority first"], ["name", "by name"]];
 const LIMIT = 50;
 
 /** @param {{route: import("../route.js").Route, caller: any}} props */
@@ -22,14 +23,14 @@ export default function Jobs({ route, caller }) {
   const now = useNow();
   const asked = new URLSearchParams([["limit", String(LIMIT)], ["include", "summary"]]);
   for (const name of ["phase", "label", "search", "owner", "sort", "cursor"]) {
-    for (const value of query.getAll(name)) asked.append(name, value);
+    for (const value of query.getAll(name)) if (name !== "sort" || SORTS.some(([key]) => key === value)) asked.append(name, value);
   }
   const { data, error, refresh } = useLive(`v1/jobs?${asked}`);
   const jobs = data?.items ?? [];
   const chosen = jobs.filter((/** @type {any} */ job) => selected.includes(job.id));
   const toggle = (/** @type {string} */ id) => setSelected(selected.includes(id) ? selected.filter((one) => one !== id) : [...selected, id]);
   return html`<div class="stack">
-    <div class="row spread"><h1>Jobs</h1><${Bulk} jobs=${chosen} onDone=${() => { setSelected([]); refresh(); }} /></div>
+    <div class="row spread"><h1>Jobs</h1><${Bulk} jobs=${chosen} caller=${caller} onDone=${(/** @type {string[]} */ left) => { setSelected(left); refresh(); }} /></div>
     <${Filters} query=${query} caller=${caller} />
     <${Trouble} error=${error} />
     ${data && (jobs.length
@@ -39,7 +40,7 @@ export default function Jobs({ route, caller }) {
           <tbody>${jobs.map((/** @type {any} */ job) => html`<${Row} key=${job.id} job=${job} now=${now} selected=${selected.includes(job.id)} onSelect=${() => toggle(job.id)} />`)}</tbody>
         </table></div></section>
         <${Pages} query=${query} next=${data.next_cursor} />`
-      : html`<section class="card"><${NoJobs} filtered=${PHASES.length > 0 && [...query.keys()].length > 0} /></section>`)}
+      : html`<section class="card"><${NoJobs} filtered=${[...query.keys()].length > 0} /></section>`)}
   </div>`;
 }
 
@@ -57,7 +58,7 @@ function Filters({ query, caller }) {
     ${caller?.tokens_required && html`<${Choice} label="Owner" value=${query.get("owner") ? "mine" : "all"}
       options=${[["all", "Everybody's"], ["mine", "Mine"]]} onChange=${(/** @type {string} */ key) => set({ owner: key === "mine" ? caller.owner : null })} />`}
     <label class="row small dim">Sort <select value=${query.get("sort") ?? "-created"} onChange=${changed("sort")}>
-      <option value="-created">newest first</option><option value="created">oldest first</option><option value="-updated">changed last</option></select></label>
+      ${SORTS.map(([key, text]) => html`<option value=${key}>${text}</option>`)}</select></label>
   </div>`;
 }
 
@@ -76,7 +77,7 @@ function Row({ job, now, selected, onSelect }) {
       ${share !== null && html`<${Bar} share=${share} label=${`Progress of ${job.name}`} tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />`}</td>
     <td>${more.metric ? html`<${Sparkline} points=${more.metric.points} label=${`${more.metric.name} over steps`} /><div class="small dim">${more.metric.name} ${number(lastValue(more.metric.points))}</div>` : html`<span class="dim">–</span>`}</td>
     <td class="small nowrap">${job.hook}${more.hook?.phase && html`<div class="dim">${more.hook.phase}${more.hook.compression_rate > 1 ? ` · ${number(more.hook.compression_rate)}×` : ""}</div>`}</td>
-    <td class="small nowrap">${ENDED.includes(job.phase) ? html`<span class="dim">–</span>` : html`<span class=${progress.steps_at_risk ? "" : "dim"}>${plural(progress.steps_at_risk, "step")}</span>
+    <td class="small nowrap">${ENDED.includes(job.phase) || isUnmanaged(job) ? html`<span class="dim">–</span>` : html`<span class=${progress.steps_at_risk ? "" : "dim"}>${plural(progress.steps_at_risk, "step")}${job.phase === "QUEUED" && progress.steps_at_risk > 0 ? " will be done again" : ""}</span>
       <div class="dim">${more.last_checkpoint_at ? `saved ${ago(more.last_checkpoint_at, now)}` : job.last_checkpoint ?? "no checkpoint"}</div>`}</td>
     <td><${Dots} job=${job} attempts=${more.attempts} /></td>
     <td class="number">${percent(more.goodput)}</td>
@@ -103,9 +104,10 @@ const lastValue = (points) => points.at(-1)?.[1];
 /** @param {{query: URLSearchParams, next: string | null}} props */
 function Pages({ query, next }) {
   if (!next && !query.get("cursor")) return null;
+  const kept = Object.fromEntries([...new Set(query.keys())].map((key) => [key, query.getAll(key)]));
   return html`<div class="row end small">
-    ${query.get("cursor") && html`<button type="button" onClick=${() => history.back()}>Back</button>`}
-    ${next && html`<a class="button" href=${link(["jobs"], { ...Object.fromEntries([...new Set(query.keys())].map((key) => [key, query.getAll(key)])), cursor: next })}>Next page</a>`}</div>`;
+    ${query.get("cursor") && html`<a class="button" href=${link(["jobs"], { ...kept, cursor: null })}>First page</a>`}
+    ${next && html`<a class="button" href=${link(["jobs"], { ...kept, cursor: next })}>Next page</a>`}</div>`;
 }
 
 /** @param {{filtered: boolean}} props */
@@ -113,12 +115,12 @@ const NoJobs = ({ filtered }) => html`<${Empty}>${filtered
   ? html`<p>No job matches.</p><p><a href="#/jobs">Show all jobs</a></p>`
   : html`<p>No job yet. Run a script, or submit a spec:</p><${Command} line="ratchet run train.py" /><${Command} line="ratchet submit job.yaml" />`}</${Empty}>`;
 
-/** Actions on all selected jobs. @param {{jobs: any[], onDone: () => void}} props */
-function Bulk({ jobs, onDone }) {
+/** Actions on all selected jobs. ``onDone`` gets the ids of those that it failed for. @param {{jobs: any[], caller: any, onDone: (left: string[]) => void}} props */
+function Bulk({ jobs, caller, onDone }) {
   const [open, setOpen] = useState(/** @type {import("../components/actions.js").Action | null} */ (null));
   if (!jobs.length) return null;
   const kinds = ["checkpoint", "preempt", "suspend", "cancel"];
-  const able = (/** @type {string} */ key) => jobs.flatMap((job) => jobActions(job).filter((action) => action.key === key).map((action) => ({ job, action })));
+  const able = (/** @type {string} */ key) => jobs.filter((job) => mayAct(caller, job)).flatMap((job) => jobActions(job).filter((action) => action.key === key).map((action) => ({ job, action })));
   /** @type {(key: string) => import("../components/actions.js").Action} */
   const all = (key) => {
     const found = able(key);
@@ -130,12 +132,15 @@ function Bulk({ jobs, onDone }) {
         const results = await Promise.allSettled(found.map(({ action }) => action.send({})));
         const failed = results.flatMap((result, n) => (result.status === "rejected" ? [`${found[n].job.name}: ${result.reason.message}`] : []));
         failed.forEach((text) => notify(text, "bad"));
-        return `${first.title}: ${found.length - failed.length} of ${found.length} done.`;
+        const text = `${first.title}: ${found.length - failed.length} of ${found.length} done.`;
+        if (failed.length) notify(text, "bad");
+        onDone(found.filter((_, n) => results[n].status === "rejected").map(({ job }) => job.id));
+        return failed.length ? "" : text;
       },
     };
   };
   return html`<div class="row small" role="group" aria-label="Actions on the selected jobs"><span class="dim">${plural(jobs.length, "job")} selected</span>
     ${jobs.length > 1 && jobs.length <= 8 && html`<a class="button" href=${link(["compare"], { job: jobs.map((job) => job.id) })}>Compare</a>`}
     ${kinds.filter((key) => able(key).length).map((key) => html`<button type="button" class=${key === "cancel" ? "danger" : ""} onClick=${() => setOpen(all(key))}>${all(key).title}</button>`)}
-    ${open && html`<${ActionDialog} action=${open} onClose=${() => setOpen(null)} onDone=${onDone} />`}</div>`;
+    ${open && html`<${ActionDialog} action=${open} onClose=${() => setOpen(null)} />`}</div>`;
 }

@@ -23,7 +23,7 @@ export default function Queue({ route, caller }) {
   const cursor = route.query.get("cursor");
   const asked = new URLSearchParams({ limit: String(PAGE), ...(cursor && { cursor }) });
   const { data, error } = useLive(`v1/queue?${asked}`);
-  const fleet = useLive("v1/fleet?days=7", { every: 5000 });
+  const fleet = useLive("v1/fleet?days=7", { every: 30_000 });
   const quotas = useLive("v1/quotas", { every: 5000 });
   return html`<div class="stack">
     <div class="row spread"><div class="row"><h1>Queue</h1>${data && html`<span class="dim">${data.waiting ? `${plural(data.waiting, "job")} waiting` : "nothing waits"}</span>`}</div></div>
@@ -67,15 +67,16 @@ function Why({ reason, message }) {
 
 /** Use against limit, by owner. @param {{data: any, caller: any}} props */
 function Quotas({ data, caller }) {
+  const own = (/** @type {any} */ one) => Number(one.owner === caller?.owner);
   /** @type {any[]} */
-  const items = data.items;
+  const items = [...data.items].sort((a, b) => own(b) - own(a));
   const admin = caller?.scopes.includes("quotas:write");
   const kinds = /** @type {[string, string][]} */ ([["queued", "unfinished jobs"], ["jobs", "running jobs"], ["ranks", "ranks"], ["gpus", "GPUs"]]);
   if (!items.length) {
     return html`<${Card} title="Quotas"><${Empty}><p>No quota: every owner may use all slots.${admin ? " Limit each owner:" : ""}</p>
       ${admin && html`<${Command} line="ratchet quota set '*' --jobs 8 --ranks 16" />`}</${Empty}></${Card}>`;
   }
-  return html`<${Card} title="Quotas" aside=${items.length > OWNERS || data.next_cursor ? `the first ${Math.min(items.length, OWNERS)} owners` : ""}>
+  return html`<${Card} title="Quotas" aside=${items.length > OWNERS || data.next_cursor ? own(items[0]) ? `${OWNERS} owners, the own one first` : `the first ${Math.min(items.length, OWNERS)} owners` : ""}>
     <div class="stack" style=${{ gap: "1rem" }}>${items.slice(0, OWNERS).map((one) => html`<div key=${one.owner} class="stack" style=${{ gap: ".35rem" }}>
       <div class="row spread"><h3>${one.owner === "*" ? "each other owner" : html`<a href=${link(["jobs"], { owner: one.owner })}>${one.owner}</a>`}</h3>${one.owner === "*" && html`<span class="small dim">applies to each one separately</span>`}</div>
       ${kinds.filter(([key]) => one[key] !== null).map(([key, words]) => {

@@ -1,6 +1,6 @@
 // @ts-check
 /** All metrics of a job: a chart per series, linked in x. What is chosen is in the address. */
-import { read } from "../../api.js";
+import { read, save } from "../../api.js";
 import { Card, Command, Empty, Trouble } from "../../components/basics.js";
 import { ChartTools, chosen, setZoom, zoomQuery } from "../../components/chart_tools.js";
 import { Chart } from "../../components/chart.js";
@@ -8,7 +8,7 @@ import { notify } from "../../components/frame.js";
 import { classes, html, useEffect, useMemo, useRef } from "../../dom.js";
 import { count, duration, number, plural } from "../../format.js";
 import { useLive } from "../../live.js";
-import { ACTIVE, causeText, causeTone } from "../../meaning.js";
+import { ACTIVE, causeText, causeTone, verdict } from "../../meaning.js";
 import { link, setQuery } from "../../route.js";
 import {
   attemptMarks, csvOf, curveOf, extentOf, extremes, leftOut, nameFilter, nanMarks, notPositive, originOf, prefersLog, rangeOfSteps, stepsOfRange,
@@ -45,7 +45,7 @@ export default function Metrics({ job, attempts, route }) {
   if (!all.length) return html`<${Card}><${NoMetrics} job=${job} /></${Card}>`;
   return html`<div class="stack">
     <div class="row spread">
-      <div class="row" role="search"><input type="search" aria-label="Filter metrics by text or regular expression" placeholder="filter, like loss|accuracy" value=${text}
+      <div class="row" role="search"><input type="search" aria-label="Filter metrics by text, several with | between" placeholder="filter, like loss|accuracy" value=${text}
           onInput=${(/** @type {any} */ event) => setQuery({ name: event.target.value, show: null })} />
         <span class="small dim" role="status">${names.length === all.length ? plural(all.length, "metric") : `${count(names.length)} of ${plural(all.length, "metric")}`}</span></div>
       <${ChartTools} now=${now} range=${whole ?? known.current[now.axis] ?? extentOf(all, now.axis, origin)} />
@@ -87,7 +87,7 @@ function Ends({ job, attempts }) {
   const ended = attempts.filter((one) => one.cause && one.cause !== "completed").sort((a, b) => a.number - b.number);
   if (!ended.length) return null;
   const lost = ended.reduce((sum, one) => sum + (one.steps_lost ?? 0), 0);
-  return html`<div class="row small ends"><span class="dim">Lines: ends of attempts.${lost > 0 ? " Shaded: steps that were lost and done again." : ""}</span>
+  return html`<div class="row small ends"><span class="dim">Lines: ends of ${attempts.length < job.attempt ? `the newest ${count(attempts.length)} attempts` : "attempts"}.${lost > 0 ? " Shaded: steps that were lost and done again." : ""}</span>
     ${ended.slice(-6).map((one) => html`<a class=${classes("badge", causeTone(one.cause))} key=${one.number} href=${link(["jobs", job.id, "attempts"], { attempt: one.number })}
       title=${causeText(one.cause)}>${one.number}: ${one.cause} at step ${count(one.last_step)}${one.steps_lost > 0 ? `, ${count(one.steps_lost)} lost` : ""}</a>`)}
     ${ended.length > 6 && html`<a href=${link(["jobs", job.id, "attempts"])}>${count(ended.length - 6)} earlier ones</a>`}</div>`;
@@ -118,9 +118,10 @@ function Series({ job, attempts, now, origin, list, whole, series, height, large
   const { lowest, highest, last } = extremes(series.points);
   const zoom = rangeOfSteps(list, steps, axis, origin) ;
   const onZoom = (/** @type {[number, number] | null} */ range) => setZoom(range && (stepsOfRange(list, range, axis, origin) ?? steps));
+  const shown = series.total > series.points.length ? " of the points shown" : "";
   const notes = [
-    log && scale === "auto" && "logarithmic", bad.length > 0 && `${plural(bad.length, "value")} not finite, marked`,
-    hidden > 0 && `${plural(hidden, "value")} of 0 or less left out on this scale`, leftOut(series, Boolean(steps)),
+    log && scale === "auto" && "logarithmic", bad.length > 0 && `${plural(bad.length, "value")}${shown} not finite, marked`,
+    hidden > 0 && `${plural(hidden, "value")} of 0 or less${shown} left out on this scale`, leftOut(series),
   ].filter(Boolean);
   const tools = html`<span class="row" style=${{ gap: ".1rem" }}>
     <button type="button" class="plain" aria-label=${`Download ${series.name} as CSV`} onClick=${() => saveCsv(job, series)}>CSV</button>
@@ -128,7 +129,7 @@ function Series({ job, attempts, now, origin, list, whole, series, height, large
       onClick=${() => setQuery({ chart: large ? null : series.name })}>${large ? "Make small" : "Enlarge"}</button></span>`;
   return html`<${Card} title=${series.name} aside=${tools}>
     <p class="lead row spread"><span class="nowrap"><strong>${showValue(last?.value)}</strong> <span class="small dim">${last && `at step ${count(last.step)}`}</span></span>
-      ${lowest && lowest !== highest && html`<span class="small dim nowrap" title=${`Lowest at step ${count(lowest.step)}, highest at step ${count(highest.step)}`}>${number(lowest.value)} to ${number(highest.value)}</span>`}</p>
+      ${lowest && lowest !== highest && html`<span class="small dim nowrap" title=${`Lowest at step ${count(lowest.step)}, highest at step ${count(highest.step)}`}>${number(lowest.value)} to ${number(highest.value)}${shown}</span>`}</p>
     <${Differs} job=${job} series=${series} attempts=${attempts} />
     <${Chart} title=${`${series.name} over ${axis === "step" ? "steps" : "time"}`} curves=${curves} marks=${marks} log=${log} height=${height} sync=${job.id}
       time=${axis === "wall"} xLabel=${{ step: "step", relative: "since training began", wall: "time of day" }[axis]}
@@ -143,12 +144,15 @@ const showValue = (value) => (typeof value === "number" ? number(value) : String
 function Differs({ job, series, attempts }) {
   const old = series.superseded ?? [];
   if (!old.length) return null;
-  const harmless = attempts.some((one) => one.metrics_differ.includes(series.name));
+  const inexact = attempts.some((one) => ["differs", "not-exact"].includes(verdict(one)));
+  const harmless = !inexact && attempts.some((one) => one.metrics_differ.includes(series.name));
   const first = old[0];
   const redone = series.points.find((/** @type {any} */ point) => point.step === first.step);
-  return html`<div class=${classes("notice small", harmless ? "wait" : "bad")} style=${{ marginBottom: ".6rem" }}>
+  return html`<div class=${classes("notice small", inexact ? "bad" : "wait")} style=${{ marginBottom: ".6rem" }}>
     <strong>${plural(old.length, "redone value")} ${old.length === 1 ? "differs" : "differ"}.</strong> Step ${count(first.step)} gave ${showValue(first.value)} in attempt ${first.attempt}${redone ? `, then ${showValue(redone.value)} in attempt ${redone.attempt}` : ""}.
-    ${harmless ? " The state of the ranks was identical in these steps: this metric is probably a measured time." : html` The resume was not exact: <a href=${link(["jobs", job.id, "attempts"])}>what differs</a>.`}</div>`;
+    ${inexact
+      ? html` The resume was not exact: <a href=${link(["jobs", job.id, "attempts"])}>what differs</a>.`
+      : harmless ? " The state of the ranks was identical in these steps: this metric is probably a measured time." : " Whether the state differed is not known."}</div>`;
 }
 
 /** Reads the series whole, as far as one answer goes, and hands it to the browser as a file. @param {any} job @param {any} shown */
@@ -156,12 +160,7 @@ async function saveCsv(job, shown) {
   try {
     const { data } = await read(metricsPath(job, [shown.name], CSV_POINTS, null));
     const series = data.series[0] ?? shown;
-    const address = URL.createObjectURL(new Blob([csvOf(series)], { type: "text/csv" }));
-    const anchor = document.createElement("a");
-    anchor.href = address;
-    anchor.download = `${job.name}-${shown.name}`.replace(/[^\w.-]+/g, "_").slice(0, 120) + ".csv";
-    anchor.click();
-    setTimeout(() => URL.revokeObjectURL(address), 10_000);
+    save(new Blob([csvOf(series)], { type: "text/csv" }), `${`${job.name}-${shown.name}`.replace(/[^\w.-]+/g, "_").slice(0, 120)}.csv`);
     const total = series.total ?? series.points.length;
     notify(`${total > series.points.length ? `${count(series.points.length)} of ${count(total)} points` : plural(series.points.length, "point")} of ${shown.name} saved.`);
   } catch (error) {

@@ -3,12 +3,16 @@
 import { Chart } from "../../components/chart.js";
 import { Badge, Card, Command, Empty } from "../../components/basics.js";
 import { ResumeMatrix, Timeline } from "../../components/timeline.js";
-import { html } from "../../dom.js";
-import { clock, count, duration, percent, plural } from "../../format.js";
+import { tail } from "../../api.js";
+import { html, useEffect, useMemo, useState } from "../../dom.js";
+import { count, duration, moment, percent, plural } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
-import { ACTIVE, causeText, verdict, verdictText, verdictTone } from "../../meaning.js";
+import { lastVersion, spans } from "../../logs/ansi.js";
+import { ACTIVE, causeText, causeTone, isUnmanaged, proofTone, reasonText, verdict, verdictText, verdictTone } from "../../meaning.js";
 import { link } from "../../route.js";
-import { attemptMarks, curveOf, prefersLog } from "../../series.js";
+import { attemptMarks, curveOf, leftOut, prefersLog } from "../../series.js";
+
+const EVENTS = 8;
 
 /** @param {{job: any, attempts: any[], refresh: () => void}} props */
 export default function Overview({ job, attempts }) {
@@ -28,15 +32,21 @@ export default function Overview({ job, attempts }) {
 function Failed({ job, attempt }) {
   const rank = attempt?.rank ?? 0;
   const { data } = useLive(attempt ? `v1/jobs/${job.id}/logs?attempt=${attempt.number}&rank=${rank}&tail=30` : null, { every: null });
-  return html`<${Card} tone="bad" title=${`Failed: ${attempt ? causeText(attempt.cause) : job.reason}`} aside=${attempt && html`attempt ${attempt.number}${attempt.rank !== null ? `, rank ${attempt.rank}` : ""}, after step ${count(attempt.last_step)}`}>
+  return html`<${Card} tone="bad" title=${`Failed: ${failure(job, attempt)}`} aside=${attempt && html`<${Badge} tone="bad">${job.reason}</${Badge}> attempt ${attempt.number}${attempt.rank !== null ? `, rank ${attempt.rank}` : ""}, after step ${count(attempt.last_step)}`}>
     <div class="stack" style=${{ gap: ".7rem" }}>
       <p>${job.message ?? attempt?.message}</p>
       ${attempt?.message && attempt.message !== job.message && html`<pre>${attempt.message}</pre>`}
       ${data?.items?.length > 0 && html`<div><p class="dim small">Last lines of rank ${rank} · <a href=${link(["jobs", job.id, "logs"], { attempt: attempt.number, rank })}>all of them</a></p>
-        <div class="log" style=${{ maxHeight: "18rem" }} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((/** @type {any} */ line) => html`<div><span class="text">${line.text}</span></div>`)}</div></div>`}
+        <div class="log" style=${{ maxHeight: "18rem" }} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((/** @type {any} */ line) => html`<div><span class="text">${spans(lastVersion(line.text).text).map((span) => (span.tone ? html`<span class=${span.tone}>${span.text}</span>` : span.text))}</span></div>`)}</div></div>`}
       <div class="stack" style=${{ gap: ".4rem" }}><p class="dim small">After the cause is mended, continue from ${job.last_checkpoint ?? "the beginning"}:</p>
         <${Command} line=${`ratchet resume ${job.id}`} /><${Command} line=${`ratchet resume ${job.id} --code .`} /></div>
     </div></${Card}>`;
+}
+
+/** In words; a reason such as no-progress may follow an end that was no failure. @param {any} job @param {any} attempt */
+function failure(job, attempt) {
+  if (!attempt?.cause || attempt.cause === job.reason) return reasonText(job.reason);
+  return causeTone(attempt.cause) === "bad" ? `${causeText(attempt.cause)} (${reasonText(job.reason)})` : reasonText(job.reason);
 }
 
 /** Why it waits, its place, what is ahead. @param {{job: any}} props */
@@ -48,20 +58,25 @@ function Waiting({ job }) {
     <p>${job.message ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
       ${job.not_before && Date.parse(job.not_before) > now ? `The next attempt starts in ${duration((Date.parse(job.not_before) - now) / 1000)}.` : ""}
       ${!held && html` <a href=${link(["queue"])}>The queue</a>`}</p>
-    <p class="dim">At risk: ${plural(job.progress.steps_at_risk, "step")}. ${job.last_checkpoint ? html`It will continue from ${job.last_checkpoint}.` : "It has no checkpoint yet."}</p></${Card}>`;
+    <p class="dim">${isUnmanaged(job) ? "" : job.progress.steps_at_risk > 0 ? `${plural(job.progress.steps_at_risk, "step")} will be done again. ` : job.attempt ? "No step is lost. " : ""}${job.last_checkpoint ? html`It will continue from ${job.last_checkpoint}.` : "It has no checkpoint yet."}</p></${Card}>`;
 }
 
 /** @param {{job: any, attempts: any[]}} props */
 function Curve({ job, attempts }) {
-  const { data } = useLive(`v1/jobs/${job.id}/metrics?max_points=600`, { every: ACTIVE.includes(job.phase) ? 3000 : 15_000 });
-  const series = data?.series ?? [];
-  const first = series.find((/** @type {any} */ one) => one.name === "loss") ?? series[0];
-  if (!data) return html`<${Card} title="Metrics"><div style=${{ height: "240px" }}></div></${Card}>`;
+  const every = ACTIVE.includes(job.phase) ? 3000 : 15_000;
+  const [name, setName] = useState(/** @type {string | null} */ (null));
+  const index = useLive(`v1/jobs/${job.id}/metrics?max_points=2`, { every: name === null ? every : 30_000 });
+  const all = index.data?.series ?? [];
+  const wanted = (all.find((/** @type {any} */ one) => one.name === "loss") ?? all[0])?.name ?? null;
+  useEffect(() => setName(wanted), [wanted]);
+  const { data } = useLive(wanted === null ? null : `v1/jobs/${job.id}/metrics?max_points=600&name=${encodeURIComponent(wanted)}`, { every });
+  const first = data?.series[0];
+  if (!index.data || (wanted !== null && !data)) return html`<${Card} title="Metrics"><div style=${{ height: "240px" }}></div></${Card}>`;
   if (!first) return html`<${Card} title="Metrics"><${Empty}><p>No metric yet. A script sends one with</p><${Command} line=${'session.log({"loss": loss})'} /></${Empty}></${Card}>`;
   const curves = curveOf(first, 0);
-  return html`<${Card} title=${first.name} aside=${html`<a href=${link(["jobs", job.id, "metrics"])}>all ${series.length} metrics</a>`}>
+  return html`<${Card} title=${first.name} aside=${html`<a href=${link(["jobs", job.id, "metrics"])}>all ${count(all.length)} metrics</a>`}>
     <${Chart} title=${`${first.name} over steps`} curves=${curves} marks=${attemptMarks(attempts)} log=${prefersLog(first.name, first.points)}
-      note="Lines: ends of attempts, coloured by cause. Shaded: steps that were lost and done again." /></${Card}>`;
+      note=${["Lines: ends of attempts, coloured by cause. Shaded: steps that were lost and done again.", attempts.length < job.attempt && `Marked are the newest ${count(attempts.length)} attempts.`, leftOut(first)].filter(Boolean).join(" ")} /></${Card}>`;
 }
 
 /** Were the resumes exact? @param {{job: any, attempts: any[]}} props */
@@ -70,14 +85,16 @@ function Proof({ job, attempts }) {
   const equal = attempts.reduce((sum, one) => sum + one.redone.equal, 0);
   const compared = attempts.reduce((sum, one) => sum + one.redone.compared, 0);
   const bad = attempts.filter((one) => ["not-exact", "differs"].includes(verdict(one)));
-  const tone = bad.length ? "bad" : compared || resumed.length ? "good" : "quiet";
-  return html`<${Card} tone=${tone} title="Were the resumes exact?">
+  const later = attempts.some((one) => proofTone(one.proof ?? "") === "wait"); // exact copies of a state that was not
+  const tone = bad.length ? "bad" : later ? "wait" : compared || resumed.length ? "good" : "quiet";
+  const part = attempts.length < job.attempt ? `of the newest ${count(attempts.length)} attempts` : "";
+  return html`<${Card} tone=${tone} title="Were the resumes exact?" aside=${part}>
     ${bad.length
       ? html`<p><strong class="word bad">No: ${plural(bad.length, "attempt")}.</strong></p>${bad.map((one) => html`<p class="small">Attempt ${one.number}: ${one.proof}</p>`)}`
       : compared
         ? html`<p style=${{ fontSize: "1.4rem", fontWeight: 700 }}>${count(equal)} of ${count(compared)}</p><p class="dim small">steps that were done again gave the same bits on every rank</p>`
         : html`<p>${resumed.length ? "Every component was restored exactly. No step was done again, so nothing could be compared." : "It was not resumed yet."}</p>`}
-    <div class="stack" style=${{ marginTop: ".6rem", gap: ".3rem" }}>${resumed.slice(0, 6).map((one) => html`<div class="row small"><${Badge} tone=${verdictTone(verdict(one))}>${verdictText(verdict(one))}</${Badge}><span>attempt ${one.number} from step ${count(one.base.step)}</span></div>`)}</div>
+    <div class="stack" style=${{ marginTop: ".6rem", gap: ".3rem" }}>${resumed.slice(0, 6).map((one) => html`<div class="row small"><${Badge} tone=${proofTone(one.proof ?? "") === "wait" ? "wait" : verdictTone(verdict(one))} title=${one.proof}>${verdictText(verdict(one))}${proofTone(one.proof ?? "") === "wait" ? `; ${one.proof.slice(one.proof.indexOf("not exact since"))}` : ""}</${Badge}><span>attempt ${one.number} from step ${count(one.base.step)}</span></div>`)}</div>
     <div style=${{ marginTop: ".7rem" }}><${Command} line=${`ratchet prove ${job.id}`} /></div></${Card}>`;
 }
 
@@ -95,10 +112,12 @@ function Cost({ job }) {
       <td style=${{ width: "45%" }}><div class=${`bar ${tone}`} aria-hidden="true"><span style=${{ width: `${(100 * seconds) / spent.wall_seconds}%` }}></span></div></td><td class="number">${duration(seconds)}</td></tr>`)}</tbody></table></${Card}>`;
 }
 
-/** @param {{job: any}} props */
+/** The newest events of the newest attempt. @param {{job: any}} props */
 function Recent({ job }) {
-  const { data } = useLive(`v1/jobs/${job.id}/events?limit=100`, { every: 5000 });
-  const events = (data?.items ?? []).slice(-8).reverse();
+  const path = `v1/jobs/${job.id}/events?limit=100${job.attempt ? `&attempt=${job.attempt}` : ""}`;
+  const load = useMemo(() => tail(EVENTS, 5), [path]);
+  const { data } = useLive(path, { every: 5000, load });
+  const events = [...(data?.items ?? [])].reverse();
   return html`<${Card} title="Latest events" aside=${html`<a href=${link(["jobs", job.id, "events"])}>all events</a>`}>
-    ${events.map((/** @type {any} */ one) => html`<p class="small"><span class="dim">${clock(one.at).slice(0, 8)}</span> <strong>${one.type}</strong> ${one.message}</p>`)}</${Card}>`;
+    ${events.map((/** @type {any} */ one) => html`<p class="small"><span class="dim">${moment(one.at)}</span> <strong>${one.type}</strong> ${one.message}</p>`)}</${Card}>`;
 }
