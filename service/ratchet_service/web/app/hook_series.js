@@ -14,6 +14,13 @@ const NAMED = 3;
 /** @param {any} value - NaN and infinities come as texts */
 const finite = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
 
+/** Samples of one history, of all ranks together, and the limits of its steps. */
+const SAMPLES = 1000;
+const STEPS = [5, 300];
+
+/** For how many steps a history is asked, with so many ranks: a few requests are enough for the answer. @param {number} ranks */
+export const pointsFor = (ranks) => Math.max(STEPS[0], Math.min(STEPS[1], Math.floor(SAMPLES / Math.max(1, ranks))));
+
 /** @param {number[]} values */
 export function median(values) {
   if (!values.length) return null;

@@ -69,3 +69,9 @@ export function differences(before, after, path = "") {
     return deep ? differences(old, now, at) : [{ path: at, before: old, after: now }];
   });
 }
+
+/** Whether a value has an integer that JSON.parse may have changed: of 2 to the 53rd or more. @param {any} value @returns {boolean} */
+export function rounded(value) {
+  if (typeof value === "number") return Number.isInteger(value) && !Number.isSafeInteger(value);
+  return value !== null && typeof value === "object" && Object.values(value).some(rounded);
+}

@@ -80,8 +80,11 @@ function Proof({ job, attempt }) {
   const found = verdict(attempt);
   const { redone, metrics_differ: differ } = attempt;
   const first = redone.first_difference;
-  return html`<${Card} tone=${verdictTone(found)} title="Was its beginning exact?" aside=${html`<span class=${classes("word", verdictTone(found))}>${found === "unknown" && attempt.ended_at ? "did not begin" : verdictText(found)}</span>`}>
+  const later = Boolean(attempt.proof?.includes("; not exact since"));
+  const tone = later ? "wait" : verdictTone(found);
+  return html`<${Card} tone=${tone} title="Was its beginning exact?" aside=${html`<span class=${classes("word", tone)}>${found === "unknown" && attempt.ended_at ? "did not begin" : verdictText(found)}</span>`}>
     <div class="stack" style=${{ gap: ".5rem" }}>
+      ${(later || (found === "not-exact" && (first || redone.compared > 0))) && html`<p class=${classes("notice", tone)}>${attempt.proof}</p>`}
       ${first
         ? html`<p><strong class="word bad">Step ${count(first.step)} differs.</strong> It was done again, and ${first.part} of rank ${first.rank} came out otherwise. ${count(redone.equal)} of ${count(redone.compared)} redone steps before it are identical.</p>`
         : redone.compared

@@ -1,6 +1,6 @@
 // @ts-check
 /** One checkpoint: what is in it, and what can be done with it. */
-import { change, download } from "../api.js";
+import { change, download, save } from "../api.js";
 import { html, useState } from "../dom.js";
 import { count, duration, moment, number, percent, plural, size } from "../format.js";
 import { useLive } from "../live.js";
@@ -18,7 +18,7 @@ const MOST = 1e9;
 /** @typedef {import("./actions.js").Action} Action */
 
 /**
- * @param {{job: any, id: string, listed: any, best: string | null, caller: any, refresh: () => void}} props
+ * @param {{job: any, id: string, listed: any, best: import("./lineage.js").Best | null, caller: any, refresh: () => void}} props
  */
 export function Checkpoint({ job, id, listed, best, caller, refresh }) {
   const { data, error, refresh: again } = useLive(`v1/jobs/${encodeURIComponent(job.id)}/checkpoints/${encodeURIComponent(id)}`, { every: null });
@@ -111,9 +111,7 @@ function Export({ job, one, path, caller }) {
     setBusy(true);
     setError("");
     try {
-      const url = URL.createObjectURL(await download(address));
-      Object.assign(document.createElement("a"), { href: url, download: name }).click();
-      setTimeout(() => URL.revokeObjectURL(url), 60_000);
+      save(await download(address), name);
     } catch (wrong) {
       setError(/** @type {Error} */ (wrong).message);
     }
@@ -132,8 +130,8 @@ function Export({ job, one, path, caller }) {
 
 /** What the bytes are: shared by all ranks, private ones, the hook's. @param {{manifest: any, known: boolean, state: string, job: string}} props */
 function Sizes({ manifest, known, state, job }) {
-  if (!manifest) return known ? html`<p class="dim small">${{ deleted: "Its files were deleted. What the database has of it stays.", quarantined: "It is in the quarantine, and no attempt starts from it. To delete all damaged ones:" }[state] ?? "Its manifest is not on this machine's disk, so what the bytes are is not known here."}</p>
-    ${state === "quarantined" && html`<${Command} line=${`ratchet checkpoints prune ${job} --quarantined`} />`}` : null;
+  if (!manifest) return known ? html`<p class="dim small">${{ deleted: "Its files were deleted. What the database has of it stays.", quarantined: "It is in the quarantine, and no attempt starts from it. The second line deletes all damaged checkpoints, and also every abandoned one that is not pinned. The first line only lists them." }[state] ?? "Its manifest is not on this machine's disk, so what the bytes are is not known here."}</p>
+    ${state === "quarantined" && html`<${Command} line=${`ratchet checkpoints prune ${job} --quarantined --dry-run`} /><${Command} line=${`ratchet checkpoints prune ${job} --quarantined`} />`}` : null;
   /** @type {Record<string, number>} */
   const kinds = {};
   for (const tensor of manifest.tensors) {

@@ -15,15 +15,20 @@ const ROOM = 18;
 /** @typedef {{mark: string, word: string, tone: string}} Sign */
 /** @type {Record<string, Sign>} */
 export const SIGNS = {
-  pinned: { mark: "⚑", word: "pinned", tone: "held" }, best: { mark: "★", word: "best", tone: "wait" },
+  pinned: { mark: "⚑", word: "pinned", tone: "held" }, best: { mark: "★", word: "best", tone: "wait" }, bestHere: { mark: "★", word: "best on this page", tone: "wait" },
   stored: { mark: "↑", word: "in the object store", tone: "good" }, verified: { mark: "✓", word: "verified", tone: "good" },
   damaged: { mark: "!", word: "damaged", tone: "bad" }, quarantined: { mark: "■", word: "quarantined", tone: "bad" },
   deleted: { mark: "○", word: "deleted", tone: "quiet" }, finished: { mark: "◆", word: "the final one", tone: "good" },
 };
 
-/** What is to be said of a checkpoint, in the order of SIGNS. @param {any} one @param {string | null} best - id of the best one */
+/**
+ * ``whole``: the best of all stored ones; else of those that one page lists.
+ * @typedef {{id: string, whole: boolean}} Best
+ */
+
+/** What is to be said of a checkpoint, in the order of SIGNS. @param {any} one @param {Best | null} best */
 export const signsOf = (one, best) => [
-  one.pinned && "pinned", one.id === best && "best", one.uri && one.uploaded_at && "stored", one.verification === "ok" && "verified",
+  one.pinned && "pinned", best !== null && one.id === best.id && (best.whole ? "best" : "bestHere"), one.uri && one.uploaded_at && "stored", one.verification === "ok" && "verified",
   one.verification === "damaged" && "damaged", one.state === "quarantined" && "quarantined", one.state === "deleted" && "deleted", one.finished && "finished",
 ].filter(Boolean).map((key) => SIGNS[/** @type {string} */ (key)]);
 
@@ -41,7 +46,7 @@ function useWidth(ref, first) {
 }
 
 /**
- * @param {{job: any, items: any[], attempts: any[], forks: {fork: string, checkpoint: string}[], selected: string | null, best: string | null,
+ * @param {{job: any, items: any[], attempts: any[], forks: {fork: string, checkpoint: string}[], selected: string | null, best: Best | null,
  *          hrefOf: (id: string) => string}} props
  */
 export function Lineage({ job, items, attempts, forks, selected, best, hrefOf }) {

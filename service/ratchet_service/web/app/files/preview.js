@@ -5,12 +5,20 @@ import { Card, Command, Trouble } from "../components/basics.js";
 import { notify } from "../components/frame.js";
 import { html, useEffect, useRef, useState } from "../dom.js";
 import { count, moment, size } from "../format.js";
+import { MOST_PIXELS, pixelsOf, tooLarge } from "./pictures.js";
 
 const TEXT_BYTES = 256 * 1024;
 const PICTURE_BYTES = 32 * 1024 * 1024;
 /** Larger files would have to be held in the tab while they are sent with a token. */
-const TOKEN_BYTES = 1024 ** 3;
-const PICTURE = /\.(png|jpe?g|gif|webp|avif|bmp|ico)$/i;
+const TOKEN_BYTES = 1e9;
+/** Formats whose size in pixels is read before the browser decodes one. */
+const PICTURE = /\.(png|jpe?g|gif|webp|bmp)$/i;
+
+/** A name without characters that reverse the text around them. @param {string} text */
+export const shownName = (text) => text.replace(/[\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
+
+/** A path as a word of a command line. @param {string} text */
+export const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 /** @param {string} id @param {string} part @param {string} path */
 export const address = (id, part, path) => `v1/jobs/${encodeURIComponent(id)}/files/${part}?${new URLSearchParams({ path })}`;
@@ -56,56 +64,62 @@ export function Download({ path, name, bytes, children }) {
 export function Preview({ job, file, onClose }) {
   const { path } = file;
   const name = path.slice(path.lastIndexOf("/") + 1);
-  const [found, setFound] = useState(/** @type {{text?: string, cut?: boolean, picture?: ImageBitmap, note?: string} | null} */ (null));
+  const [found, setFound] = useState(/** @type {{text?: string, cut?: boolean, picture?: ImageBitmap, width?: number, height?: number, note?: string} | null} */ (null));
   const [error, setError] = useState(/** @type {Error | null} */ (null));
+  // The file as it was when it was read. One that grows stays as it is shown until somebody asks for it again.
+  const [asked, setAsked] = useState(file);
+  const changed = asked.modified_at !== file.modified_at || asked.size !== file.size;
   useEffect(() => {
     const stop = new AbortController();
-    setFound(null);
     setError(null);
     const show = async () => {
-      if (file.refused) return { note: `It cannot be opened: ${REFUSED[file.refused] ?? file.refused}.` };
-      if (!file.size) return { note: "The file is empty." };
+      if (asked.refused) return { note: `It cannot be opened: ${REFUSED[asked.refused] ?? asked.refused}.` };
+      if (!asked.size) return { note: "The file is empty." };
       const target = address(job.id, "content", path);
       if (PICTURE.test(name)) {
-        if (file.size > PICTURE_BYTES) return { note: `Pictures of more than ${size(PICTURE_BYTES)} are not shown.` };
+        if (asked.size > PICTURE_BYTES) return { note: `Pictures of more than ${size(PICTURE_BYTES)} are not shown.` };
         const blob = await download(target, { signal: stop.signal });
+        const pixels = pixelsOf(new Uint8Array(await blob.arrayBuffer()));
+        if (!pixels) return { note: "Its size in pixels cannot be read, so the picture is not shown." };
+        if (tooLarge(pixels)) return { note: `It has ${count(pixels.width)} × ${count(pixels.height)} pixels. Pictures of more than ${count(MOST_PIXELS / 1e6)} megapixels, or with a very long side, are not shown.` };
         const picture = await createImageBitmap(blob).catch(() => null);
-        return picture ? { picture } : { note: "The browser cannot show this picture." };
+        return picture ? { picture, width: picture.width, height: picture.height } : { note: "The browser cannot show this picture." };
       }
       const blob = await download(target, { headers: { Range: `bytes=0-${TEXT_BYTES - 1}` }, signal: stop.signal });
-      const cut = file.size > TEXT_BYTES;
+      const cut = asked.size > TEXT_BYTES;
       const text = textOf(new Uint8Array(await blob.arrayBuffer()), cut);
       return text === null ? { note: "The file is not text." } : { text, cut };
     };
-    show().then((one) => stop.signal.aborted || setFound(one), (wrong) => stop.signal.aborted || setError(wrong));
+    show().then((one) => (stop.signal.aborted ? one.picture?.close() : setFound(one)), (wrong) => stop.signal.aborted || setError(wrong));
     return () => stop.abort();
-  }, [job.id, path, file.modified_at, file.size]);
-  const quoted = /^[\w@%+=:,./-]+$/.test(path) ? `${job.id}:${path}` : `'${job.id}:${path.replaceAll("'", "'\\''")}'`;
-  return html`<${Card} title=${name} aside=${html`<button type="button" class="plain" onClick=${onClose}>close</button>`}>
+  }, [job.id, path, asked]);
+  return html`<${Card} title=${html`<bdi>${shownName(name)}</bdi>`} aside=${html`<button type="button" class="plain" onClick=${onClose}>close</button>`}>
     <div class="stack" style=${{ gap: ".7rem" }}>
-      <p class="dim small">${path} · ${size(file.size)} · ${moment(file.modified_at)}</p>
+      <p class="dim small"><bdi>${shownName(path)}</bdi> · ${size(file.size)} · ${moment(file.modified_at)}</p>
+      ${changed && html`<p class="small"><span class="word wait">The file has changed since it was read.</span> <button type="button" onClick=${() => setAsked(file)}>Read it again</button></p>`}
       <${Trouble} error=${error} />
       ${!found && !error && html`<p class="dim small">The file is being read …</p>`}
       ${found?.note && html`<p class="dim">${found.note}</p>`}
-      ${found?.text !== undefined && html`<pre class="filetext" tabindex="0" role="region" aria-label=${`Text of ${name}`}>${found.text}</pre>
-        ${found.cut && html`<p class="dim small">The first ${size(TEXT_BYTES)} of ${size(file.size)} are shown.</p>`}`}
-      ${found?.picture && html`<${Picture} picture=${found.picture} name=${name} />`}
-      ${!file.refused && html`<div class="row"><${Download} path=${address(job.id, "content", path)} name=${name} bytes=${file.size}>Download</${Download}></div><${Command} line=${`ratchet cp ${quoted} .`} />`}
+      ${found?.text !== undefined && html`<pre class="filetext" tabindex="0" role="region" aria-label=${`Text of ${shownName(name)}`}>${found.text}</pre>
+        ${found.cut && html`<p class="dim small">The first ${size(TEXT_BYTES)} of ${size(asked.size)} are shown.</p>`}`}
+      ${found?.picture && html`<${Picture} picture=${found.picture} width=${found.width} height=${found.height} name=${shownName(name)} />`}
+      ${!file.refused && html`<div class="row"><${Download} path=${address(job.id, "content", path)} name=${name} bytes=${file.size}>Download</${Download}></div><${Command} line=${`ratchet cp ${quoted(`${job.id}:${path}`)} .`} />`}
     </div></${Card}>`;
 }
 
-/** @param {{picture: ImageBitmap, name: string}} props */
-function Picture({ picture, name }) {
+/** @param {{picture: ImageBitmap, width: number, height: number, name: string}} props */
+function Picture({ picture, width, height, name }) {
   const place = useRef(/** @type {HTMLCanvasElement | null} */ (null));
   useEffect(() => {
     const canvas = place.current;
     if (!canvas) return;
-    canvas.width = picture.width;
-    canvas.height = picture.height;
+    canvas.width = width;
+    canvas.height = height;
     canvas.getContext("2d")?.drawImage(picture, 0, 0);
+    picture.close(); // only the canvas is needed from here on
   }, [picture]);
   return html`<figure class="picture"><canvas ref=${place} role="img" aria-label=${`Picture ${name}`}></canvas>
-    <figcaption class="dim small">${count(picture.width)} × ${count(picture.height)} pixels</figcaption></figure>`;
+    <figcaption class="dim small">${count(width)} × ${count(height)} pixels</figcaption></figure>`;
 }
 
 /**

@@ -13,10 +13,10 @@ const LONG = 2000;
 const NEAR = 400;
 
 /**
- * @param {{view: View, live: boolean, title?: any, showRank: boolean, onView: (values: Record<string, any>) => void, height: string}} props
- * ``live``: the job can write more. ``onView``: change what the address asks for.
+ * @param {{view: View, live: boolean, over: boolean, title?: any, showRank: boolean, onView: (values: Record<string, any>) => void, height: string}} props
+ * ``live``: the job can write more. ``over``: the job has ended; lines still come until the stream ends. ``onView``: change what the address asks for.
  */
-export function LogList({ view, live, title, showRank, onView, height }) {
+export function LogList({ view, live, over, title, showRank, onView, height }) {
   const box = useRef(/** @type {HTMLDivElement | null} */ (null));
   const stuck = useRef(true);
   const anchor = useRef(/** @type {{id: string, top: number} | null} */ (null));
@@ -39,8 +39,14 @@ export function LogList({ view, live, title, showRank, onView, height }) {
     reader.begin();
     return () => reader.close();
   }, [reader]);
-  const following = live && reader.ready && (reader.backwards || reader.atEnd);
+  const streaming = reader.state === "open" || reader.state === "lost";
+  const following = (live || (over && streaming)) && reader.ready && !reader.partial && (reader.backwards || reader.atEnd);
   useFollow(reader, following);
+  useEffect(() => {
+    const signedIn = () => void (reader.error && setAgain(undefined));
+    window.addEventListener("signed-in", signedIn);
+    return () => window.removeEventListener("signed-in", signedIn);
+  }, [reader]);
 
   useLayoutEffect(() => {
     const place = box.current;
@@ -74,17 +80,20 @@ export function LogList({ view, live, title, showRank, onView, height }) {
     else onView({ since: null, from: null, search: null });
   };
   const { lines } = reader;
+  /** Earlier attempts may have lines. */
+  const unseen = reader.backwards && reader.ready && !reader.atStart;
   const awayFromEnd = reader.ready && lines.length > 0 && (!stuck.current || !reader.atEnd);
   return html`<section class="card flush loglist" aria-label=${typeof title === "string" ? title : "Log"}>
     <header>${title && html`<h2>${title}</h2>`}<${State} reader=${reader} following=${following} /></header>
     <${Trouble} error=${reader.error} />
     ${reader.error && html`<p class="edge"><button type="button" onClick=${() => setAgain(undefined)}>Read again</button></p>`}
     <div class="log" ref=${box} onScroll=${scrolled} tabindex="0" role="region" aria-label="Lines of the log" style=${{ maxHeight: height }}>
-      ${lines.length > 0 && html`<${Top} reader=${reader} onView=${onView} onAgain=${() => setAgain(undefined)} />`}
+      ${(lines.length > 0 || unseen) && html`<${Top} reader=${reader} onView=${onView} onAgain=${() => setAgain(undefined)} />`}
       ${chunks(lines).map((part) => rows(part, view.search, showRank))}
-      ${reader.ready && !lines.length && html`<${None} view=${view} live=${live} />`}
+      ${reader.ready && !lines.length && (unseen ? html`<p class="edge">No line in the newest attempts that were read.</p>` : html`<${None} view=${view} live=${live} />`)}
       ${!reader.ready && !reader.error && html`<p class="edge">Lines are being read …</p>`}
       ${reader.paused && html`<p class="edge">Nothing found in the part that was searched. <button type="button" onClick=${() => reader.newer()}>Search on</button></p>`}
+      ${live && reader.partial && html`<p class="edge">New lines do not appear here: the job has too many ranks to be read at one time. Choose a rank to follow its lines.</p>`}
       ${reader.backwards && !reader.atEnd && lines.length > 0 && html`<p class="edge">Later lines are not shown here.</p>`}
       ${!reader.backwards && lines.length > 0 && html`<p class="edge">${reader.atEnd ? (following ? "New lines appear here." : "End of the log.") : "Further lines are being read …"}</p>`}
     </div>
@@ -120,7 +129,7 @@ function State({ reader, following }) {
 function Top({ reader, onView, onAgain }) {
   const { view } = reader;
   if (reader.unmerged && !reader.unread.length && reader.backwards) {
-    return html`<p class="edge">The last lines of ${reader.sources.size} ranks, rank by rank. Choose a rank to read its earlier lines.</p>`;
+    return html`<p class="edge">The last lines of ${count(reader.ranks())} ranks, rank by rank. Choose a rank to read its earlier lines.</p>`;
   }
   if (reader.backwards) {
     return html`<p class="edge">${reader.atStart ? "Beginning of the log." : html`<button type="button" class="plain" onClick=${() => reader.older()}>Earlier lines</button>`}</p>`;
@@ -200,7 +209,7 @@ function Row({ line, search, showRank }) {
   const cut = !whole && text.length > LONG;
   const time = line.at ? new Date(line.at) : null;
   return html`<div class="line" data-line=${line.id}>
-    <time dateTime=${time?.toISOString()} title=${time ? `${moment(time.toISOString())}, to about 6 s` : "Its time is not known."}>${time ? time.toLocaleTimeString(undefined, { hour12: false }) : "–"}</time>
+    <time dateTime=${time?.toISOString()} title=${time ? `${moment(time.toISOString())}, to about 6 s` : "Its time is not known."}>${time ? time.toLocaleTimeString(undefined, { hourCycle: "h23" }) : "–"}</time>
     ${showRank && html`<span class=${`who rank${line.rank % 8}`} title=${`attempt ${line.attempt}, rank ${line.rank}`}>r${line.rank}</span>`}
     ${line.left_out !== null
       ? html`<span class="text left">${size(line.left_out)} left out here: logs are bounded</span>`

@@ -18,6 +18,8 @@ export const MERGED_RANKS = 16;
 export const SEARCH = "grep";
 /** Requests of one search that may find nothing before it pauses. */
 const ROUNDS = 12;
+/** Attempts that are read backwards at one time; "Earlier lines" reads on. */
+const ATTEMPTS = 20;
 
 /**
  * ``time``: milliseconds, for merging.
@@ -103,6 +105,8 @@ export class LogReader {
     this.fresh = 0;
     this.paused = false;
     this.unmerged = false;
+    /** The newest attempt has more ranks than are read at one time: a stream would send the other logs from their beginning. */
+    this.partial = false;
     this.state = "";
     /** @type {Error | null} */
     this.error = null;
@@ -142,7 +146,9 @@ export class LogReader {
     return this.exclusively(async () => {
       if (this.backwards) {
         this.unread = this.view.attempt === null ? [...this.view.attempts] : [this.view.attempt];
-        while (this.lines.length < STEP && this.unread.length) await this.readAttempt(/** @type {number} */ (this.unread.pop()));
+        for (let n = 0; n < ATTEMPTS && this.lines.length < STEP && this.unread.length; n += 1) {
+          await this.readAttempt(/** @type {number} */ (this.unread.pop()));
+        }
         this.atEnd = true;
         this.atStart = !this.unread.length && [...this.sources.values()].every((one) => one.done && !one.held.length);
       } else {
@@ -166,6 +172,7 @@ export class LogReader {
       found.push(...data.items);
       cursor = data.next_cursor;
     } while (cursor && found.length < 2 * HELD);
+    if (cursor && !this.sources.size) this.partial = true;
     for (const rank of new Set(found.map((/** @type {any} */ item) => item.rank))) {
       const held = lines(found.filter((/** @type {any} */ item) => item.rank === rank));
       this.sources.set(`${attempt}.${rank}`, {
@@ -175,10 +182,15 @@ export class LogReader {
     this.release();
   }
 
+  /** Number of ranks whose lines were read, in all attempts together. */
+  ranks() {
+    return new Set([...this.sources.values()].map((one) => one.rank)).size;
+  }
+
   /** Show the read lines of which no rank can have earlier ones. */
   release() {
     const all = [...this.sources.values()];
-    this.unmerged = all.length > MERGED_RANKS;
+    this.unmerged = this.ranks() > MERGED_RANKS;
     const first = this.unmerged ? -Infinity : Math.max(-Infinity, ...all.filter((one) => !one.done && one.held.length).map((one) => one.held[0].time));
     /** @type {Line[]} */
     const out = [];
@@ -194,14 +206,17 @@ export class LogReader {
     if (!this.backwards || this.atStart || !this.ready) return Promise.resolve();
     return this.exclusively(async () => {
       const before = this.lines.length;
-      while (this.lines.length === before) {
+      let left = ATTEMPTS;
+      while (this.lines.length === before && left > 0) {
         const waiting = [...this.sources.values()].filter((one) => !one.done && !one.held.length);
         if (waiting.length && !this.unmerged) await Promise.all(waiting.map((one) => this.readBefore(one)));
-        else if (this.unread.length) await this.readAttempt(/** @type {number} */ (this.unread.pop()));
-        else if (![...this.sources.values()].some((one) => one.held.length)) break;
+        else if (this.unread.length) {
+          await this.readAttempt(/** @type {number} */ (this.unread.pop()));
+          left -= 1;
+        } else if (![...this.sources.values()].some((one) => one.held.length)) break;
         this.release();
       }
-      this.atStart = this.lines.length === before;
+      this.atStart = this.lines.length === before && left > 0;
       if (this.lines.length > HELD) {
         this.lines = this.lines.slice(0, HELD);
         this.atEnd = false;
@@ -363,10 +378,16 @@ export class LogReader {
 
   /** Follow what is written, until ``signal`` aborts it or the job ends. @param {AbortSignal} signal */
   async follow(signal) {
+    const { attempt, search, from } = this.view;
+    const since = Number.isNaN(Date.parse(from)) ? null : from; // for logs that have no line yet
     try {
-      await follow(this.path({ follow: true, attempt: this.view.attempt ?? "all", [SEARCH]: this.view.search }), {
+      await follow(this.path({ follow: true, attempt: attempt ?? "all", [SEARCH]: search, since }), {
         signal, lastId: this.mark(),
-        onState: (state) => { this.state = state; this.onChange(); },
+        onState: (state) => {
+          this.state = state;
+          if (state === "open") this.error = null;
+          this.onChange();
+        },
         onEvents: (events) => {
           const now = new Date().toISOString();
           this.append(linesOf(events.map((event) => JSON.parse(event.data)).map((item) => ({ ...item, at: item.at ?? now }))).sort(inOrder));
@@ -375,6 +396,7 @@ export class LogReader {
       });
     } catch (error) {
       if (!signal.aborted) this.error = /** @type {Error} */ (error);
+      this.state = "";
       this.onChange();
     }
   }

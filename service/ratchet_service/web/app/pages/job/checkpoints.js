@@ -21,7 +21,7 @@ export default function Checkpoints({ job, attempts, route, refresh: refreshJob,
   const events = useLive(`${path}/events?type=forked&limit=100`, { every: 15_000 });
   const items = data?.items ?? [];
   const keep = job.spec.checkpoint?.keep_best;
-  const best = bestOf(items, keep?.mode ?? "min");
+  const best = bestOf(items, keep?.mode ?? "min", !cursor && !data?.next_cursor);
   const forks = (events.data?.items ?? []).map((/** @type {any} */ one) => ({ fork: String(one.data.fork ?? ""), checkpoint: /forked from (\S+)/.exec(one.message)?.[1] ?? "" })).filter((/** @type {any} */ one) => one.fork);
   const hrefOf = (/** @type {string} */ id) => link(["jobs", job.id, "checkpoints"], { checkpoint: id, state: all ? "all" : null, cursor });
   const listed = items.find((/** @type {any} */ one) => one.id === selected);
@@ -44,24 +44,28 @@ export default function Checkpoints({ job, attempts, route, refresh: refreshJob,
   </div>`;
 }
 
-/** The id of the best of these by the metric of keep_best. @param {any[]} items @param {"min" | "max"} mode @returns {string | null} */
-function bestOf(items, mode) {
+/**
+ * The best of these by the metric of keep_best.
+ * @param {any[]} items @param {"min" | "max"} mode @param {boolean} whole - they are all that are stored
+ * @returns {import("../../components/lineage.js").Best | null}
+ */
+export function bestOf(items, mode, whole) {
   const found = items.filter((one) => one.state === "committed" && typeof one.metric === "number");
   if (!found.length) return null;
-  return found.reduce((a, b) => ((mode === "max" ? b.metric > a.metric : b.metric < a.metric) ? b : a)).id;
+  return { id: found.reduce((a, b) => ((mode === "max" ? b.metric > a.metric : b.metric < a.metric) ? b : a)).id, whole };
 }
 
-/** @param {{job: any, items: any[], selected: string | null, best: string | null, metric: string | null, hrefOf: (id: string) => string}} props */
+/** @param {{job: any, items: any[], selected: string | null, best: import("../../components/lineage.js").Best | null, metric: string | null, hrefOf: (id: string) => string}} props */
 function List({ job, items, selected, best, metric, hrefOf }) {
   const now = useNow();
   return html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="tight">
     <caption class="hidden">Checkpoints, newest step first</caption>
     <thead><tr><th scope="col" class="number">Step</th><th scope="col">Id</th><th scope="col">Saved for</th><th scope="col" class="number">Attempt</th><th scope="col" class="number">Size</th><th scope="col" class="number">Pause</th>
       <th scope="col" class="number">Save time</th>${metric && html`<th scope="col" class="number">${metric}</th>`}<th scope="col">Age</th><th scope="col">Lineage</th><th scope="col">State</th></tr></thead>
-    <tbody>${items.map((one) => html`<tr key=${one.id} class=${classes("choose", one.id === selected && "selected")} onClick=${() => go(hrefOf(one.id))}>
+    <tbody>${items.map((one) => html`<tr key=${one.id} class=${classes("choose", one.id === selected && "selected")} onClick=${(/** @type {any} */ event) => event.target.closest("a") || go(hrefOf(one.id))}>
       <th scope="row" class="number"><a href=${hrefOf(one.id)} aria-current=${one.id === selected ? "true" : undefined}>${count(one.step)}</a></th>
       <td class="nowrap"><code class="dim">${one.id}</code></td><td>${one.reason}</td>
-      <td class="number"><a href=${link(["jobs", job.id, "attempts"], { attempt: one.attempt })} onClick=${(/** @type {Event} */ event) => event.stopPropagation()}>${one.attempt}</a></td>
+      <td class="number"><a href=${link(["jobs", job.id, "attempts"], { attempt: one.attempt })}>${one.attempt}</a></td>
       <td class="number nowrap">${size(one.size)}</td><td class="number nowrap">${duration(one.stall)}</td><td class="number nowrap">${duration(one.seconds)}</td>
       ${metric && html`<td class="number">${number(one.metric)}</td>`}
       <td class="nowrap dim" title=${one.created_at}>${ago(one.created_at, now)}</td>

@@ -15,16 +15,22 @@ const SHOWN = 200;
 
 /**
  * All events of a job, the oldest first: the newest ``HELD`` of them, and how many were let go.
- * @param {string} id
+ * @param {string} id @param {boolean} live - a resume of an ended job begins a new stream
  */
-function useEvents(id) {
+function useEvents(id, live) {
   const kept = useRef({ events: /** @type {JobEvent[]} */ ([]), dropped: 0, last: "", state: "" , error: /** @type {Error | null} */ (null) });
   const [, render] = useReducer((/** @type {number} */ n) => n + 1, 0);
   const [seen, setSeen] = useState(!document.hidden);
+  const [signedIn, setSignedIn] = useReducer((/** @type {number} */ n) => n + 1, 0);
   useEffect(() => {
     const changed = () => setSeen(!document.hidden);
+    const entered = () => setSignedIn(undefined);
     document.addEventListener("visibilitychange", changed);
-    return () => document.removeEventListener("visibilitychange", changed);
+    window.addEventListener("signed-in", entered);
+    return () => {
+      document.removeEventListener("visibilitychange", changed);
+      window.removeEventListener("signed-in", entered);
+    };
   }, []);
   useEffect(() => {
     if (!seen) return undefined;
@@ -33,7 +39,11 @@ function useEvents(id) {
     const soon = () => { timer ||= window.setTimeout(() => { timer = 0; render(undefined); }, 100); };
     follow(`v1/jobs/${encodeURIComponent(id)}/events?follow=true`, {
       signal: stop.signal, lastId: kept.current.last,
-      onState: (state) => { kept.current.state = state; soon(); },
+      onState: (state) => {
+        kept.current.state = state;
+        if (state === "open") kept.current.error = null;
+        soon();
+      },
       onEvents: (found) => {
         const now = kept.current;
         now.events = [...now.events, ...found.map((one) => JSON.parse(one.data))];
@@ -46,20 +56,20 @@ function useEvents(id) {
         soon();
       },
     }).catch((error) => {
-      kept.current.error = error;
+      Object.assign(kept.current, { error, state: "" });
       soon();
     });
     return () => { stop.abort(); clearTimeout(timer); };
-  }, [id, seen]);
+  }, [id, seen, live, signedIn]);
   return kept.current;
 }
 
 /** @param {string} type @param {Record<string, any>} data */
-function toneOf(type, data) {
+export function toneOf(type, data) {
   if (type === "attempt-ended" && data.cause) return causeTone(data.cause);
-  const text = `${type} ${data.phase ?? ""} ${data.to ?? ""}`.toLowerCase();
-  if (/fail|damag|quarantin|lost|hang|differ|not[_-]exact|error|refused|overflow|killed|stuck/.test(text)) return "bad";
-  if (/succeed|finished|complet|commit|verified|exact/.test(text)) return "good";
+  const text = `${type} ${data.phase ?? ""} ${data.to ?? ""} ${data.verdict ?? ""}`.toLowerCase();
+  if (/fail|damag|quarantin|lost|\bhang|differ|not[_-]exact|error|refused|overflow|killed|stuck/.test(text)) return "bad";
+  if (/succeed|finished|(?<!in)complet|commit|verified|exact/.test(text)) return "good";
   if (/suspend|preempt|cancel|fork|pinned|label|priority|requested/.test(text)) return "held";
   if (/queue|wait|backoff|stop|overdue|warn|slow/.test(text)) return "wait";
   if (/start|running|train|launch|resum|begun/.test(text)) return "busy";
@@ -71,7 +81,8 @@ const adviceOf = (data) => [data.advice, data.remedy, data.hint, data.next_step]
 
 /** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
 export default function Events({ job, route }) {
-  const found = useEvents(job.id);
+  const live = !ENDED.includes(job.phase);
+  const found = useEvents(job.id, live);
   const { query } = route;
   const attempt = query.get("attempt") ?? "";
   const types = query.getAll("type");
@@ -89,7 +100,6 @@ export default function Events({ job, route }) {
   const chosen = useMemo(() => (types.length ? ofAttempt.filter((one) => types.includes(one.type)) : ofAttempt), [ofAttempt, types.join(" ")]);
   const shown = chosen.slice(-many).reverse();
   const toggle = (/** @type {string} */ type) => setQuery({ type: types.includes(type) ? types.filter((one) => one !== type) : [...types, type] });
-  const live = !ENDED.includes(job.phase);
   return html`<div class="stack">
     <div class="row pickers" role="search" aria-label="Filter events">
       <label class="field">Attempt<select value=${attempt} onChange=${(/** @type {any} */ event) => setQuery({ attempt: event.target.value })}>

@@ -1,8 +1,8 @@
 // @ts-check
 /** What the job wrote to its working directory: folders to open, a file beside them. The folder and the file are in the address. */
 import { Badge, Command, Empty, Trouble } from "../../components/basics.js";
-import { Download, Preview, REFUSED, address, fileView } from "../../files/preview.js";
-import { classes, html, useEffect, useState } from "../../dom.js";
+import { Download, Preview, REFUSED, address, fileView, quoted, shownName } from "../../files/preview.js";
+import { classes, html, useEffect, useMemo, useState } from "../../dom.js";
 import { read } from "../../api.js";
 import { ago, moment, plural, size } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
@@ -12,6 +12,10 @@ import { link, setQuery } from "../../route.js";
 const PAGE = 1000;
 /** Names of one folder that are shown at most. */
 const SHOWN = 5000;
+/** The ages of more names change every half minute, not every second. */
+const MANY = 200;
+/** What no further page has: one list, so that it is the same at every drawing. @type {any[]} */
+const NONE = [];
 
 /** @type {Record<string, string>} */
 const ICONS = { directory: "▸", file: "·", symlink: "↪", special: "◇" };
@@ -21,26 +25,29 @@ export default function Files({ job, route }) {
   const folder = route.query.get("dir") ?? "";
   const chosen = route.query.get("file") ?? "";
   const all = route.query.get("all") === "true";
-  const now = useNow();
   const asked = new URLSearchParams({ ...(folder && { path: folder }), ...(all && { all: "true" }), recursive: "false", limit: String(PAGE) });
   const base = `v1/jobs/${encodeURIComponent(job.id)}/files?${asked}`;
-  const { data, error } = useLive(base, { every: ACTIVE.includes(job.phase) ? 5000 : null });
+  const { data, error } = useLive(base, { every: ACTIVE.includes(job.phase) ? 10_000 : null });
   const more = useMore(base, data?.next_cursor ?? null);
-  const items = [...(data?.items ?? []), ...more.items];
+  const items = useMemo(() => [...(data?.items ?? []), ...more.items], [data, more.items]);
+  const beat = items.length > MANY ? 30_000 : 1000;
+  const now = Math.ceil(useNow() / beat) * beat;
   const folders = items.filter((one) => one.kind === "directory");
   const rest = items.filter((one) => one.kind !== "directory");
   const known = items.find((one) => one.path === chosen);
   const open = useFile(job.id, chosen, known);
+  const rows = useMemo(() => [...folders, ...rest].map((one) => html`<${Row} key=${one.path} job=${job} file=${one} all=${all} folder=${folder} chosen=${one.path === chosen} now=${now} />`),
+    [items, job.id, all, folder, chosen, now]);
   return html`<div class="stack">
     <div class="row spread"><${Crumbs} job=${job} folder=${folder} all=${all} />
       <div class="row"><label class="check"><input type="checkbox" checked=${all} onChange=${() => setQuery({ all: all ? null : "true" })} />unchanged code, too</label>
-        ${items.length > 0 && html`<${Download} path=${address(job.id, "archive", folder)} name=${`${folder ? folder.slice(folder.lastIndexOf("/") + 1) : job.id}.tar`}>Archive of this folder</${Download}>`}</div></div>
+        ${items.length > 0 && html`<${Download} path=${address(job.id, "archive", folder)} name=${`${folder ? folder.slice(folder.lastIndexOf("/") + 1) : job.id}.tar`} bytes=${sum(rest)}>Archive of this folder</${Download}>`}</div></div>
     <${Trouble} error=${error ?? more.error} />
     <div class=${classes("files", chosen && "open")}>
       <section class="card flush">${data && (items.length
         ? html`<div class="scroll" tabindex="0" role="region" aria-label="Files"><table class="tight"><caption class="hidden">Files in ${folder || "the working directory"}</caption>
             <thead><tr><th scope="col">Name</th><th scope="col" class="number">Size</th><th scope="col">Changed</th></tr></thead>
-            <tbody>${[...folders, ...rest].map((one) => html`<${Row} key=${one.path} job=${job} file=${one} all=${all} folder=${folder} chosen=${one.path === chosen} now=${now} />`)}</tbody></table></div>
+            <tbody>${rows}</tbody></table></div>
           <p class="edge">${contents(folders, rest)}${sum(rest) ? `, ${size(sum(rest))} in files` : ""}${more.next ? html`. Further names are not shown. ${items.length < SHOWN
             ? html`<button type="button" disabled=${more.busy} onClick=${more.load}>Show more</button>` : "The archive and the command line have all."}` : "."}</p>`
         : html`<${Empty}><p>${folder ? "The folder is empty." : "No file yet. What a rank writes to its current directory appears here."}</p>
@@ -53,9 +60,6 @@ export default function Files({ job, route }) {
   </div>`;
 }
 
-/** @param {string} text */
-const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
-
 /** @param {any[]} folders @param {any[]} rest */
 function contents(folders, rest) {
   const files = rest.filter((one) => one.kind === "file").length;
@@ -67,7 +71,7 @@ const sum = (files) => files.reduce((bytes, one) => bytes + (one.size ?? 0), 0);
 
 /** Further pages, on request. @param {string} base @param {string | null} first */
 function useMore(base, first) {
-  const none = { base, items: /** @type {any[]} */ ([]), next: /** @type {string | null} */ (null), read: false, busy: false, error: /** @type {Error | null} */ (null) };
+  const none = { base, items: NONE, next: /** @type {string | null} */ (null), read: false, busy: false, error: /** @type {Error | null} */ (null) };
   const [kept, setState] = useState(none);
   const state = kept.base === base ? kept : none;
   const next = state.read ? state.next : first;
@@ -99,12 +103,12 @@ function Crumbs({ job, folder, all }) {
   const parts = folder.split("/").filter(Boolean);
   const to = (/** @type {string} */ dir) => link(["jobs", job.id, "files"], { dir, all: all ? "true" : null });
   return html`<nav class="crumbs" aria-label="Folder"><a href=${to("")} aria-current=${parts.length ? undefined : "page"}>working directory</a>
-    ${parts.map((part, n) => html`<span class="sep" aria-hidden="true">/</span><a href=${to(parts.slice(0, n + 1).join("/"))} aria-current=${n === parts.length - 1 ? "page" : undefined}>${part}</a>`)}</nav>`;
+    ${parts.map((part, n) => html`<span class="sep" aria-hidden="true">/</span><a href=${to(parts.slice(0, n + 1).join("/"))} aria-current=${n === parts.length - 1 ? "page" : undefined}><bdi>${shownName(part)}</bdi></a>`)}</nav>`;
 }
 
 /** @param {{job: any, file: any, all: boolean, folder: string, chosen: boolean, now: number}} props */
 function Row({ job, file, all, folder, chosen, now }) {
-  const name = file.path.slice(file.path.lastIndexOf("/") + 1);
+  const name = html`<bdi>${shownName(file.path.slice(file.path.lastIndexOf("/") + 1))}</bdi>`;
   const query = { all: all ? "true" : null };
   const opens = !file.refused && (file.kind === "directory" || file.kind === "file");
   const target = file.kind === "directory" ? { ...query, dir: file.path } : { ...query, dir: folder, file: file.path };

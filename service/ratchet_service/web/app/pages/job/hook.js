@@ -7,12 +7,11 @@ import { Chart } from "../../components/chart.js";
 import { classes, html, useEffect, useMemo, useState } from "../../dom.js";
 import { ago, count, number, plural, size } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
-import { OUTLIER, OWN_CURVES, byNorm, byRank, counted, figure, norms, normText, phaseOf, sends, strips } from "../../hook_series.js";
+import { OUTLIER, OWN_CURVES, byNorm, byRank, counted, figure, norms, normText, phaseOf, pointsFor, sends, strips } from "../../hook_series.js";
 import { ACTIVE } from "../../meaning.js";
 import { link } from "../../route.js";
 import { attemptMarks } from "../../series.js";
 
-const POINTS = 300;
 const PAGE = 100;
 /** Requests for one history. Of more ranks or steps only the first samples are shown, and the page says so. */
 const PAGES = 60;
@@ -23,7 +22,7 @@ export default function Hook({ job, attempts, route }) {
   const active = ACTIVE.includes(job.phase);
   const { data: hook, error } = useLive(`v1/jobs/${job.id}/hook`, { every: active ? 2000 : 30_000 });
   const { steps } = chosen(route.query);
-  const history = useHistory(hook?.source ? `v1/jobs/${job.id}/hook/history?limit=${PAGE}&max_points=${POINTS}${zoomQuery(steps)}` : null, active ? 6000 : 60_000);
+  const history = useHistory(hook?.source ? `v1/jobs/${job.id}/hook/history?limit=${PAGE}&max_points=${pointsFor(hook.ranks.length)}${zoomQuery(steps)}` : null, active ? 10_000 : 60_000);
   if (!hook) return html`<${Trouble} error=${error} />`;
   return html`<div class="stack">
     <${Trouble} error=${error ?? history.error} />
@@ -45,22 +44,26 @@ function useHistory(path, every) {
     if (path === null) return undefined;
     const stop = new AbortController();
     let timer = 0;
+    let busy = false;
     const poll = async () => {
       clearTimeout(timer);
-      if (document.hidden) return;
+      if (document.hidden || busy) return;
+      busy = true;
       try {
         /** @type {any[]} */
         const items = [];
         let cursor = /** @type {string | null} */ ("");
-        for (let page = 0; page < PAGES && cursor !== null; page += 1) {
+        for (let page = 0; page < PAGES && cursor !== null && !document.hidden; page += 1) {
           const { data } = /** @type {{data: any}} */ (await read(path + (cursor && `&cursor=${encodeURIComponent(cursor)}`), { signal: stop.signal }));
           items.push(...data.items);
           cursor = data.next_cursor;
         }
-        setState({ items, more: cursor !== null, error: null });
+        if (!document.hidden && !stop.signal.aborted) setState({ items, more: cursor !== null, error: null });
       } catch (error) {
         if (stop.signal.aborted) return;
         setState((/** @type {any} */ old) => ({ ...old, error: /** @type {Error} */ (error) }));
+      } finally {
+        busy = false;
       }
       timer = window.setTimeout(poll, every);
     };
@@ -88,7 +91,7 @@ function Now({ job, hook }) {
       ? html`<${Facts} items=${[
         ["Iteration", html`${count(hook.iteration)}${behind !== null && html`<span class="dim"> · ${behind > 0 ? `${count(behind)} after the checkpoint's ${count(hook.checkpoint_iteration)}` : "as in the checkpoint"}</span>`}`, "Backward passes that synchronised gradients, in all attempts together."],
         ["Bytes per step", html`${size(hook.bytes_before)} → ${hook.bytes_after === null ? "not known" : size(hook.bytes_after)}${fewer && fewer > 1.01 ? html`<span class="dim"> · ${number(Number(fewer.toPrecision(3)))} times fewer</span>` : ""}`, "Of gradients on one rank, in the last iteration: before and after the hook."],
-        ["Compression rate", hook.compression_rate === null ? "not known" : `${number(Number(hook.compression_rate.toPrecision(3)))}×`, "Elements before and after, since compression began."],
+        ["Compression rate", typeof hook.compression_rate !== "number" ? hook.compression_rate ?? "not known" : `${number(Number(hook.compression_rate.toPrecision(3)))}×`, "Elements before and after, since compression began."],
         ["Memory per rank", hook.memory_bytes ? size(hook.memory_bytes) : "none"],
         ...(hook.next_averaging !== null ? [["Next averaging", `after step ${count(hook.next_averaging)}`], ["Averager's steps", count(hook.averager_step)]] : []),
         ["Ranks that reported", count(hook.ranks.length)],
@@ -154,15 +157,20 @@ function Ranks({ hook }) {
 
 /** What the newest checkpoint has of the hook. @param {{job: any, hook: any}} props */
 function Stored({ job, hook }) {
-  const { data } = useLive(hook.checkpoint_id ? `v1/jobs/${job.id}/checkpoints/${encodeURIComponent(hook.checkpoint_id)}` : null, { every: null });
+  // A manifest may be large, so it is not read again for every checkpoint.
+  const [id, setId] = useState(/** @type {string | null} */ (null));
+  const shown = id ?? hook.checkpoint_id;
+  useEffect(() => setId(shown), [shown]);
+  const { data } = useLive(shown ? `v1/jobs/${job.id}/checkpoints/${encodeURIComponent(shown)}` : null, { every: null });
   if (!hook.stateful) return null;
   if (!hook.checkpoint_id) return html`<${Card} title="Saved state"><p class="small">No checkpoint yet. After a kill the hook would begin anew, at iteration 0.</p></${Card}>`;
   const manifest = data?.manifest;
   const layout = manifest?.bucket_layout;
   return html`<${Card} title="Saved state" aside=${html`<a href=${link(["jobs", job.id, "checkpoints"])}>checkpoints</a>`}>
     <dl class="terms"><dt>Checkpoint</dt><dd><code>${hook.checkpoint_id}</code></dd>
-      <dt>Iteration</dt><dd>${count(hook.checkpoint_iteration)}</dd>
-      <dt>State version</dt><dd>${manifest?.hook?.state_version ?? "–"}</dd>
+      <dt>Iteration</dt><dd>${count(hook.checkpoint_iteration)}</dd></dl>
+    ${shown !== hook.checkpoint_id && html`<p class="small dim">The following is from <code>${shown}</code>. <button type="button" class="plain" onClick=${() => setId(hook.checkpoint_id)}>Read the newest</button></p>`}
+    <dl class="terms"><dt>State version</dt><dd>${manifest?.hook?.state_version ?? "–"}</dd>
       <dt>Ranks saved</dt><dd>${count(manifest?.world_size)}</dd>
       <dt>Bucket layout</dt><dd>${layout ? `${plural(layout.length, "bucket")}, ${plural(layout.reduce((/** @type {number} */ sum, /** @type {any[]} */ one) => sum + one.length, 0), "parameter")}` : "not recorded"}</dd></dl>
     ${layout && html`<details class="small"><summary class="dim">Parameters of each bucket</summary>${layout.slice(0, 50).map((/** @type {string[]} */ names, /** @type {number} */ n) => html`<p><strong>${n}</strong> <code>${names.slice(0, 30).join(", ")}${names.length > 30 ? ` and ${names.length - 30} more` : ""}</code></p>`)}

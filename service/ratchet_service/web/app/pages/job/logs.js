@@ -10,24 +10,28 @@ import { SEARCH } from "../../logs/reader.js";
 import { ENDED } from "../../meaning.js";
 import { setQuery } from "../../route.js";
 
+/** Lists side by side. */
+const PANES = 2;
+
 /** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
 export default function Logs({ job, attempts, route }) {
   const { query } = route;
   const numbers = Array.from({ length: job.attempt }, (_, n) => n + 1);
   const attempt = Number(query.get("attempt")) || null;
-  const ranks = query.getAll("rank").filter((text) => /^\d+$/.test(text)).map(Number);
+  const ranks = [...new Set(query.getAll("rank").filter((text) => /^\d{1,5}$/.test(text)).map(Number))].slice(0, PANES);
   const search = query.get("search") ?? "";
   const since = query.get("since") ?? "";
   const from = Number.isNaN(Date.parse(since)) ? (query.get("from") === "start" || search ? "start" : "end") : new Date(since).toISOString();
   const world = worldSize(job, attempts);
-  const live = !ENDED.includes(job.phase) && (attempt === null || attempt === job.attempt);
+  const over = ENDED.includes(job.phase);
+  const live = !over && (attempt === null || attempt === job.attempt);
   const view = (/** @type {number | null} */ rank) => ({ job: job.id, attempt, rank, search, from, attempts: numbers, ranks: world });
   const panes = ranks.length ? ranks : [null];
   return html`<div class="stack logs">
     <${Pickers} job=${job} numbers=${numbers} attempt=${attempt} ranks=${ranks} search=${search} from=${from} world=${world} attempts=${attempts} />
-    <div class="panes">${panes.map((rank) => html`<${LogList} key=${String(rank)} view=${view(rank)} live=${live} onView=${setQuery} showRank=${rank === null}
+    <div class="panes">${panes.map((rank) => html`<${LogList} key=${String(rank)} view=${view(rank)} live=${live} over=${over} onView=${setQuery} showRank=${rank === null}
       title=${rank === null ? "All ranks" : `Rank ${rank}`} height="max(20rem, calc(100vh - 15rem))" />`)}</div>
-    ${panes.map((rank) => html`<${Command} key=${String(rank)} line=${commandLine(job, { attempt, rank, search, since, live })} />`)}
+    ${panes.map((rank) => html`<${Command} key=${String(rank)} line=${commandLine(job, { attempt, rank, search, since: from === "start" || from === "end" ? "" : from, live })} />`)}
   </div>`;
 }
 
@@ -39,7 +43,7 @@ function worldSize(job, attempts) {
 }
 
 /** @param {any} job @param {{attempt: number | null, rank: number | null, search: string, since: string, live: boolean}} chosen */
-function commandLine(job, { attempt, rank, search, since, live }) {
+export function commandLine(job, { attempt, rank, search, since, live }) {
   return ["ratchet logs", job.id, `--attempt ${attempt ?? "all"}`, rank !== null && `--rank ${rank}`, since && `--since ${since}`,
     search && `--grep '${search.replaceAll("'", "'\\''")}'`, live && "--follow"].filter(Boolean).join(" ");
 }
@@ -67,7 +71,7 @@ function Pickers({ job, numbers, attempt, ranks, search, from, world, attempts }
     ${ranks.length > 0 && world > 1 && html`<span class="beside">${rankPicker(1, "Beside it", "no other")}</span>`}
     <label class="field grow find">Lines that contain
       <input type="search" placeholder="text, as it was written" value=${search} onChange=${(/** @type {any} */ event) => setQuery({ search: event.target.value, from: null })} /></label>
-    <span class="field" aria-hidden="false">Begin<${Choice} label="Where to begin" value=${search && place === "start" ? "start" : place} onChange=${(/** @type {string} */ key) => setQuery(key === "time"
+    <span class="field">Begin<${Choice} label="Where to begin" value=${search && place === "start" ? "start" : place} onChange=${(/** @type {string} */ key) => setQuery(key === "time"
       ? { from: null, since: job.started_at ?? job.created_at } : { since: null, from: key === "start" ? "start" : null, ...(key === "end" && { search: null }) })}
       options=${[["end", "End"], ["start", "Start"], ["time", "Time"]]} /></span>
     ${place === "time" && html`<label class="field">Since<input type="datetime-local" step="1" value=${local} title=${moment(from)}
@@ -76,15 +80,17 @@ function Pickers({ job, numbers, attempt, ranks, search, from, world, attempts }
   </div>`;
 }
 
-/** All chosen lines as a file. @param {{job: any, attempt: number | null, ranks: number[], search: string}} props */
+/** All chosen lines as a file for each chosen rank. @param {{job: any, attempt: number | null, ranks: number[], search: string}} props */
 function Save({ job, attempt, ranks, search }) {
   const [busy, setBusy] = useState(false);
   const fetchAll = async () => {
     setBusy(true);
     try {
-      const asked = new URLSearchParams({ attempt: String(attempt ?? "all"), ...(ranks.length === 1 && { rank: String(ranks[0]) }), ...(search && { [SEARCH]: search }) });
-      const blob = await download(`v1/jobs/${job.id}/logs?${asked}`, { headers: { Accept: "text/plain" } });
-      save(blob, `${job.name}${attempt ? `-attempt-${attempt}` : ""}${ranks.length === 1 ? `-rank-${ranks[0]}` : ""}.log`);
+      for (const rank of ranks.length ? ranks : [null]) {
+        const asked = new URLSearchParams({ attempt: String(attempt ?? "all"), ...(rank !== null && { rank: String(rank) }), ...(search && { [SEARCH]: search }) });
+        const blob = await download(`v1/jobs/${job.id}/logs?${asked}`, { headers: { Accept: "text/plain" } });
+        save(blob, `${job.name}${attempt ? `-attempt-${attempt}` : ""}${rank === null ? "" : `-rank-${rank}`}.log`);
+      }
     } catch (error) {
       notify(/** @type {Error} */ (error).message, "bad");
     }

@@ -7,7 +7,7 @@ import { count, plural } from "../../format.js";
 import { useLive } from "../../live.js";
 import { link, setQuery } from "../../route.js";
 import { save } from "../../api.js";
-import { differences, leaves, scalar, yaml, yamlLines } from "../../yaml.js";
+import { differences, leaves, rounded, scalar, yaml, yamlLines } from "../../yaml.js";
 
 /** @param {{job: any, route: import("../../route.js").Route}} props */
 export default function Spec({ job, route }) {
@@ -29,15 +29,17 @@ export default function Spec({ job, route }) {
 /** @param {{job: any, changed: Set<string>}} props */
 function Text({ job, changed }) {
   const text = yaml(job.spec);
+  const hidden = (job.spec.secret_env ?? []).length > 0;
   const warned = /** @type {Record<string, string>} */ (Object.fromEntries((job.warnings ?? []).map((/** @type {any} */ one) => [one.pointer, one.detail])));
   return html`<${Card} title="Spec" flush aside=${html`<${Copy} text=${text}>copy as YAML</${Copy}><${Copy} text=${JSON.stringify(job.spec, null, 2)}>copy as JSON</${Copy}>
       <button type="button" class="plain" onClick=${() => save(new Blob([text], { type: "application/yaml" }), `${job.name}.yaml`)}>save</button>`}>
     <div class="scroll yaml" tabindex="0" role="region" aria-label="Spec as YAML">${yamlLines(job.spec).map((one) => {
-      const auto = one.end === "auto" ? decided(job, one.path) ?? "decided when it runs" : null;
-      return html`<div class=${classes("yamlline", within(changed, one.path) && "changed")} title=${warned[one.path]}><span style=${{ paddingLeft: `${1.2 * one.indent}rem` }}><span class="key">${one.key}</span> <span class=${valueClass(one.end)}>${one.end}</span>
-        ${auto !== null && html` <span class="became">→ ${auto}</span>`}${changed.has(one.path) && html` <span class="became">changed</span>`}${warned[one.path] && html` <span class="word wait">warning</span>`}</span></div>`;
+      const auto = one.end === "auto" ? decided(job, one.path) : null;
+      return html`<div class=${classes("yamlline", within(changed, one.path) && "changed")} title=${Object.hasOwn(warned, one.path) ? warned[one.path] : undefined}><span style=${{ paddingLeft: `${1.2 * one.indent}rem` }}><span class="key">${one.key}</span> <span class=${valueClass(one.end)}>${one.end}</span>
+        ${auto !== null && html` <span class="became">→ ${auto}</span>`}${changed.has(one.path) && html` <span class="became">changed</span>`}${Object.hasOwn(warned, one.path) && html` <span class="word wait">warning</span>`}</span></div>`;
     })}</div>
-    <div class="stack again"><p class="dim small">Save the spec as a file, then submit it again:</p><${Command} line=${`ratchet submit ${/^[\w.-]+$/.test(job.name) ? job.name : "job"}.yaml`} />
+    ${rounded(job.spec) && html`<p class="edge"><span class="word wait">An integer of 2⁵³ or more is rounded here.</span> The command line shows it exactly: <code>ratchet get ${job.id} --json</code></p>`}
+    <div class="stack again">${hidden && html`<p class="small"><span class="word wait">The values of secret_env are not shown.</span> Replace each ******** in the saved file, or the service refuses it.</p>`}<p class="dim small">Save the spec as a file, then submit it again:</p><${Command} line=${`ratchet submit ${/^[\w.-]+$/.test(job.name) ? job.name : "job"}.yaml`} />
       ${job.last_checkpoint && html`<p class="dim small">A new job with the state of its last checkpoint:</p><${Command} line=${`ratchet fork ${job.id} --checkpoint ${job.last_checkpoint}`} />`}</div></${Card}>`;
 }
 
@@ -47,16 +49,24 @@ const within = (paths, path) => path.split("/").some((_, n, parts) => n > 0 && p
 /** @param {string} text */
 const valueClass = (text) => (text.startsWith('"') ? "string" : /^-?\d/.test(text) ? "num" : /^null$/.test(text) ? "none" : /^(true|false|auto)$/.test(text) ? "literal" : "");
 
-/** What ``auto`` at ``path`` became, null if the answer does not say. @param {any} job @param {string} path */
-function decided(job, path) {
-  const name = path.slice(path.lastIndexOf("/") + 1);
-  const found = job.resolved?.[name];
-  return found === undefined || found === null ? null : String(found);
+/** Where ``auto`` is decided by the service or by the attempt: elsewhere it is a text of the job. Each with its name in ``resolved``. @type {Record<string, string | null>} */
+const AUTO = {
+  "/world/device": "device", "/ddp/backend": "backend", "/checkpoint/every_steps": null, "/checkpoint/first": null, "/checkpoint/staging": null,
+  "/trial/end_at": null,
+};
+
+/** What ``auto`` at ``path`` became; null: it is only a text there. @param {any} job @param {string} path */
+export function decided(job, path) {
+  if (!Object.hasOwn(AUTO, path)) return null;
+  const name = AUTO[path];
+  const found = name && job.resolved?.[name];
+  return found ? String(found) : "decided when it runs";
 }
 
 /** @param {{job: any}} props */
 function Decided({ job }) {
-  const open = new Map([...leaves(job.spec)].filter(([, value]) => value === "auto" || value === null).map(([path, value]) => [path.slice(path.lastIndexOf("/") + 1), value]));
+  const spec = leaves(job.spec);
+  const open = new Map(Object.entries({ device: "/world/device", backend: "/ddp/backend", python: "/python" }).map(([name, path]) => /** @type {[string, any]} */ ([name, spec.get(path)])).filter(([, value]) => value === "auto" || value === null));
   const rows = Object.entries(job.resolved ?? {}).filter(([, value]) => value !== null);
   return html`<${Card} title="Decided at submission">
     <dl class="pairs">${rows.map(([name, value]) => html`<div><dt>${name.replaceAll("_", " ")}</dt>
@@ -87,7 +97,7 @@ function Environment({ job, base }) {
   const others = new Set(base?.environment?.packages ?? []);
   const differ = base?.environment && base.environment.digest !== found.digest ? found.packages.filter((/** @type {string} */ one) => !others.has(one)) : [];
   const torch = found.packages.find((/** @type {string} */ one) => one.startsWith("torch=="));
-  const packages = found.packages.filter((/** @type {string} */ one) => one.includes(wanted.toLowerCase()));
+  const packages = found.packages.filter((/** @type {string} */ one) => one.toLowerCase().includes(wanted.toLowerCase()));
   const { git } = found;
   return html`<${Card} title="Environment" aside="of the newest attempt that trained">
     <dl class="pairs">

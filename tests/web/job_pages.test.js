@@ -1,0 +1,44 @@
+import assert from "node:assert/strict";
+import test from "node:test";
+import { signsOf } from "../../service/ratchet_service/web/app/components/lineage.js";
+import { pointsFor } from "../../service/ratchet_service/web/app/hook_series.js";
+import { bestOf } from "../../service/ratchet_service/web/app/pages/job/checkpoints.js";
+import { toneOf } from "../../service/ratchet_service/web/app/pages/job/events.js";
+import { commandLine } from "../../service/ratchet_service/web/app/pages/job/logs.js";
+import { decided } from "../../service/ratchet_service/web/app/pages/job/spec.js";
+import { rounded } from "../../service/ratchet_service/web/app/yaml.js";
+
+test("tones of events", () => {
+  assert.equal(toneOf("labels-changed", {}), "held");
+  assert.equal(toneOf("upload-incomplete", {}), "quiet");
+  assert.equal(toneOf("job-completed", {}), "good");
+  assert.deepEqual(["exact", "not-exact"].map((verdict) => toneOf("resumed", { verdict })), ["good", "bad"]);
+  assert.equal(toneOf("hang", {}), "bad");
+});
+
+test("the best checkpoint of a page is not called the best of all", () => {
+  const items = [3, 1, 2].map((metric, n) => ({ id: `c${n}`, state: "committed", metric }));
+  const words = (/** @type {boolean} */ whole) => signsOf(items[1], bestOf(items, "min", whole)).map(({ word }) => word);
+  assert.deepEqual([words(true), words(false)], [["best"], ["best on this page"]]);
+  assert.equal(bestOf(items, "max", true)?.id, "c0");
+  assert.deepEqual(signsOf({ state: "committed" }, bestOf([], "min", true)), []);
+});
+
+test("a hook's history of many ranks has fewer steps", () => assert.deepEqual([0, 1, 8, 100, 5000].map(pointsFor), [300, 300, 125, 10, 5]));
+
+test("auto means something in some parts of a spec only", () => {
+  const job = { resolved: { device: "cpu", backend: "gloo", threads_per_rank: 2, code_digest: null } };
+  assert.deepEqual(["/world/device", "/ddp/backend", "/checkpoint/staging", "/task/args/device", "/task/args/constructor"].map((path) => decided(job, path)),
+    ["cpu", "gloo", "decided when it runs", null, null]);
+  assert.equal(decided({ resolved: null }, "/world/device"), "decided when it runs");
+});
+
+test("integers that JSON.parse changes", () => {
+  assert.equal(rounded(JSON.parse('{"a": [{"seed": 9007199254740993}]}')), true);
+  assert.equal(rounded({ a: [1, 1.5, "9007199254740993", null, 2 ** 53 - 1] }), false);
+});
+
+test("the command line of a view of logs", () => {
+  const chosen = { attempt: null, rank: 1, search: "it's", since: "", live: true };
+  assert.equal(commandLine({ id: "j" }, chosen), "ratchet logs j --attempt all --rank 1 --grep 'it'\\''s' --follow");
+});
