@@ -6,8 +6,6 @@ import math
 from datetime import timedelta
 from typing import Any
 
-import sqlalchemy as sa
-
 from ratchet_contract.phases import AttemptPhase, Cause, Outcome
 from ratchet_service.db.engine import utc_now
 from ratchet_service.db.models import Metric, MetricSeries
