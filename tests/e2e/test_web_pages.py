@@ -271,6 +271,10 @@ def test_viewer_sees_no_actions(scene: Scene, chromium: Any) -> None:
     page.get_by_role("heading", name="running").wait_for()
     page.wait_for_load_state("networkidle")
     assert page.get_by_role("button", name=re.compile("Cancel|Suspend|Fork|Preempt")).count() == 0
+    page = seen.open("#/jobs")
+    page.get_by_label("Select running").check()
+    page.get_by_text("1 job selected").wait_for()
+    assert page.get_by_role("group", name="Actions on the selected jobs").get_by_role("button").count() == 0
 
 
 def test_hidden_page_asks_for_nothing(scene: Scene, chromium: Any) -> None:
@@ -329,6 +333,9 @@ def test_filters_are_in_the_address(scene: Scene, chromium: Any) -> None:
     page.get_by_role("link", name="resumed", exact=True).wait_for(state="detached")
     page.get_by_role("link", name="failed", exact=True).wait_for()
     assert "phase=FAILED" in page.url
+    page.get_by_label("Sort").select_option("highest priority first")
+    page.get_by_role("link", name="failed", exact=True).wait_for()
+    assert "sort=-priority" in page.url
     page = seen.open("#/jobs?label=team%3Dvision")
     page.get_by_role("link", name="resumed", exact=True).wait_for()
     assert page.get_by_role("link", name="failed", exact=True).count() == 0
