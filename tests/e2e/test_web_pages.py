@@ -250,7 +250,9 @@ def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) ->
         page.get_by_role("button", name="Cancel", exact=True).wait_for()
         confirm(page, "Cancel", f"ratchet cancel {job}")
         server.wait_phase(job, "CANCELLED")
-        page.get_by_text("CANCELLED").first.wait_for()  # and with it the newest checkpoint, from which the fork begins
+        page.get_by_text(
+            "CANCELLED", exact=True
+        ).first.wait_for()  # and with it the newest checkpoint, from which the fork begins
         confirm(page, "Fork", "ratchet fork", Name="branch")
         page.get_by_role("heading", name="branch").wait_for()
         [fork] = [one for one in server.call("GET", "/v1/jobs").json()["items"] if one["name"] == "branch"]
