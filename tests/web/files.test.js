@@ -1,7 +1,8 @@
 import assert from "node:assert/strict";
 import test from "node:test";
 import { pixelsOf, tooLarge } from "../../service/ratchet_service/web/app/files/pictures.js";
-import { quoted, shownName } from "../../service/ratchet_service/web/app/files/preview.js";
+import { shownName } from "../../service/ratchet_service/web/app/files/preview.js";
+import { quoted } from "../../service/ratchet_service/web/app/format.js";
 
 /** Bytes of text and numbers. @param {...(string | number)} parts */
 const bytes = (...parts) => Uint8Array.from(parts.flatMap((part) => (typeof part === "number" ? [part] : [...part].map((one) => one.charCodeAt(0)))));

@@ -18,7 +18,7 @@ test("a point's weight depends on its distance, not on the number of points", ()
   assert.ok(Math.abs(near - 1 / (1 + weight)) < 1e-12);
 });
 
-test("smoothing begins anew behind a value that is not finite", () =>
+test("smoothing begins again after a value that is not finite", () =>
   assert.deepEqual(smooth([0, 1, 2, 3, 4], [1, NaN, 5, null, 7], 100), [1, null, 5, null, 7]));
 
 test("points at the same x, and x that goes back, give no weight above 1", () => {

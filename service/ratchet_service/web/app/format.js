@@ -78,3 +78,6 @@ export function between(from, to) {
 
 /** @param {number} n @param {string} noun */
 export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+
+/** A text as a word of a command line. @param {string} text */
+export const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);

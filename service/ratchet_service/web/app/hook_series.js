@@ -1,24 +1,22 @@
 // @ts-check
 /** From a hook's stored summaries to curves, phases and outliers: pure functions. */
 import { count } from "./format.js";
+import { finite } from "./series.js";
 
 /** @typedef {import("./components/chart.js").Curve} Curve @typedef {import("./components/chart.js").Strip} Strip
  *  @typedef {{attempt: number, at: string, summary: any}} Sample */
 
-/** Up to so many ranks have a curve each. */
+/** Largest number of ranks that have a curve each. */
 export const OWN_CURVES = 8;
 /** A rank's residual norm is an outlier from this multiple of the median on. */
 export const OUTLIER = 1.3;
 const NAMED = 3;
 
-/** @param {any} value - NaN and infinities come as texts */
-const finite = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
-
 /** Samples of one history, of all ranks together, and the limits of its steps. */
 const SAMPLES = 1000;
 const STEPS = [5, 300];
 
-/** For how many steps a history is asked, with so many ranks: a few requests are enough for the answer. @param {number} ranks */
+/** Number of steps of which a history is read, so that a few requests are enough. @param {number} ranks */
 export const pointsFor = (ranks) => Math.max(STEPS[0], Math.min(STEPS[1], Math.floor(SAMPLES / Math.max(1, ranks))));
 
 /** @param {number[]} values */

@@ -20,7 +20,7 @@ export function originOf(job, attempts) {
 }
 
 /** @param {any} value - NaN and infinities come as texts */
-const finite = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
+export const finite = (value) => (typeof value === "number" && Number.isFinite(value) ? value : null);
 
 /**
  * Curves of one series: smoothed above its raw values, and as dots the earlier values of steps that came out otherwise when they

@@ -3,7 +3,7 @@
 
 /**
  * Exponential moving average for points at unequal distances. A point's weight falls to 1/e at the distance ``width``. Weights are
- * normalised, so the beginning is not drawn towards 0. It begins anew behind a value that is not finite.
+ * normalised, so the beginning is not drawn towards 0. It begins again after a value that is not finite.
  * @param {ArrayLike<number>} xs @param {ArrayLike<number | null>} ys @param {number} width - in units of x; 0: none
  * @returns {(number | null)[]}
  */

@@ -2,6 +2,7 @@
 /** Actions on jobs and checkpoints. Each shows the command line that does the same. */
 import { Unreachable, change } from "../api.js";
 import { html, useState } from "../dom.js";
+import { quoted } from "../format.js";
 import { ACTIVE, ENDED } from "../meaning.js";
 import { go, link } from "../route.js";
 import { Command, Dialog } from "./basics.js";
@@ -14,7 +15,6 @@ import { notify } from "./frame.js";
  * @typedef {{name: string, label: string, value?: string, type?: string, optional?: boolean, hint?: string}} Field
  */
 
-const quoted = (/** @type {string} */ text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 /** @param {any} job @param {string} name @param {string} done @returns {(values: Record<string, string>) => Promise<string>} */
 const post = (job, name, done) => async () => {

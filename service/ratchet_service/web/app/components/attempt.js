@@ -25,9 +25,9 @@ export function Attempt({ job, number, listed }) {
   const attempt = data ?? listed;
   if (!attempt) return error ? html`<${Trouble} error=${error} />` : null;
   const report = attempt.resume_report;
-  const told = report && (report.components.length > 0 || report.notes.length > 0 || report.differences.length > 0);
-  const broad = told && new Set(report.components.map((/** @type {any} */ one) => one.rank)).size > BESIDE;
-  const matrix = told && html`<${ResumeMatrix} attempt=${attempt} />`;
+  const hasReport = report && (report.components.length > 0 || report.notes.length > 0 || report.differences.length > 0);
+  const broad = hasReport && new Set(report.components.map((/** @type {any} */ one) => one.rank)).size > BESIDE;
+  const matrix = hasReport && html`<${ResumeMatrix} attempt=${attempt} />`;
   return html`<div class="main-side">
     <div class="stack"><${End} job=${job} attempt=${attempt} />
       <${Card} title="Where its time went" aside=${attempt.goodput && `goodput ${percent(attempt.goodput.goodput)} of ${duration(attempt.goodput.wall_seconds)}`}>

@@ -40,20 +40,22 @@ export const Trouble = ({ error }) =>
 export const Broken = ({ error }) => html`<div class="stack"><${Trouble} error=${new Error(`This page failed: ${error.message}`)} />
   <p><button type="button" onClick=${() => location.reload()}>Load it again</button></p></div>`;
 
-/** A command line with a button that copies it. @param {{line: string}} props */
-export function Command({ line }) {
+/** A button that copies a text. ``label``: for screen readers, if the button's own text does not say what. @param {{text: string, children: any, label?: string}} props */
+export function Copy({ text, children, label }) {
   const [copied, setCopied] = useState(false);
   const copy = async () => {
-    await copyText(line);
+    await copyText(text);
     setCopied(true);
     setTimeout(() => setCopied(false), 1500);
   };
-  return html`<div class="command"><code>${line}</code>
-    <button class="plain" type="button" onClick=${copy} aria-label=${`Copy: ${line}`}>${copied ? "copied" : "copy"}</button></div>`;
+  return html`<button type="button" class="plain" onClick=${copy} aria-label=${label}>${copied ? "copied" : children}</button>`;
 }
 
+/** A command line with a button that copies it. @param {{line: string}} props */
+export const Command = ({ line }) => html`<div class="command"><code>${line}</code><${Copy} text=${line} label=${`Copy: ${line}`}>copy</${Copy}></div>`;
+
 /** @param {string} text */
-export async function copyText(text) {
+async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
   } catch {

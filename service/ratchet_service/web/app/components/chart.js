@@ -24,7 +24,7 @@ const TABLE_ROWS = 25;
 const FONT = "11px system-ui, sans-serif";
 /** Pixels up to which a chart has no label below its x axis. */
 const LOW = 200;
-/** Pixels from the cursor to a point that is told. */
+/** Pixels from the cursor to the farthest point that the tip shows. */
 const NEAR = 24;
 /** The chart's class has no type that allows ``new``. @type {any} */
 const Plot = uPlot;

@@ -98,7 +98,7 @@ function SignIn() {
     ${odd ? html`<p class="notice bad" role="alert">A token has only letters, digits and signs, without spaces.</p>` : token() && html`<p class="notice bad">${problem.message}</p>`}
     <form onSubmit=${enter}>
       <label class="field">API token<input type="password" name="token" required autocomplete="current-password" /></label>
-      <p class="dim small">Whoever runs this service creates one with <code>ratchet token create</code>. This tab keeps it until it is closed.</p>
+      <p class="dim small">An administrator of this service creates one with <code>ratchet token create</code>. This tab keeps it until it is closed.</p>
       <div class="row end"><button class="primary">Sign in</button></div>
     </form></${Dialog}>`;
 }

@@ -8,7 +8,7 @@ import { Card } from "./basics.js";
 const MOST = 16;
 const NOTES = 6;
 /** @type {Record<string, [string, string]>} */
-const SIGNS = { exact: ["✓", "restored bit for bit"], redistributed: ["↔", "redistributed to another number of ranks"], reset: ["0", "begun anew"], absent: ["–", "not in the checkpoint"], imported: ["↓", "imported"], "not-exact": ["!", "not exact"] };
+const SIGNS = { exact: ["✓", "restored bit for bit"], redistributed: ["↔", "redistributed to another number of ranks"], reset: ["0", "set back to its start"], absent: ["–", "not in the checkpoint"], imported: ["↓", "imported"], "not-exact": ["!", "not exact"] };
 
 /** @param {{status: string, reason?: string | null}} props */
 const Sign = ({ status, reason }) => html`<span class=${classes("mark", statusTone(status))} role="img" aria-label=${status} title=${reason ? `${status}: ${reason}` : status}>${SIGNS[status]?.[0] ?? "!"}</span>`;

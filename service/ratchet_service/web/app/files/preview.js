@@ -4,7 +4,7 @@ import { download, read, save, token } from "../api.js";
 import { Card, Command, Trouble } from "../components/basics.js";
 import { notify } from "../components/frame.js";
 import { html, useEffect, useRef, useState } from "../dom.js";
-import { count, moment, size } from "../format.js";
+import { count, moment, quoted, size } from "../format.js";
 import { MOST_PIXELS, pixelsOf, tooLarge } from "./pictures.js";
 
 const TEXT_BYTES = 256 * 1024;
@@ -16,9 +16,6 @@ const PICTURE = /\.(png|jpe?g|gif|webp|bmp)$/i;
 
 /** A name without characters that reverse the text around them. @param {string} text */
 export const shownName = (text) => text.replace(/[\u202a-\u202e\u2066-\u2069]/g, "\ufffd");
-
-/** A path as a word of a command line. @param {string} text */
-export const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 /** @param {string} id @param {string} part @param {string} path */
 export const address = (id, part, path) => `v1/jobs/${encodeURIComponent(id)}/files/${part}?${new URLSearchParams({ path })}`;

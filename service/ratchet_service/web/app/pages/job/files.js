@@ -1,10 +1,10 @@
 // @ts-check
 /** What the job wrote to its working directory: folders to open, a file beside them. The folder and the file are in the address. */
 import { Badge, Command, Empty, Trouble } from "../../components/basics.js";
-import { Download, Preview, REFUSED, address, fileView, quoted, shownName } from "../../files/preview.js";
+import { Download, Preview, REFUSED, address, fileView, shownName } from "../../files/preview.js";
 import { classes, html, useEffect, useMemo, useState } from "../../dom.js";
 import { read } from "../../api.js";
-import { ago, moment, plural, size } from "../../format.js";
+import { ago, moment, plural, quoted, size } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
 import { ACTIVE } from "../../meaning.js";
 import { link, setQuery } from "../../route.js";

@@ -163,7 +163,7 @@ function Stored({ job, hook }) {
   useEffect(() => setId(shown), [shown]);
   const { data } = useLive(shown ? `v1/jobs/${job.id}/checkpoints/${encodeURIComponent(shown)}` : null, { every: null });
   if (!hook.stateful) return null;
-  if (!hook.checkpoint_id) return html`<${Card} title="Saved state"><p class="small">No checkpoint yet. After a kill the hook would begin anew, at iteration 0.</p></${Card}>`;
+  if (!hook.checkpoint_id) return html`<${Card} title="Saved state"><p class="small">No checkpoint yet. After a kill the hook would begin again, at iteration 0.</p></${Card}>`;
   const manifest = data?.manifest;
   const layout = manifest?.bucket_layout;
   return html`<${Card} title="Saved state" aside=${html`<a href=${link(["jobs", job.id, "checkpoints"])}>checkpoints</a>`}>

@@ -1,7 +1,6 @@
 // @ts-check
 /** What the job was asked to be, what the service decided, what differs from another job, and the software that it ran with. */
-import { Badge, Card, Command, Empty, Trouble } from "../../components/basics.js";
-import { Copy } from "../../components/copy.js";
+import { Badge, Card, Command, Copy, Empty, Trouble } from "../../components/basics.js";
 import { classes, html, useState } from "../../dom.js";
 import { count, plural } from "../../format.js";
 import { useLive } from "../../live.js";
