@@ -15,6 +15,7 @@ import pytest
 
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.support.browser import chromium, watch
 from tests.support.docs import ROOT
 from tests.support.server import Server, rank_pid, wait_for
@@ -206,7 +207,11 @@ def test_kill_and_resume_are_seen_live(scene: Scene, chromium: Any) -> None:
     page = seen.open(f"#/jobs/{scene.running}")
     page.get_by_text("RUNNING").first.wait_for()
     page.evaluate("window.loadedOnce = true")
-    number, paths = scene.server.wait_step(scene.running, 20, saved=True)
+    _, paths = scene.server.wait_step(scene.running, 20, saved=True)
+    reading = CounterReader(paths.counter(0)).read()
+    assert reading is not None
+    between_saves = reading.finished // 10 * 10 + 15  # so that the kill loses steps, which are done again and compared
+    number, paths = scene.server.wait_step(scene.running, between_saves)
     os.kill(rank_pid(paths, 1), signal.SIGKILL)
     page.get_by_text("rank-killed").first.wait_for()
     scene.server.wait_step(scene.running, 40, after_attempt=number)

@@ -6,7 +6,6 @@ Each function raises ``AssertionError`` if the service breaks a rule.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +25,7 @@ from ratchet_service.scheduling.scheduler import Preemption
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases import submit
 from tests.support import invariants
+from tests.support.server import wait_for
 from tests.support.sim.agents import Agent, State
 from tests.support.sim.checks import CPUS, LEASE, TIMING
 from tests.support.sim.engine import SimLauncher
@@ -172,11 +172,9 @@ def concurrent_launches(database: SimDatabase, home: Path) -> None:
     with databases[1].write() as session:
         submit.store(session, prepared_job(1, 1), "ada")
     threads[1].start()
+    waiting = sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
     with databases[1].engine.connect() as connection:
-        while threads[1].is_alive() and not connection.scalar(
-            sa.text("SELECT count(*) FROM pg_locks WHERE NOT granted")
-        ):
-            time.sleep(0.01)
+        wait_for(lambda: not threads[1].is_alive() or connection.scalar(waiting), "the second launch to wait or end")
     may_commit.set()
     for thread in threads:
         thread.join(60)
