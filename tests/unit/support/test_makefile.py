@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -17,24 +18,30 @@ _PYTHON = """#!/bin/sh
 echo "$*" >> "{log}"
 if [ "$2" = venv ]; then mkdir -p "$3/bin" && cp "$0" "$3/bin/python"; fi
 """
+_NPM = """#!/bin/sh
+echo "npm $1" >> "{log}"
+mkdir -p tests/web/node_modules
+"""
 _TESTS = ("ruff", "mypy", "pytest", "moto", "botocore", "schemathesis", "matplotlib", "lightning", "transformers")
 
 
 class Clone:
     def __init__(self, place: Path) -> None:
         self.place, self.log = place, place / "log"
-        (place / "deploy").mkdir()
-        for name in ("Makefile", "pyproject.toml", "constraints.txt", "deploy/constraints.txt"):
+        needed = "Makefile", "pyproject.toml", "constraints.txt", "deploy/constraints.txt", "tests/web/package-lock.json"
+        for name in needed:
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, place / name)
-        python = place / "python"
-        python.write_text(_PYTHON.format(log=self.log))
-        python.chmod(0o755)
+        for program, text in (("python", _PYTHON), ("npm", _NPM)):
+            (place / program).write_text(text.format(log=self.log))
+            (place / program).chmod(0o755)
 
     def make(self, target: str) -> list[str]:
-        """What the interpreters were asked to do, line by line."""
+        """What the interpreters and npm were asked to do, line by line."""
         self.log.write_text("")
         command = ["make", "--silent", target, f"PYTHON={self.place / 'python'}"]
-        subprocess.run(command, cwd=self.place, check=True, capture_output=True)
+        environment = os.environ | {"PATH": f"{self.place}{os.pathsep}{os.environ['PATH']}"}
+        subprocess.run(command, cwd=self.place, env=environment, check=True, capture_output=True)
         return self.log.read_text().splitlines()
 
 
@@ -53,6 +60,7 @@ def test_make_demo_installs_needed_extras_once_and_test_the_rest(clone: Clone) -
     assert clone.make("demo") == ["-m examples.demo"]
     said = clone.make("test")
     assert not any("venv" in line.split() for line in said) and extras(said) == ["dev"] and "-m pytest" in said[-1]
+    assert said.count("npm ci") == 1 and not any("npm" in line for line in clone.make("test"))
     assert extras(clone.make("test")) == [] == extras(clone.make("demo"))
 
 
