@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -48,14 +47,9 @@ class Run:
 
 
 def run_torchrun(place: Path) -> Run:
-    """``torchrun --max-restarts 3 --nproc-per-node 2 plain.py``. ``place``: an empty directory."""
-    command = [
-        str(Path(sys.executable).with_name("torchrun")),
-        "--master-port",
-        str(_free_port()),
-        "--max-restarts",
-        "3",
-    ]
+    """``torchrun --standalone --max-restarts 3 --nproc-per-node 2 plain.py``. ``place``: an empty directory."""
+    # With --master-port instead of --standalone, restarted ranks use the dead group's store: most restarts failed or hung.
+    command = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--max-restarts", "3"]
     command += ["--nproc-per-node", str(RANKS), str(SCRIPTS / "plain.py")]
     env = {**os.environ, "BENCH_STAMPS": str(place / "stamps"), "OMP_NUM_THREADS": "1"}
     # torchrun's default shares its rendezvous store with the ranks: restarted ones may find a dead rank's address there, fail to
@@ -69,12 +63,6 @@ def run_torchrun(place: Path) -> Run:
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait()
-
-
-def _free_port() -> int:
-    """torchrun wants one named; its own default may be taken."""
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        return int(bound.getsockname()[1])
 
 
 def run_ratchet(service: Service, script: str, place: Path, **where: Any) -> Run:
