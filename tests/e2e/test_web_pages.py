@@ -62,7 +62,22 @@ def digits(name: str, **changes: Any) -> dict[str, Any]:
 
 
 KILLED = {"end_at": 60, "faults": [{"attempt": 1, "rank": 1, "step": 25, "kind": "kill-rank"}]}
-LONG = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 9999}}
+LONG = {"entrypoint": "paced:Paced", "args": {"epochs": 9999}}
+PACED = """
+import time
+from ratchet_worker.tasks.digits import DigitsTask
+
+class Paced(DigitsTask):
+    def loss(self, model, batch):
+        time.sleep(0.02)  # the browser needs the processors too
+        return super().loss(model, batch)
+"""
+TABS_WITH_OWN_STATE = {
+    "failed": ("overview", "logs", "files", "events"),
+    "running": ("overview", "metrics", "hook", "checkpoints", "logs"),
+    "waiting": ("overview", "hook", "attempts", "checkpoints"),
+}
+"""What differs from the resumed job's tabs, of which all are looked at."""
 
 
 @dataclass
@@ -71,6 +86,7 @@ class Scene:
 
     server: Server
     token: str
+    code: Path
     resumed: str
     failed: str
     running: str
@@ -83,6 +99,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     code = folder / "code"
     code.mkdir()
     (code / "train.py").write_text(SCRIPT)
+    (code / "paced.py").write_text(PACED)
     server = Server(folder / "home", "--auth", "token", "--code-root", str(folder), cpu_slots=4)
     try:
         server.start().use_admin_token()
@@ -95,11 +112,11 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         )  # fmt: skip
         server.wait_phase(resumed, "SUCCEEDED")
         wait_for(lambda: server.job(failed)["phase"] == "FAILED", "the failure", 120)
-        running = server.submit(digits("running", task=LONG))
+        running = server.submit(digits("running", task=LONG, code={"path": str(code)}))
         server.wait_step(running, 20)
         wide = {"ranks_per_node": 4, "device": "cpu"}
-        waiting = server.submit(digits("waiting", task=LONG, world=wide, priority=-1))
-        yield Scene(server, str(server.token), resumed, failed, running, waiting)
+        waiting = server.submit(digits("waiting", world=wide, priority=-1))
+        yield Scene(server, str(server.token), code, resumed, failed, running, waiting)
     finally:
         server.stop()
 
@@ -120,8 +137,8 @@ def settle(page: Any) -> None:
 
 
 def addresses(scene: Scene) -> list[str]:
-    jobs = (scene.resumed, scene.failed, scene.running, scene.waiting)
-    tabs = [f"#/jobs/{job}" + ("" if tab == "overview" else f"/{tab}") for job in jobs for tab in TABS]
+    looked_at = {"resumed": TABS, **TABS_WITH_OWN_STATE}
+    tabs = [f"#/jobs/{getattr(scene, name)}/{tab}" for name, tabs in looked_at.items() for tab in tabs]
     return [*PAGES, f"#/compare?job={scene.resumed}&job={scene.failed}", *tabs]
 
 
@@ -233,7 +250,8 @@ def confirm(page: Any, button: str, line: str, **values: str) -> None:
 
 def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) -> None:
     server = scene.server
-    job = server.submit(digits("acted-on", task=LONG, world={"ranks_per_node": 1, "device": "cpu"}))
+    alone = {"ranks_per_node": 1, "device": "cpu"}
+    job = server.submit(digits("acted-on", task=LONG, code={"path": str(scene.code)}, world=alone))
     try:
         server.wait_step(job, 12)
         seen = watch(chromium, str(server.url), token=scene.token)
