@@ -35,7 +35,7 @@ test: $(STAMP) $(WEB)
 	@echo "==> running the tests"
 	@$(BIN)/python -m compileall -q -j 0 client contract hooks migrations service store worker tests/support  # once, not in each of a thousand processes
 	@ls tests/__pycache__/conftest.*-pytest-*.pyc >/dev/null 2>&1 || { $(CACHE_TESTS) tests/unit tests/architecture >/dev/null & $(CACHE_TESTS) tests/e2e tests/integration >/dev/null; wait; }
-	$(BIN)/python -m pytest -n $(or $(JOBS),5) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(or $(JOBS),6) --dist loadfile --no-loadscope-reorder
 
 # the rules without I/O and the small parts: no torch, no processes, within a minute
 test-fast: $(STAMP)

@@ -40,9 +40,12 @@ __all__ = [
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tests that a script starts in the background ignore SIGINT, and so would every command that they start and interrupt."""
+    """Tests that a script starts in the background ignore SIGINT, and under nohup SIGHUP. Every command that they start and
+    interrupt would ignore it too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
         fork_server.export_fork_server_addresses()
 
