@@ -63,6 +63,9 @@ class Replay:
     failures: int = 0
     bases: dict[int, Base] = field(default_factory=dict)
     committed: dict[tuple[int, int], int] = field(default_factory=dict)  # (step, attempt): place in the history
+    unrecorded: dict[int, tuple[int, int]] = field(
+        default_factory=dict
+    )  # attempt: its base, of which no event says so yet
     causes: dict[int, Cause] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -133,7 +136,8 @@ def _check_transition(out: Replay, event: Happening, wrong: Any) -> None:
 
 
 def _check_base(out: Replay, event: Happening, forked: bool, wish: tuple[int, int] | None, wrong: Any) -> None:
-    """An attempt's base: from scratch, the fork's, or a checkpoint of the job's own that was recorded before, on its lineage."""
+    """An attempt's base: from scratch, the fork's, or a checkpoint of the job's own on its lineage. If its attempt was given up
+    while it committed, the checkpoint is recorded when the attempt that found it on the disk ends."""
     if event.attempt != out.attempt or not out.alive:
         wrong(f"attempt {event.attempt} trains, the newest is {out.attempt}")
         return
@@ -144,12 +148,13 @@ def _check_base(out: Replay, event: Happening, forked: bool, wish: tuple[int, in
     if attempt is not None and not (forked and (step, attempt) not in out.committed):
         segments = lineage(out.bases, resume_from=None)
         if (step, attempt) not in out.committed:
-            wrong(f"begins from step {step} of attempt {attempt}, which was never recorded as committed")
-        elif not lineage_contains(segments, step, attempt):
+            out.unrecorded[out.attempt] = (step, attempt)
+        if not lineage_contains(segments, step, attempt):
             wrong(f"begins from step {step} of attempt {attempt}, which no lineage holds: {segments}")
         if wish is not None and wish[0] != step:
             wrong(f"begins from step {step}, a resume asked for {wish[0]}")
-    out.bases[out.attempt] = base if attempt is not None and (step, attempt) in out.committed else Base(step=step)
+    own = attempt is not None and (step, attempt) in (*out.committed, out.unrecorded.get(out.attempt))
+    out.bases[out.attempt] = base if own else Base(step=step)
 
 
 def _check_end(out: Replay, event: Happening, wrong: Any) -> None:
@@ -158,6 +163,9 @@ def _check_end(out: Replay, event: Happening, wrong: Any) -> None:
         wrong(f"ends attempt {number}, the newest is {out.attempt}, {'alive' if out.alive else 'ended already'}")
     if number in out.causes:
         wrong(f"attempt {number} ends for the second time")
+    base = out.unrecorded.get(number)
+    if base is not None and base not in out.committed:
+        wrong(f"began from step {base[0]} of attempt {base[1]}, which was never recorded as committed")
     out.causes[number], out.alive = cause, False
     if cause is Cause.COMPLETED:
         return  # the job has succeeded: nothing is counted any more
