@@ -15,6 +15,7 @@ from fastapi.responses import FileResponse, Response
 
 from ratchet_contract.errors import NotFound
 from ratchet_service.api.authentication import OPEN
+from ratchet_service.api.web_bundle import bundle, report_page, style
 
 router = APIRouter(include_in_schema=False)
 _WEB: Final = (Path(__file__).parents[2] / "web").resolve()
@@ -41,6 +42,10 @@ _TYPES: Final = {
 }
 
 
+CHUNKS: Final = {"main.js": ("app/main.js",), "job.js": ("app/pages/job.js", "app/pages/compare.js")}
+"""Scripts with the modules that each begins with. The second one has the charts, which a list of jobs does not need."""
+
+
 class _File(NamedTuple):
     """A file of the pages. ``etag``: changes with the content."""
 
@@ -49,11 +54,16 @@ class _File(NamedTuple):
     etag: str
 
 
-@lru_cache(maxsize=256)
-def _load(path: Path, modified_ns: int) -> _File:
-    """Return the file, read and compressed once per change of it."""
-    content = path.read_bytes()
-    return _File(content, gzip.compress(content, 9, mtime=0), f'"{xxhash.xxh3_64_hexdigest(content)}"')
+@lru_cache(maxsize=1)
+def _files(_modified: tuple[tuple[Path, int], ...]) -> dict[str, _File]:
+    """Return all files of the pages by name, made and compressed once per change of what they are made of."""
+    texts = {name: (_WEB / name).read_text(encoding="utf-8") for name in ("index.html", "icon.svg")}
+    texts |= {**bundle(_WEB, CHUNKS), "style.css": style(_WEB), "report.html": report_page(_WEB)}
+    contents = {name: text.encode() for name, text in texts.items()}
+    return {
+        name: _File(content, gzip.compress(content, 9, mtime=0), f'"{xxhash.xxh3_64_hexdigest(content)}"')
+        for name, content in contents.items()
+    }
 
 
 @router.get("/", dependencies=[OPEN])
@@ -61,37 +71,30 @@ def index(
     accept_encoding: Annotated[str, Header()] = "", if_none_match: Annotated[str | None, Header()] = None
 ) -> Response:
     """Return the page that all addresses of the web pages have in common: they differ only behind the ``#``."""
-    return _file("index.html", accept_encoding, if_none_match)
+    return file("index.html", accept_encoding, if_none_match)
 
 
-@router.get("/web/{path:path}", dependencies=[OPEN])
+@router.get("/web/{name}", dependencies=[OPEN])
 def file(
-    path: str,
+    name: str,
     accept_encoding: Annotated[str, Header()] = "",
     if_none_match: Annotated[str | None, Header()] = None,
 ) -> Response:
-    """Return a file that the pages load. Raises ``NotFound`` if there is none."""
-    return _file(path, accept_encoding, if_none_match)
-
-
-def _file(name: str, accept_encoding: str, if_none_match: str | None) -> Response:
-    """Return the file ``name`` below the directory of the pages, compressed if the browser accepts that; 304 if it has it.
-    Raises ``NotFound`` (``file-not-found``)."""
-    try:
-        path = (_WEB / name).resolve()
-        exists = path.is_relative_to(_WEB) and path.suffix in _TYPES and path.is_file()
-    except (OSError, ValueError):  # a name that is too long, or has a null character
-        exists = False
-    if not exists:
+    """Return a file that the pages load, compressed if the browser accepts that; 304 if it has it. Raises ``NotFound``
+    (``file-not-found``)."""
+    files = _files(tuple((path, path.stat().st_mtime_ns) for path in sorted(_WEB.rglob("*.*"))))
+    if name not in files:
         raise NotFound(f"the web pages have no file {name!r}", code="file-not-found")
-    found = _load(path, path.stat().st_mtime_ns)
+    found = files[name]
     headers = {**_HEADERS, "Content-Security-Policy": _POLICY, "ETag": found.etag, "Vary": "Accept-Encoding"}
+    if name == "report.html":
+        headers["Content-Security-Policy"] = _COMMON  # it states the rest itself
     if found.etag in (if_none_match or ""):
         return Response(status_code=304, headers=headers)
     packed = "gzip" in accept_encoding and "gzip;q=0" not in accept_encoding.replace(" ", "")
     if packed:
         headers["Content-Encoding"] = "gzip"
-    return Response(found.packed if packed else found.content, headers=headers, media_type=_TYPES[path.suffix])
+    return Response(found.packed if packed else found.content, headers=headers, media_type=_TYPES[Path(name).suffix])
 
 
 class DocsFile(StrEnum):

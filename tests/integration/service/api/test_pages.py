@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from urllib.parse import urljoin
 
 import pytest
 
+from ratchet_service.api.routes import pages
 from tests.support.api import Api
 from tests.support.docs import ROOT
 from tests.support.team import Team, team, token_required_service
@@ -72,7 +74,7 @@ def test_index_runs_no_inline_script_and_its_files_are_there_compressed_and_tagg
     assert policy["default-src"] == "'self'" and "script-src" not in policy
     assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=| style=", page.text)
     loaded = re.findall(r'(?:src|href)="(web/[^"]*)"', page.text)
-    assert len(loaded) >= 4
+    assert {"web/main.js", "web/style.css", "web/icon.svg"} == set(loaded)
     for name in loaded:
         answer = api.client.get(f"/{name}", headers={"Accept-Encoding": "gzip"})
         assert answer.headers["content-encoding"] == "gzip" and answer.headers["vary"] == "Accept-Encoding"
@@ -82,7 +84,18 @@ def test_index_runs_no_inline_script_and_its_files_are_there_compressed_and_tagg
 
 
 @pytest.mark.parametrize(
-    "name", ["../app.py", "..%2Fapp.py", "vendor", "vendor/lock.json", "nothing.js", "%00.js", "a" * 300 + ".js"]
+    "name",
+    [
+        "../app.py",
+        "..%2Fapp.py",
+        "vendor",
+        "vendor/lock.json",
+        "app/main.js",
+        "docs.js",
+        "nothing.js",
+        "%00.js",
+        "a" * 300 + ".js",
+    ],
 )
 def test_only_files_of_the_pages_are_served(api: Api, name: str) -> None:
     answer = api.client.get(f"/web/{name}")
@@ -100,14 +113,27 @@ def test_vendored_files_are_those_of_the_lock_file_which_names_no_registry() -> 
         assert entry["integrity"] == f"sha384-{digest}" and entry["version"] and entry["licence"]
 
 
-def test_modules_import_only_modules_of_the_pages() -> None:
-    web = ROOT / "service" / "ratchet_service" / "web"
-    names = re.compile(r'(?:^|;)(?:import|export)[^;"]*?from ?"([^"]+)"|import\("([^"]+)"\)', re.MULTILINE)
-    for path in [*(web / "app").rglob("*.js"), *(web / "vendor").glob("*.js")]:
-        for name in ("".join(found) for found in names.findall(path.read_text())):
-            target = path.parent / name
-            exists = target.is_file() or target.with_suffix(".d.ts").is_file()
-            assert name.startswith(".") and exists, f"{path.name}: {name}"
+def test_report_page_is_served_without_a_token_and_says_itself_what_it_may_load(team: Team) -> None:
+    answer = team.nobody.get("/web/report.html")
+    assert answer.status_code == 200 and "default-src" not in answer.headers["content-security-policy"]
+    assert "Content-Security-Policy\" content=\"default-src 'none'; script-src 'sha256-" in answer.text
+    assert '<script type="application/json" id="recorded"></script>' in answer.text
+
+
+def test_changed_module_is_served_without_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, api: Api) -> None:
+    web = tmp_path / "web"
+    shutil.copytree(pages._WEB, web)
+    monkeypatch.setattr(pages, "_WEB", web)
+    before = api.client.get("/web/main.js")
+    (web / "app" / "route.js").write_text((web / "app" / "route.js").read_text() + 'console.log("changed");\n')
+    after = api.client.get("/web/main.js", headers={"If-None-Match": before.headers["etag"]})
+    assert after.status_code == 200 and after.text.count('console.log("changed")') == 1
+
+
+def test_pages_weigh_little(api: Api) -> None:
+    sizes = {name: len(pages._files(())[name].packed) for name in pages._files(())}
+    first = sum(sizes[name] for name in ("index.html", "icon.svg", "style.css", "main.js"))
+    assert first <= 60_000 and first + sizes["job.js"] <= 120_000, sizes
 
 
 def test_pages_are_served_from_an_installation_behind_a_symbolic_link(tmp_path: Path) -> None:

@@ -9,8 +9,6 @@ import { pieces, place, ticks } from "../timescale.js";
 import { Badge, Card } from "./basics.js";
 import { PartsLegend, partsOf } from "./spent.js";
 
-export { ResumeMatrix } from "./resume.js";
-
 /**
  * One bar per attempt on a common time axis, in the order in which its parts came. Its cap has the colour of its cause. Long pauses
  * between attempts are folded. ``selected``: the number of the attempt that is shown below; ``query``: kept in its address.

@@ -8,8 +8,6 @@ import { EVERY, useLive, useNow } from "../live.js";
 import { ACTIVE, ENDED, isUnmanaged, mayAct, proofTone } from "../meaning.js";
 import { link } from "../route.js";
 
-export { mayAct };
-
 /** Attempts that are read: tabs whose charts mark the ends of attempts show more of them. */
 const ATTEMPTS = 20;
 const MARKED_ATTEMPTS = 100;

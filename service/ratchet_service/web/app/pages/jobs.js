@@ -2,8 +2,8 @@
 /** All jobs: what runs, what waits and why, what a kill would cost now. Filters are in the address. */
 import { ActionDialog, jobActions } from "../components/actions.js";
 import { Bar, Choice, Command, Empty, Phase, Trouble } from "../components/basics.js";
-import { Sparkline } from "../components/chart.js";
 import { notify } from "../components/frame.js";
+import { Sparkline } from "../components/sparkline.js";
 import { classes, html, useState } from "../dom.js";
 import { ago, count, number, percent, plural } from "../format.js";
 import { useLive, useNow } from "../live.js";

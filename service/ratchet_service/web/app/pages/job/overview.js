@@ -2,7 +2,8 @@
 /** What one wants to know first: why it failed, why it waits, or how it goes; then the curve, the attempts, and what they cost. */
 import { Chart } from "../../components/chart.js";
 import { Badge, Card, Command, Empty } from "../../components/basics.js";
-import { ResumeMatrix, Timeline } from "../../components/timeline.js";
+import { ResumeMatrix } from "../../components/resume.js";
+import { Timeline } from "../../components/timeline.js";
 import { tail } from "../../api.js";
 import { html, useEffect, useMemo, useState } from "../../dom.js";
 import { count, duration, moment, percent, plural } from "../../format.js";
