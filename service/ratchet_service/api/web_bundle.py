@@ -8,14 +8,13 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Final
 
 _SYNTAX: Final = re.compile(
     r"""
-    ^[ \t]*//.*\n | ^[ \t]*/\*\*(?s:.*?)\*/[ \t]*\n | /\*\*(?s:.*?)\*/[ ]?
+    (?:^|(?<=[;,{}()\]]))[ \t]*//.* | [ \t]*/\*\*(?s:.*?)\*/
     | (?:^|(?<=[;}]))(?:
         import\s*(?:(?P<whole>\w+)\s*|\{(?P<names>[^}]*)\}\s*)from\s*"(?P<source>[^"]+)";?
       | export\s*\{(?P<listed>[^}]*)\}(?:\s*from\s*"(?P<origin>[^"]+)")?;?
@@ -71,8 +70,7 @@ class _Module:
 def bundle(web: Path, chunks: Mapping[str, Collection[str]], without: Collection[str] = ()) -> dict[str, str]:
     """Return the text of each chunk, an ES module. It has the modules that ``chunks`` names for it (paths below ``web``), those
     that they import, and those that they load later, except ``without`` and what other chunks name. Later chunks use the first
-    one's modules. What is loaded later from the same chunk runs when the chunk begins. Comments that are JSDoc or whole lines
-    and margins are left out.
+    one's modules. What is loaded later from the same chunk runs when the chunk begins. Comments and margins are left out.
 
     Raises ``ValueError`` with file and line for syntax that the pages do not use, and for modules that import one another.
     """
@@ -134,16 +132,17 @@ def style(web: Path) -> str:
 
 def _in_order(read: Callable[[str], _Module], entries: Collection[str], elsewhere: Collection[str]) -> list[str]:
     """Return what belongs to the chunk of ``entries``: what a module imports before it, and what it loads later before that."""
-    roots = list(entries)
-    orders: list[dict[str, None]] = []
-    for root in roots:
-        order: dict[str, None] = {}
-        orders.append(order)
-        _visit(read, root, (), order)
-        roots += dict.fromkeys(
-            later for path in order for later in read(path).later if later not in {*roots, *elsewhere}
-        )
-    return list(dict.fromkeys(chain.from_iterable(reversed(orders))))
+    found: dict[str, None] = {}
+    for entry in entries:
+        roots, orders = [entry], list[dict[str, None]]()
+        for root in roots:
+            order: dict[str, None] = {}
+            _visit(read, root, (), order)
+            orders.append(order)
+            roots += {later: None for path in order for later in read(path).later if later not in {*roots, *elsewhere}}
+        for order in reversed(orders):
+            found |= order
+    return list(found)
 
 
 def _visit(read: Callable[[str], _Module], path: str, above: tuple[str, ...], order: dict[str, None]) -> None:
