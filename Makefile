@@ -141,7 +141,7 @@ containers:
 teardown: $(STAMP)
 	$(BIN)/python -m tests.e2e.teardown --n $(or $(N),1000)
 
-# ONLY=checkpoint, step, hooks, startup, service, queue, series, launchers (needs root and Slurm), paper, accuracy, kills or network (needs root); benchmarks/README.md tells how to read them
+# ONLY=checkpoint, step, hooks, startup, service, queue, series, ui (needs chromium), launchers (needs root and Slurm), paper, accuracy, kills or network (needs root); benchmarks/README.md tells how to read them
 bench: $(STAMP)
 	@echo "==> benchmarks: ratios against a named alternative in the same run; a machine that does nothing else gives narrow intervals"
 	$(BIN)/python -m benchmarks $(if $(ONLY),--only $(ONLY))

@@ -19,6 +19,7 @@ BENCHMARKS: Final[dict[str, str]] = {
     "service": "benchmarks.service",
     "queue": "benchmarks.service_queue",
     "series": "benchmarks.series",
+    "ui": "benchmarks.ui",
 }
 """Name on the command line -> module with ``main() -> None``, imported only when it is run."""
 

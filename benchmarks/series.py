@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,11 +44,14 @@ def main() -> None:
 class Told:
     """A job whose rank 0 reports its metrics of every step."""
 
-    def __init__(self, database: Database, number: int, bounds: Bounds) -> None:
-        self.database, self.job, self.bounds = database, f"job-{number:012d}", bounds
+    def __init__(self, database: Database, number: int, bounds: Bounds, names: Sequence[str] = NAMES) -> None:
+        self.database, self.job, self.bounds, self.names = database, f"job-{number:012d}", bounds, names
         self.said = self.step = 0
+
+    def add(self) -> Told:
+        """Put the job into the database, of which nothing is there yet."""
         now, spec = utc_now(), {"world": {"nodes": 1, "ranks_per_node": 1}, "checkpoint": {}}
-        with database.write() as session:
+        with self.database.write() as session:
             session.add(
                 Job(
                     id=self.job,
@@ -65,11 +68,12 @@ class Told:
             session.add(Attempt(job_id=self.job, number=1, report_token_hash="", created_at=now))
             session.flush()
             session.add(AttemptNode(job_id=self.job, attempt=1, node=0))
+        return self
 
     def report(self) -> float:
         """The next ``_BATCH`` steps; seconds that storing them took."""
         said = [
-            {"kind": "metrics", "rank": 0, "at": _AT, "step": step, "values": dict.fromkeys(NAMES, step / 3)}
+            {"kind": "metrics", "rank": 0, "at": _AT, "step": step, "values": dict.fromkeys(self.names, step / 3)}
             for step in range(self.step + 1, self.step + _BATCH + 1)
         ]
         batch = RankBatch.model_validate({"rank": 0, "from_seq": self.said + 1, "messages": said})
@@ -89,7 +93,7 @@ class Told:
 
 
 def measure(engine: str, database: Database, steps: int, calls: int) -> None:
-    thinned, whole = Told(database, 1, Bounds()), Told(database, 2, Bounds(points=10**15))
+    thinned, whole = Told(database, 1, Bounds()).add(), Told(database, 2, Bounds(points=10**15)).add()
     first = [thinned.report() for _ in range(calls)]
     begin = time.perf_counter()
     while thinned.step < steps - calls * _BATCH:
@@ -121,7 +125,7 @@ def fill(database: Database, told: Told, steps: int) -> None:
     source = "n" if database.is_sqlite else "generate_series(1, :steps) AS n(i)"
     head = series if database.is_sqlite else ""
     with database.write() as session:
-        for name in NAMES:
+        for name in told.names:
             values = {"job": told.job, "name": name, "steps": steps, "at": utc_now()}
             insert = f"INSERT INTO metrics (job_id, name, step, attempt, value, at) {head}"
             at = sa.bindparam("at", type_=Metric.__table__.c.at.type)

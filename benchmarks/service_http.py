@@ -30,9 +30,14 @@ class Link:
         address = urlsplit(url)
         self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=120)
         self._used = time.monotonic()
+        self.etag: str | None = None
+        """Of the last answer."""
         self._headers = {"Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
+
+    def close(self) -> None:
+        self._connection.close()
 
     def call(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[float, Any]:
         """Seconds until the whole answer was there, and its data (text where it is no JSON). Raises ``RuntimeError``."""
@@ -46,6 +51,7 @@ class Link:
         answer = self._connection.getresponse()
         told = answer.read()
         seconds = time.perf_counter() - begin
+        self.etag = answer.headers.get("ETag")
         if answer.status >= 400:
             raise RuntimeError(f"{method} {path}: {answer.status}: {told[:500].decode(errors='replace')}")
         if "json" not in answer.headers.get("Content-Type", ""):

@@ -30,7 +30,7 @@ def running(engine: str, url: str | None, folder: Path, jobs: int) -> None:
         for _ in range(jobs):
             link.call("POST", "/v1/jobs", SPEC)
         submitted = time.monotonic() - begin
-        _until_running(link, jobs, log, folder / "farm.log")
+        until_running(link, jobs, log, folder / "farm.log")
         started, spent = time.monotonic() - begin, cpu_seconds(service.pid) - at_rest
         time.sleep(5.0)
         _forget(folder)
@@ -58,7 +58,8 @@ def running(engine: str, url: str | None, folder: Path, jobs: int) -> None:
         )
 
 
-def _until_running(link: Link, jobs: int, log: Path, farm_log: Path) -> None:
+def until_running(link: Link, jobs: int, log: Path, farm_log: Path) -> None:
+    """Wait until so many jobs are running. Raises ``RuntimeError`` with the ends of both logs."""
     end = time.monotonic() + _DEADLINE
     while True:
         text = link.call("GET", "/metrics")[1]
