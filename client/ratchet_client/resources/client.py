@@ -19,6 +19,7 @@ from ratchet_client.resources.follow import Following
 from ratchet_client.resources.job import Job
 from ratchet_client.resources.job_files import Bar, Fetched, no_progress
 from ratchet_client.resources.job_files import fetch as fetch_files
+from ratchet_client.resources.job_report import write_report
 from ratchet_client.resources.poll import TERMINAL, Series, Snapshot, WhichAttempt
 from ratchet_client.resources.requests import PAGE, quota_path
 from ratchet_client.resources.spec_file import Spec, spec_body
@@ -237,6 +238,19 @@ class RatchetClient(Following, Access):
         return views.DeleteResult.model_validate(
             self._transport.request("DELETE", self._path(job), params=params).json()
         )
+
+    def report(self, job: str | Job, target: str | os.PathLike[str], *, log_bytes: int = 65536,
+               force: bool = False) -> list[str]:  # fmt: skip
+        """Write the job's web page with its data, as it is now, to the file ``target``: HTML of at most about 40 MiB, which needs
+        neither service nor network. Return sentences about what is left out. Blocks for some hundred requests at most.
+
+        ``log_bytes``: number of bytes of each rank's log that the report has, the last ones; 0: no logs. ``force``: replace an
+        existing file; without it, an existing file raises ``Refused``. Raises ``Refused`` also if ``target`` cannot be written.
+
+        >>> client.report(job_id, directory / "report.html")[-1].startswith("the contents of the job's files")
+        True
+        """
+        return write_report(self._transport, self._path(job), Path(target), log_bytes=log_bytes, force=force)
 
     # --- attempts and checkpoints ----------------------------------------------------------------------------------------
 
