@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -16,8 +17,10 @@ import pytest
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_service.db.engine import Database, sqlite_url
 from ratchet_worker.ipc.progress_counter import CounterReader
-from tests.support.browser import chromium, watch
+from tests.support.browser import Watched, chromium, watch
+from tests.support.cli import Cli
 from tests.support.docs import ROOT
+from tests.support.reports import recorded_text
 from tests.support.server import Server, rank_pid, wait_for
 from tests.support.tokens import make_token
 
@@ -364,4 +367,139 @@ def test_filters_are_in_the_address(scene: Scene, chromium: Any) -> None:
     page = seen.open("#/jobs?label=team%3Dvision")
     page.get_by_role("link", name="resumed", exact=True).wait_for()
     assert page.get_by_role("link", name="failed", exact=True).count() == 0
+    seen.assert_clean()
+
+
+@pytest.fixture(scope="module")
+def reports(scene: Scene, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The reports of the scene's jobs, by the id of the job."""
+    folder = tmp_path_factory.mktemp("reports")
+    cli = Cli(folder, folder)
+    cli.environment |= {"RATCHET_SERVER": str(scene.server.url), "RATCHET_TOKEN": scene.token}
+    jobs = (scene.resumed, scene.failed, scene.running, scene.waiting)
+    for job in jobs:
+        cli("report", job, "-o", f"{job}.html", "--logs", "600")
+    return {job: folder / f"{job}.html" for job in jobs}
+
+
+def open_report(seen: Watched, file: Path, tab: str) -> Any:
+    """Open a tab of a report from the disk, in a page of its own."""
+    seen.page.goto("about:blank")
+    seen.page.goto(f"{file.as_uri()}#/jobs/{file.stem}" + ("" if tab == "overview" else f"/{tab}"))
+    settle(seen.page)
+    return seen.page
+
+
+@pytest.mark.parametrize(
+    ("scheme", "width", "jobs"), [("light", 1440, ("resumed", "running")), ("dark", 390, ("failed", "waiting"))]
+)
+def test_report_opens_from_the_disk_without_any_request(
+    scene: Scene, reports: dict[str, Path], chromium: Any, scheme: str, width: int, jobs: tuple[str, ...]
+) -> None:
+    seen = watch(chromium, "file://", viewport={"width": width, "height": 900}, color_scheme=scheme)
+    wrong = []
+    files = [reports[getattr(scene, job)] for job in jobs]
+    for file in files:
+        for tab in TABS:
+            page = open_report(seen, file, tab)
+            wrong += [f"{file.stem} {tab}: {text}" for text in violations(page)]
+            if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
+                wrong.append(f"{tab}: is wider than the window")
+            assert page.locator(".made summary").inner_text().startswith("Report of ")
+            assert page.get_by_text("Not in this report").count() == 0, tab
+            assert page.get_by_role("button", name=re.compile("Cancel|Suspend|Fork|Preempt|Verify|Pin")).count() == 0
+            elsewhere = page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")
+            assert [href for href in elsewhere if not href.startswith((f"#/jobs/{file.stem}", "#content"))] == []
+    assert not wrong, "\n".join(wrong)
+    assert {url.split(":")[0] for url in seen.requests} <= {"file", "data", "blob", "about"}
+    assert {url.split("#")[0] for url in seen.requests if url.startswith("file:")} == {one.as_uri() for one in files}
+    seen.assert_clean()
+
+
+def test_report_shows_what_a_job_wrote_as_text(scene: Scene, reports: dict[str, Path], chromium: Any) -> None:
+    seen = watch(chromium, "file://")
+    for tab in HOSTILE_IN[1:]:
+        page = open_report(seen, reports[scene.failed], tab)
+        page.get_by_text("onerror").first.wait_for()
+        assert page.evaluate("window.hostile") is None, tab
+    seen.assert_clean()
+
+
+VALUES = {
+    "overview": ("main h1 ~ .badge", ".facts dd", ".card:has(h2:text('exact')) p", "section:has(h2:text('time')) td"),
+    "metrics": (".lead", ".chart figcaption", ".ends"),
+    "hook": ("table tbody tr", ".terms", ".chart figcaption"),
+    "attempts": ("table.timeline tbody tr", ".card dl", ".matrix tr"),
+    "checkpoints": ("tbody tr td:nth-child(-n+7)", "svg text"),
+    "logs": (".line .text",),
+    "files": ("tbody td.name",),
+    "events": ("tbody td.message", ".pick"),
+    "spec": (".yamlline", ".pairs"),
+}
+"""By tab: what has values that do not change while a job has ended."""
+
+
+@pytest.mark.parametrize("which", ["resumed", "failed"])
+def test_report_shows_the_values_of_the_live_page(
+    scene: Scene, reports: dict[str, Path], chromium: Any, which: str
+) -> None:
+    job = getattr(scene, which)
+    live, report = watch(chromium, str(scene.server.url), token=scene.token), watch(chromium, "file://")
+    said = {}
+    for tab, places in VALUES.items():
+        pages = [live.open(f"#/jobs/{job}/{tab}"), open_report(report, reports[job], tab)]
+        settle(pages[0])
+        for place in places:
+            shown = [page.locator(place).all_text_contents() for page in pages]
+            if tab == "logs":  # the report has their ends
+                shown = [lines[-5:] for lines in shown]
+            ages = re.compile(r"[\d. a-z]+ ago|just now")
+            before, after = ([ages.sub("ago", text) for text in texts] for texts in shown)
+            assert before == after, (tab, place)
+            said[tab, place] = before
+    live.assert_clean()
+    report.assert_clean()
+    if which == "failed":
+        assert said["files", "tbody td.name"] and said["logs", ".line .text"]
+    else:
+        assert [tab for (tab, _), texts in said.items() if not texts] == ["files"]
+        assert any("exact, proved" in text for text in said["attempts", "table.timeline tbody tr"])
+
+
+def test_logs_of_a_report_end_as_the_files_do(scene: Scene, reports: dict[str, Path], chromium: Any) -> None:
+    found = json.loads(recorded_text(reports[scene.failed]))
+    assert any("parts of long logs" in text for text in found["left_out"])
+    for attempt in range(1, found["job"]["attempt"] + 1):
+        first, *lines = [one for one in found["logs"] if (one["attempt"], one["rank"]) == (attempt, 1)]
+        written = scene.server.paths.job(scene.failed).attempt(attempt).log(1).read_text()
+        ending = "".join(f"{one['text']}\n" for one in lines)
+        assert written.endswith(ending) and 300 < len(ending) <= 600 and first["left_out"] == len(written) - len(ending)
+    seen = watch(chromium, "file://")
+    page = open_report(seen, reports[scene.failed], "logs")
+    page.get_by_text("left out here").first.wait_for()
+    page.get_by_label("Lines that contain").fill("ValueError")
+    page.get_by_label("Lines that contain").press("Enter")
+    page.locator("mark").first.wait_for()
+    assert all("ValueError" in text for text in page.locator(".line .text:not(.left)").all_inner_texts())
+
+
+def test_report_says_what_it_does_not_have_and_zooms_in_what_it_has(
+    scene: Scene, reports: dict[str, Path], chromium: Any
+) -> None:
+    seen = watch(chromium, "file://")
+    page = open_report(seen, reports[scene.failed], "files")
+    page.locator("td.name a").first.click()
+    page.get_by_text("Not in this report. While the service runs").wait_for()
+    page.goto(f"{reports[scene.failed].as_uri()}#/queue")
+    page.get_by_text("Not in this report. It has only").get_by_role("link", name="failed").click()
+    page.get_by_role("heading", name="failed", exact=True).wait_for()
+    page.goto(f"{reports[scene.resumed].as_uri()}")
+    page.get_by_role("heading", name="resumed", exact=True).wait_for()
+    page.get_by_role("link", name="Metrics", exact=True).click()
+    page.get_by_label("From step").fill("20")
+    page.get_by_label("To step").fill("29")
+    page.get_by_label("To step").press("Enter")
+    page.get_by_text("Values as a table").first.click()
+    page.get_by_role("rowheader", name="step 29").first.wait_for()
+    assert page.locator("figure").first.locator("tbody th").all_inner_texts() == [f"step {n}" for n in range(20, 30)]
     seen.assert_clean()

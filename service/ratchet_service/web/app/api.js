@@ -1,6 +1,7 @@
 // @ts-check
 /** Requests to the service's REST API, relative to the page's address, with the token that was entered once in this tab. */
 import { size } from "./format.js";
+import { NotRecorded, answerFrom, recorded } from "./recorded.js";
 
 const TOKEN = "ratchet.token";
 /** Bytes that a page fetches at most as one Blob: it is in the browser's memory. */
@@ -33,7 +34,7 @@ export class Unreachable extends Error {
   }
 }
 
-export const token = () => sessionStorage.getItem(TOKEN) ?? "";
+export const token = () => recorded ? "" : sessionStorage.getItem(TOKEN) ?? "";
 
 /** @param {string} value - empty: forget it */
 export function setToken(value) {
@@ -44,17 +45,18 @@ export function setToken(value) {
 /** The service's clock minus this browser's, in milliseconds; 0: about equal, or not known. */
 let skew = 0;
 
-/** The time of the service's clock, in milliseconds. */
-export const serverNow = () => Date.now() + skew;
+/** The time of the service's clock, in milliseconds; in a report the time when it was made. */
+export const serverNow = () => (recorded ? Date.parse(recorded.made_at) : Date.now() + skew);
 
 /** Whether an error is a refusal that a later request would meet again. @param {unknown} error */
 export const isFinal = (error) => error instanceof Problem && error.status < 500 && error.status !== 429;
 
 /**
  * @param {string} path @param {RequestInit & {headers?: Record<string, string>}} options
- * @returns {Promise<Response>} a response of status 2xx or 304; raises Problem, TokenNeeded, Unreachable
+ * @returns {Promise<Response>} a response of status 2xx or 304; raises Problem, TokenNeeded, Unreachable, and NotRecorded in a report
  */
 async function request(path, options) {
+  if (recorded) throw new NotRecorded(recorded, path);
   let answer;
   const used = token();
   const sent = used ? { ...options.headers, Authorization: `Bearer ${used}` } : { ...options.headers };
@@ -78,6 +80,7 @@ async function request(path, options) {
  * @returns {Promise<{data: any, etag: string}>}
  */
 export async function read(path, { etag = "", signal } = {}) {
+  if (recorded) return { data: answerFrom(recorded, path), etag: "" };
   /** @type {Record<string, string>} */
   const asked = etag ? { Accept: "application/json", "If-None-Match": etag } : { Accept: "application/json" };
   const answer = await request(path, { headers: asked, signal });
@@ -189,12 +192,18 @@ export function parseEvents(text) {
 
 /**
  * Follow a stream of server-sent events until it ends or ``signal`` aborts it. After a lost connection it goes on behind the last
- * event, so nothing is shown twice or left out. (EventSource cannot send a token.)
+ * event, so nothing is shown twice or left out. (EventSource cannot send a token.) A report has one list, which ends at once.
  * @param {string} path
  * @param {{onEvents: (events: {id: string, type: string, data: string}[]) => void, signal: AbortSignal, lastId?: string,
  *          onState?: (state: "open" | "lost" | "ended") => void}} options
  */
 export async function follow(path, { onEvents, signal, lastId = "", onState = () => {} }) {
+  if (recorded) {
+    const { items } = answerFrom(recorded, path);
+    if (items.length) onEvents(items.map((/** @type {any} */ one) => ({ id: String(one.id), type: "message", data: JSON.stringify(one) })));
+    onState("ended");
+    return;
+  }
   let pause = 1000;
   while (!signal.aborted) {
     try {

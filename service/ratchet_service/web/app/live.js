@@ -1,7 +1,8 @@
 // @ts-check
-/** Hooks that keep what is shown up to date. A hidden page asks for nothing. */
+/** Hooks that keep what is shown up to date. A hidden page asks for nothing, and a report once. */
 import { Problem, TokenNeeded, isFinal, read, serverNow, token } from "./api.js";
 import { useCallback, useEffect, useRef, useState } from "./dom.js";
+import { recorded } from "./recorded.js";
 
 /** Milliseconds between two polls of a visible page. */
 export const EVERY = 2000;
@@ -48,7 +49,7 @@ export function useLive(path, { every = EVERY, load = read } = {}) {
         next = wrong instanceof TokenNeeded ? null : isFinal(wrong) ? every && 5 * every : Math.max(pause, wrong instanceof Problem ? 1000 * wrong.wait : 0);
       }
       clearTimeout(timer); // of a poll that overlapped
-      if (next !== null) timer = window.setTimeout(poll, next);
+      if (next !== null && !recorded) timer = window.setTimeout(poll, next);
     };
     again.current = poll;
     const seen = () => void (document.hidden ? clearTimeout(timer) : poll());
@@ -71,6 +72,7 @@ export function useLive(path, { every = EVERY, load = read } = {}) {
 export function useNow() {
   const [now, setNow] = useState(serverNow());
   useEffect(() => {
+    if (recorded) return undefined;
     const timer = setInterval(() => document.hidden || setNow(serverNow()), 1000);
     return () => clearInterval(timer);
   }, []);

@@ -1,9 +1,10 @@
 // @ts-check
-/** The pages by their addresses. */
-import { Broken } from "./components/basics.js";
+/** The pages by their addresses. A report has the page of one job. */
+import { Broken, Empty } from "./components/basics.js";
 import { Frame, useCaller } from "./components/frame.js";
 import { html, render, useEffect, useErrorBoundary, useState } from "./dom.js";
-import { useRoute } from "./route.js";
+import { recorded } from "./recorded.js";
+import { link, useRoute } from "./route.js";
 
 /** @type {Record<string, () => Promise<{default: any}>>} */
 const PAGES = {
@@ -18,6 +19,9 @@ function App() {
   const route = useRoute();
   const caller = useCaller();
   const [section = "jobs", id] = route.path;
+  if (recorded && id !== recorded.job.id) {
+    return html`<${Frame} section="" caller=${null}><${Empty}><p>Not in this report. It has only <a href=${link(["jobs", recorded.job.id])}>${recorded.job.name}</a>.</p></${Empty}></${Frame}>`;
+  }
   const name = section === "jobs" && id ? "job" : Object.hasOwn(PAGES, section) && section !== "job" ? section : "jobs";
   return html`<${Frame} section=${section} caller=${caller}><${Page} key=${name} name=${name} route=${route} caller=${caller} /></${Frame}>`;
 }
@@ -34,4 +38,5 @@ function Page({ name, route, caller }) {
   return found && html`<${found.page} route=${route} caller=${caller} />`;
 }
 
+if (recorded && !location.hash) location.replace(link(["jobs", recorded.job.id]));
 render(html`<${App} />`, /** @type {Element} */ (document.getElementById("app")));

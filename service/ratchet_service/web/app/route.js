@@ -1,6 +1,7 @@
 // @ts-check
 /** Addresses of pages, in the part behind ``#``: ``#/jobs/JOB/metrics?x=time``. What is filtered or chosen is in them. */
 import { useEffect, useState } from "./dom.js";
+import { recorded } from "./recorded.js";
 
 /** @typedef {{path: string[], query: URLSearchParams}} Route */
 
@@ -33,6 +34,9 @@ export function link(path, query = {}) {
   const text = found.toString();
   return `#/${path.map(encodeURIComponent).join("/")}${text ? `?${text}` : ""}`;
 }
+
+/** The address of a page that is not about the job of a report; there the link becomes plain text. @type {typeof link | (() => undefined)} */
+export const elsewhere = recorded ? () => undefined : link;
 
 /** @returns {Route} */
 export function useRoute() {

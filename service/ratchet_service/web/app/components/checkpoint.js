@@ -5,6 +5,7 @@ import { html, useState } from "../dom.js";
 import { count, duration, moment, number, percent, plural, size } from "../format.js";
 import { useLive } from "../live.js";
 import { ENDED, mayAct } from "../meaning.js";
+import { recorded } from "../recorded.js";
 import { link } from "../route.js";
 import { ActionButton, forkAction } from "./actions.js";
 import { Badge, Card, Choice, Command, Facts, Table, Trouble } from "./basics.js";
@@ -41,6 +42,7 @@ export function Checkpoint({ job, id, listed, best, caller, refresh }) {
         ["Digest", html`<code title=${one.digest}>${one.digest.slice(0, 12)}</code>`],
       ]} />
       <${Actions} job=${job} one=${one} caller=${caller} done=${done} />
+      <${Trouble} error=${error} />
       <${Sizes} manifest=${data?.manifest} known=${Boolean(data)} state=${one.state} job=${job.id} />
     </div></${Card}>`;
 }
@@ -119,11 +121,11 @@ function Export({ job, one, path, caller }) {
   return html`<details class="export"><summary><strong>Export</strong> <span class="dim small">as files for other programs</span></summary><div class="stack" style=${{ gap: ".6rem", marginTop: ".6rem" }}>
     <div class="row"><${Choice} label="Format" value=${format} onChange=${setFormat} options=${Object.entries(FORMATS).map(([key, [text]]) => [key, text])} /><span class="small dim">${explain}</span></div>
     <${Command} line=${line} />
-    ${!caller?.tokens_required
+    ${!recorded && (!caller?.tokens_required
       ? html`<p class="row"><a class="button" href=${address} download=${name}>Download</a><span class="small dim">It begins when the service has verified and written the files.</span></p>`
       : one.size > MOST
         ? html`<p class="small dim">This checkpoint has ${size(one.size)}: more than a page should hold. The command line writes it to the disk.</p>`
-        : html`<p class="row"><button type="button" disabled=${busy} onClick=${fetchIt}>${busy ? "The service makes the files…" : "Download"}</button>${error && html`<span class="word bad" role="alert">${error}</span>`}</p>`}
+        : html`<p class="row"><button type="button" disabled=${busy} onClick=${fetchIt}>${busy ? "The service makes the files…" : "Download"}</button>${error && html`<span class="word bad" role="alert">${error}</span>`}</p>`)}
   </div></details>`;
 }
 

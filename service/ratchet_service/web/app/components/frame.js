@@ -2,7 +2,9 @@
 /** The frame of every page: navigation, sign-in, and notices of what an action did. */
 import { TokenNeeded, read, setToken, token } from "../api.js";
 import { classes, html, useEffect, useState } from "../dom.js";
-import { link } from "../route.js";
+import { moment, plural } from "../format.js";
+import { recorded } from "../recorded.js";
+import { elsewhere, link } from "../route.js";
 import { Dialog } from "./basics.js";
 
 /** @type {[string, string][]} */
@@ -14,10 +16,11 @@ export function notify(text, tone = "good") {
   window.dispatchEvent(new CustomEvent("notice", { detail: { text, tone } }));
 }
 
-/** Who the caller is, once per sign-in: name, roles and whether tokens are needed at all. */
+/** Who the caller is, once per sign-in: name, roles and whether tokens are needed at all. Nobody in a report. */
 export function useCaller() {
   const [caller, setCaller] = useState(/** @type {any} */ (null));
   useEffect(() => {
+    if (recorded) return undefined;
     let timer = 0;
     const ask = () => {
       clearTimeout(timer);
@@ -41,18 +44,26 @@ export function Frame({ section, caller, children }) {
   return html`
     <a class="skip" href="#content" onClick=${(/** @type {Event} */ event) => { event.preventDefault(); document.getElementById("content")?.focus(); }}>Skip to the content</a>
     <header class="top"><div>
-      <a class="brand" href="#/jobs"><svg viewBox="0 0 32 32" aria-hidden="true"><rect width="32" height="32" rx="7" fill="var(--busy)"/><path d="M8 22 L8 10 L14 16 L14 10 L20 16 L20 10 L26 16" fill="none" stroke="var(--card)" stroke-width="3" stroke-linejoin="round" stroke-linecap="round"/></svg>Ratchet</a>
-      <nav aria-label="Pages">${PAGES.map(([key, text]) => html`<a href=${link([key])} aria-current=${key === section ? "page" : undefined}>${text}</a>`)}</nav>
+      <a class="brand" href=${elsewhere(["jobs"])}><svg viewBox="0 0 32 32" aria-hidden="true"><rect width="32" height="32" rx="7" fill="var(--busy)"/><path d="M8 22 L8 10 L14 16 L14 10 L20 16 L20 10 L26 16" fill="none" stroke="var(--card)" stroke-width="3" stroke-linejoin="round" stroke-linecap="round"/></svg>Ratchet</a>
+      ${!recorded && html`<nav aria-label="Pages">${PAGES.map(([key, text]) => html`<a href=${link([key])} aria-current=${key === section ? "page" : undefined}>${text}</a>`)}</nav>`}
       <span class="grow"></span>
       <span class="row small">
-        <a class="dim" href="docs">REST API</a>
+        ${!recorded && html`<a class="dim" href="docs">REST API</a>`}
         <${Theme} />
         ${caller && html`<span class="dim">${caller.owner}</span>`}
         ${token() && html`<button class="plain" type="button" onClick=${signOut}>Sign out</button>`}
       </span>
     </div></header>
-    <main class="page" id="content" tabindex="-1">${children}</main>
+    <main class="page" id="content" tabindex="-1"><${Made} />${children}</main>
     <${SignIn} /><${Notices} />`;
+}
+
+/** Of a report: when and where it was made, and what it lacks. */
+function Made() {
+  if (!recorded) return null;
+  const { job, made_at: at, service, ratchet, left_out: missing } = recorded;
+  return html`<details class="notice quiet made small"><summary>Report of <strong>${job.name}</strong>, made <time dateTime=${at}>${moment(at)}</time> from ${service}, Ratchet ${ratchet}. Ages are as of then.
+    ${plural(missing.length, "part")} left out</summary><ul>${missing.map((text) => html`<li>${text}</li>`)}</ul></details>`;
 }
 
 function signOut() {
@@ -61,11 +72,11 @@ function signOut() {
 }
 
 function Theme() {
-  const [theme, setTheme] = useState(localStorage.getItem(THEME) ?? "auto");
+  const [theme, setTheme] = useState((recorded ? null : localStorage.getItem(THEME)) ?? "auto");
   useEffect(() => {
     if (theme === "auto") delete document.documentElement.dataset.theme;
     else document.documentElement.dataset.theme = theme;
-    localStorage.setItem(THEME, theme);
+    if (!recorded) localStorage.setItem(THEME, theme); // files have no storage in some browsers
     window.dispatchEvent(new Event("theme-changed"));
   }, [theme]);
   const next = /** @type {Record<string, string>} */ ({ auto: "dark", dark: "light", light: "auto" })[theme] ?? "auto";

@@ -3,7 +3,7 @@
 import { classes, html, useEffect, useRef, useState } from "../dom.js";
 import { count, duration, number, size } from "../format.js";
 import { causeText, causeTone } from "../meaning.js";
-import { link } from "../route.js";
+import { elsewhere } from "../route.js";
 import { layOut, scaleOf } from "../rails.js";
 
 const GUTTER = 92;
@@ -92,7 +92,7 @@ export function Lineage({ job, items, attempts, forks, selected, best, hrefOf })
       })}
       ${forks.map((fork) => {
         const node = nodes.find((one) => one.id === fork.checkpoint);
-        return node && html`<a key=${fork.fork} href=${link(["jobs", fork.fork])} aria-label=${`Fork ${fork.fork} from step ${node.step}`}><path class="edge held" d=${`M${x(node.step)} ${y(node.rail)}C${x(node.step) + 4} ${top - 26} ${x(node.step) + 8} ${top - 30} ${x(node.step) + 16} ${top - 34}`} /><text x=${x(node.step) + 19} y=${top - 31} class="held toned">fork</text></a>`;
+        return node && html`<a key=${fork.fork} href=${elsewhere(["jobs", fork.fork])} role=${elsewhere(["jobs"]) ? undefined : "img"} aria-label=${`Fork ${fork.fork} from step ${node.step}`}><path class="edge held" d=${`M${x(node.step)} ${y(node.rail)}C${x(node.step) + 4} ${top - 26} ${x(node.step) + 8} ${top - 30} ${x(node.step) + 16} ${top - 34}`} /><text x=${x(node.step) + 19} y=${top - 31} class="held toned">fork</text></a>`;
       })}
       ${nodes.map((node) => html`<${Mark} key=${node.id} node=${node} x=${x(node.step)} y=${y(node.rail)} chosen=${node.id === selected} signs=${signsOf(node.item, best)} href=${hrefOf(node.id)} />`)}
     </svg></div>
@@ -106,7 +106,7 @@ export function Lineage({ job, items, attempts, forks, selected, best, hrefOf })
       ${ends.length > 0 && html`<span>▲ an attempt ended</span>`}
       ${nodes.some((node) => node.gap) && html`<span>dashed: checkpoints between are not shown</span>`}
       ${even && html`<span>Steps are at even distances, not to scale.</span>`}
-      ${job.forked_from && html`<span>Forked from <a href=${link(["jobs", job.forked_from.split("/")[0], "checkpoints"], { checkpoint: job.forked_from.split("/")[1] })}>${job.forked_from}</a></span>`}
+      ${job.forked_from && html`<span>Forked from <a href=${elsewhere(["jobs", job.forked_from.split("/")[0], "checkpoints"], { checkpoint: job.forked_from.split("/")[1] })}>${job.forked_from}</a></span>`}
     </figcaption></figure>`;
 }
 

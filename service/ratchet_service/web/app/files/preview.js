@@ -5,6 +5,7 @@ import { Card, Command, Trouble } from "../components/basics.js";
 import { notify } from "../components/frame.js";
 import { html, useEffect, useRef, useState } from "../dom.js";
 import { count, moment, quoted, size } from "../format.js";
+import { recorded } from "../recorded.js";
 import { MOST_PIXELS, pixelsOf, tooLarge } from "./pictures.js";
 
 const TEXT_BYTES = 256 * 1024;
@@ -37,11 +38,12 @@ function textOf(bytes, cut) {
 }
 
 /**
- * A download: by the browser itself where no token is needed, so that it needs no memory; else fetched with the token.
+ * A download, except in a report: by the browser itself where no token is needed, so that it needs no memory; else fetched with the token.
  * @param {{path: string, name: string, bytes?: number | null, children: any}} props
  */
 export function Download({ path, name, bytes, children }) {
   const [busy, setBusy] = useState(false);
+  if (recorded) return null;
   if (!token()) return html`<a class="button" href=${path} download=${name}>${children}</a>`;
   const fetchIt = async () => {
     setBusy(true);

@@ -5,6 +5,7 @@ import { Badge, Command, Empty, Trouble } from "../../components/basics.js";
 import { html, useEffect, useMemo, useReducer, useRef, useState } from "../../dom.js";
 import { clock, count, moment, plural } from "../../format.js";
 import { ENDED, causeTone } from "../../meaning.js";
+import { recorded } from "../../recorded.js";
 import { link, setQuery } from "../../route.js";
 import { yaml } from "../../yaml.js";
 
@@ -81,7 +82,7 @@ const adviceOf = (data) => [data.advice, data.remedy, data.hint, data.next_step]
 
 /** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
 export default function Events({ job, route }) {
-  const live = !ENDED.includes(job.phase);
+  const live = !recorded && !ENDED.includes(job.phase);
   const found = useEvents(job.id, live);
   const { query } = route;
   const attempt = query.get("attempt") ?? "";

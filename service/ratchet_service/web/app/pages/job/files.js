@@ -7,6 +7,7 @@ import { read } from "../../api.js";
 import { ago, moment, plural, quoted, size } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
 import { ACTIVE } from "../../meaning.js";
+import { recorded } from "../../recorded.js";
 import { link, setQuery } from "../../route.js";
 
 const PAGE = 1000;
@@ -40,7 +41,7 @@ export default function Files({ job, route }) {
     [items, job.id, all, folder, chosen, now]);
   return html`<div class="stack">
     <div class="row spread"><${Crumbs} job=${job} folder=${folder} all=${all} />
-      <div class="row"><label class="check"><input type="checkbox" checked=${all} onChange=${() => setQuery({ all: all ? null : "true" })} />unchanged code, too</label>
+      <div class="row">${!recorded && html`<label class="check"><input type="checkbox" checked=${all} onChange=${() => setQuery({ all: all ? null : "true" })} />unchanged code, too</label>`}
         ${items.length > 0 && html`<${Download} path=${address(job.id, "archive", folder)} name=${`${folder ? folder.slice(folder.lastIndexOf("/") + 1) : job.id}.tar`} bytes=${sum(rest)}>Archive of this folder</${Download}>`}</div></div>
     <${Trouble} error=${error ?? more.error} />
     <div class=${classes("files", chosen && "open")}>

@@ -9,6 +9,7 @@ import { ago, count, number, plural, size } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
 import { OUTLIER, OWN_CURVES, byNorm, byRank, counted, figure, norms, normText, phaseOf, pointsFor, sends, strips } from "../../hook_series.js";
 import { ACTIVE } from "../../meaning.js";
+import { recorded } from "../../recorded.js";
 import { link } from "../../route.js";
 import { attemptMarks } from "../../series.js";
 
@@ -65,7 +66,7 @@ function useHistory(path, every) {
       } finally {
         busy = false;
       }
-      timer = window.setTimeout(poll, every);
+      if (!recorded) timer = window.setTimeout(poll, every);
     };
     document.addEventListener("visibilitychange", poll);
     poll();
@@ -161,7 +162,7 @@ function Stored({ job, hook }) {
   const [id, setId] = useState(/** @type {string | null} */ (null));
   const shown = id ?? hook.checkpoint_id;
   useEffect(() => setId(shown), [shown]);
-  const { data } = useLive(shown ? `v1/jobs/${job.id}/checkpoints/${encodeURIComponent(shown)}` : null, { every: null });
+  const { data, error } = useLive(shown ? `v1/jobs/${job.id}/checkpoints/${encodeURIComponent(shown)}` : null, { every: null });
   if (!hook.stateful) return null;
   if (!hook.checkpoint_id) return html`<${Card} title="Saved state"><p class="small">No checkpoint yet. After a kill the hook would begin again, at iteration 0.</p></${Card}>`;
   const manifest = data?.manifest;
@@ -170,6 +171,7 @@ function Stored({ job, hook }) {
     <dl class="terms"><dt>Checkpoint</dt><dd><code>${hook.checkpoint_id}</code></dd>
       <dt>Iteration</dt><dd>${count(hook.checkpoint_iteration)}</dd></dl>
     ${shown !== hook.checkpoint_id && html`<p class="small dim">The following is from <code>${shown}</code>. <button type="button" class="plain" onClick=${() => setId(hook.checkpoint_id)}>Read the newest</button></p>`}
+    <${Trouble} error=${error} />
     <dl class="terms"><dt>State version</dt><dd>${manifest?.hook?.state_version ?? "–"}</dd>
       <dt>Ranks saved</dt><dd>${count(manifest?.world_size)}</dd>
       <dt>Bucket layout</dt><dd>${layout ? `${plural(layout.length, "bucket")}, ${plural(layout.reduce((/** @type {number} */ sum, /** @type {any[]} */ one) => sum + one.length, 0), "parameter")}` : "not recorded"}</dd></dl>

@@ -4,10 +4,11 @@ import { Choice, Command } from "../../components/basics.js";
 import { notify } from "../../components/frame.js";
 import { download, save } from "../../api.js";
 import { html, useState } from "../../dom.js";
-import { moment } from "../../format.js";
+import { moment, plural } from "../../format.js";
 import { LogList } from "../../logs/list.js";
 import { SEARCH } from "../../logs/reader.js";
 import { ENDED } from "../../meaning.js";
+import { recorded } from "../../recorded.js";
 import { setQuery } from "../../route.js";
 
 /** Lists side by side. */
@@ -16,7 +17,7 @@ const PANES = 2;
 /** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
 export default function Logs({ job, attempts, route }) {
   const { query } = route;
-  const numbers = Array.from({ length: job.attempt }, (_, n) => n + 1);
+  const numbers = recorded?.log_attempts ?? Array.from({ length: job.attempt }, (_, n) => n + 1);
   const attempt = Number(query.get("attempt")) || null;
   const ranks = [...new Set(query.getAll("rank").filter((text) => /^\d{1,5}$/.test(text)).map(Number))].slice(0, PANES);
   const search = query.get("search") ?? "";
@@ -24,12 +25,13 @@ export default function Logs({ job, attempts, route }) {
   const from = Number.isNaN(Date.parse(since)) ? (query.get("from") === "start" || search ? "start" : "end") : new Date(since).toISOString();
   const world = worldSize(job, attempts);
   const over = ENDED.includes(job.phase);
-  const live = !over && (attempt === null || attempt === job.attempt);
+  const live = !recorded && !over && (attempt === null || attempt === job.attempt);
   const view = (/** @type {number | null} */ rank) => ({ job: job.id, attempt, rank, search, from, attempts: numbers, ranks: world });
   const panes = ranks.length ? ranks : [null];
   return html`<div class="stack logs">
     <${Pickers} job=${job} numbers=${numbers} attempt=${attempt} ranks=${ranks} search=${search} from=${from} world=${world} attempts=${attempts} />
-    <div class="panes">${panes.map((rank) => html`<${LogList} key=${String(rank)} view=${view(rank)} live=${live} over=${over} onView=${setQuery} showRank=${rank === null}
+    ${job.attempt > numbers.length && html`<p class="notice wait small">The logs of ${plural(job.attempt - numbers.length, "attempt")} are not in this report.</p>`}
+    <div class="panes">${(numbers.length > 0 || !job.attempt) && panes.map((rank) => html`<${LogList} key=${String(rank)} view=${view(rank)} live=${live} over=${over} onView=${setQuery} showRank=${rank === null}
       title=${rank === null ? "All ranks" : `Rank ${rank}`} height="max(20rem, calc(100vh - 15rem))" />`)}</div>
     ${panes.map((rank) => html`<${Command} key=${String(rank)} line=${commandLine(job, { attempt, rank, search, since: from === "start" || from === "end" ? "" : from, live })} />`)}
   </div>`;
@@ -76,7 +78,7 @@ function Pickers({ job, numbers, attempt, ranks, search, from, world, attempts }
       options=${[["end", "End"], ["start", "Start"], ["time", "Time"]]} /></span>
     ${place === "time" && html`<label class="field">Since<input type="datetime-local" step="1" value=${local} title=${moment(from)}
       onChange=${(/** @type {any} */ event) => event.target.value && setQuery({ since: new Date(event.target.value).toISOString() })} /></label>`}
-    <${Save} job=${job} attempt=${attempt} ranks=${ranks} search=${search} />
+    ${!recorded && html`<${Save} job=${job} attempt=${attempt} ranks=${ranks} search=${search} />`}
   </div>`;
 }
 

@@ -10,7 +10,7 @@ import { count, duration, moment, percent, plural } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
 import { lastVersion, spans } from "../../logs/ansi.js";
 import { ACTIVE, causeText, causeTone, isUnmanaged, proofTone, reasonText, verdict, verdictText, verdictTone } from "../../meaning.js";
-import { link } from "../../route.js";
+import { elsewhere, link } from "../../route.js";
 import { attemptMarks, curveOf, leftOut, prefersLog } from "../../series.js";
 
 const EVENTS = 8;
@@ -58,7 +58,7 @@ function Waiting({ job }) {
   return html`<${Card} tone=${held ? "held" : "wait"} title=${held ? "Suspended" : "Waiting"} aside=${job.reason}>
     <p>${job.message ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
       ${job.not_before && Date.parse(job.not_before) > now ? `The next attempt starts in ${duration((Date.parse(job.not_before) - now) / 1000)}.` : ""}
-      ${!held && html` <a href=${link(["queue"])}>The queue</a>`}</p>
+      ${!held && html` <a href=${elsewhere(["queue"])}>The queue</a>`}</p>
     <p class="dim">${isUnmanaged(job) ? "" : job.progress.steps_at_risk > 0 ? `${plural(job.progress.steps_at_risk, "step")} will be done again. ` : job.attempt ? "No step is lost. " : ""}${job.last_checkpoint ? html`It will continue from ${job.last_checkpoint}.` : "It has no checkpoint yet."}</p></${Card}>`;
 }
 

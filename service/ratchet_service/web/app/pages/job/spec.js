@@ -4,6 +4,7 @@ import { Badge, Card, Command, Copy, Empty, Trouble } from "../../components/bas
 import { classes, html, useState } from "../../dom.js";
 import { count, plural } from "../../format.js";
 import { useLive } from "../../live.js";
+import { recorded } from "../../recorded.js";
 import { link, setQuery } from "../../route.js";
 import { save } from "../../api.js";
 import { differences, leaves, rounded, scalar, yaml, yamlLines } from "../../yaml.js";
@@ -11,7 +12,7 @@ import { differences, leaves, rounded, scalar, yaml, yamlLines } from "../../yam
 /** @param {{job: any, route: import("../../route.js").Route}} props */
 export default function Spec({ job, route }) {
   const parent = job.forked_from?.split("/")[0] ?? "";
-  const other = route.query.get("with") ?? parent;
+  const other = recorded ? "" : route.query.get("with") ?? parent;
   const { data: base, error } = useLive(other && other !== job.id ? `v1/jobs/${encodeURIComponent(other)}` : null, { every: null });
   const changed = base ? differences(base.spec, job.spec) : [];
   return html`<div class="stack">
@@ -21,7 +22,7 @@ export default function Spec({ job, route }) {
       <div class="stack">
         <${Decided} job=${job} />
         <${Environment} job=${job} base=${base} />
-        <${Against} job=${job} parent=${parent} other=${other} base=${base} error=${error} changed=${changed} />
+        ${!recorded && html`<${Against} job=${job} parent=${parent} other=${other} base=${base} error=${error} changed=${changed} />`}
       </div></div></div>`;
 }
 
