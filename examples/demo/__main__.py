@@ -22,18 +22,19 @@ This demo trains a small network on handwritten digits with two processes (ranks
 One run gets killed, preempted, and loses its service. A second run is left alone. Then all bits are compared."""
 
 
+PICTURE, REPORT = "loss.svg", "report.html"
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(directory: Path) -> int:
-    """Run the demo; the picture stays in ``directory``, the run directory below it is removed unless something failed."""
+    """Run the demo; picture and report stay in ``directory``, the run directory below it is removed unless something failed."""
     began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="run-", dir=directory)).resolve()
     service = Service(home)
     story = Story(service)
     try:
-        _tell(story, directory / "loss.svg")
+        _tell(story, directory)
     except (DemoError, RatchetError) as error:
         story.faults.append(str(error))
     except KeyboardInterrupt:
@@ -51,11 +52,12 @@ def main(directory: Path) -> int:
         )
         return 1
     shutil.rmtree(home)
-    say(f"IDENTICAL. The loss of both runs, with the interruptions: {directory / 'loss.svg'}")
+    say(f"IDENTICAL. The loss of both runs, with the interruptions: {directory / PICTURE}")
+    say(f"The interrupted job's page with its data, for a browser: {directory / REPORT}")
     return 0
 
 
-def _tell(story: Story, picture: Path) -> None:
+def _tell(story: Story, directory: Path) -> None:
     say(INTRODUCTION)
     say("\n1. Start the service (SQLite, a free port) and submit the job.")
     say(f"  the service answers at {story.service.start()}")
@@ -69,7 +71,8 @@ def _tell(story: Story, picture: Path) -> None:
     say("\n8. The two final checkpoints: model, optimizer, buffers, generators, and each rank's hook memory.")
     report.comparison(story, interrupted, undisturbed)
     report.accuracy(story, interrupted, undisturbed)
-    report.draw(story, interrupted, undisturbed, picture)
+    report.draw(story, interrupted, undisturbed, directory / PICTURE)
+    story.service.client.report(interrupted.id, directory / REPORT, force=True)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -40,6 +40,7 @@ class Service:
         self.home = home
         self.options = options
         self.log = home / "service.log"
+        self.url = ""
         self._process: subprocess.Popen[bytes] | None = None
         self.client = RatchetClient(home=home, retry_for=20.0)
 
@@ -48,8 +49,8 @@ class Service:
         assert self._process is not None
         return self._process.pid
 
-    def start(self) -> str:
-        """Start it and return its address once it answers."""
+    def start(self, port: int = 0) -> str:
+        """Start it and return its address once it answers. ``port``: 0 is a free one."""
         self.home.mkdir(parents=True, exist_ok=True)
         file = HomePaths(self.home).service_file
         command = [
@@ -60,13 +61,14 @@ class Service:
             "--home",
             str(self.home),
             "--port",
-            "0",
+            str(port),
             *self.options,
         ]
         with self.log.open("ab") as log:
             self._process = self._begin(command, log.fileno(), _environment(self.home))
         wait_for("the service to answer", lambda: self._announced(file) and self.client.ready(), 60.0, self.log)
-        return str(json.loads(file.read_text())["url"])
+        self.url = str(json.loads(file.read_text())["url"])
+        return self.url
 
     def _begin(self, command: list[str], log: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
         """In a session of its own: Ctrl-C reaches only the demo, which then ends everything in order."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 from examples.demo.picture import Interruption
 from examples.demo.processes import DemoError, Service, living, rank_pid, reported_step, wait_for
@@ -65,6 +66,7 @@ class Story:
     def _submit(self, name: str) -> JobView:
         job = self.service.client.submit({"name": name, **SPEC}).view
         say(f"  submitted {name}: the service calls it {job.id}")
+        say(f"  its page in a browser, live: {self.service.url}/#/jobs/{job.id}")
         return job
 
     def _kill_a_rank(self, job: JobView) -> None:
@@ -108,7 +110,8 @@ class Story:
         )
         still = bool(living(self.service.home))
         self.expect(alive and still, f"training went on without the service: from step {before} to step {after}")
-        say(f"  started the service again: {self.service.start()}")
+        # at the same address, so that an open page goes on
+        say(f"  started the service again: {self.service.start(urlsplit(self.service.url).port or 0)}")
         newest = self.service.client.view(job.id)
         self.expect(
             newest.attempt == 3, f"the new service found attempt {newest.attempt} again; the job is {newest.phase}"
