@@ -43,10 +43,10 @@ def write_report(transport: Transport, job_path: str, target: Path, *, log_bytes
         raise exists_error(target)
     try:
         with temporary_sibling(target) as temporary:
+            recorded = _Recorder(transport, job_path, log_bytes).read()
             page = transport.request("GET", "/web/report.html").text
             if page.count(_PLACE) != 1:
                 raise ServiceFault("the service's page for reports has no place for the data: another version?")
-            recorded = _Recorder(transport, job_path, log_bytes).read()
             # ASCII without "<" is inert in HTML, whatever a job wrote. UTF-8 could not have halves of surrogate pairs.
             data = json.dumps(recorded, separators=(",", ":")).replace("<", "\\u003c")
             made = temporary / "whole"

@@ -1,0 +1,91 @@
+"""A report of a job that has very much of everything: bounded, with the newest parts, and it says what is not in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from ratchet_client.http.transport import Transport
+from ratchet_client.resources.job_report import write_report
+from tests.support.reports import recorded_text
+
+ATTEMPTS, CHECKPOINTS, EVENTS, FILES, SERIES, RANKS = 300, 2000, 20_000, 10_000, 500, 32
+TEXT = "x" * 1000
+POINT = {"step": 123456, "attempt": 1, "value": 0.123456789, "at": "2026-01-01T00:00:00.123456Z"}
+
+
+class Huge:
+    """Answers as a service would for this job."""
+
+    target = SimpleNamespace(url=lambda: "http://host")
+
+    def request(self, method: str, path: str, *, params: dict[str, Any] | None = None) -> Any:
+        assert method == "GET"
+        if path == "/web/report.html":
+            return SimpleNamespace(text='<script type="application/json" id="recorded"></script>')
+        return SimpleNamespace(json=lambda: self._body(path.removeprefix("/v1/jobs/j").strip("/"), params or {}))
+
+    def _body(self, path: str, asked: dict[str, Any]) -> dict[str, Any]:
+        part, _, name = path.partition("/")
+        if part == "healthz":
+            return {"version": "1"}
+        if part == "metrics":
+            series = [{"name": str(n), "total": 10_000, "points": [POINT] * asked["max_points"]} for n in range(SERIES)]
+            return {"series": series}
+        if part == "hook" and not name:
+            return {"ranks": [{}] * RANKS}
+        if part in ("attempts", "checkpoints") and name:
+            return {"environment": {"packages": [TEXT] * 5}, "manifest": {"tensors": [TEXT] * 300}}
+        if not part:
+            return {"id": "j", "attempt": ATTEMPTS, "work_dir": "/w"}
+        begin, limit = int(asked.get("cursor") or 0), int(asked["limit"])
+        items = [item for n, item in enumerate(self._items(path, asked)) if begin <= n <= begin + limit]
+        return {"items": items[:limit], "next_cursor": str(begin + limit) if len(items) > limit else None}
+
+    def _items(self, path: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        if path == "attempts":
+            return ({"number": n, "environment": None, "report": TEXT * 60} for n in range(ATTEMPTS, 0, -1))
+        if path == "checkpoints":
+            state = asked.get("state", "committed")
+            return (
+                {"id": str(n), "step": n, "attempt": 1, "state": state, "x": TEXT * 2}
+                for n in range(CHECKPOINTS, 0, -1)
+            )
+        if path == "events":
+            return ({"id": n, "message": TEXT} for n in range(EVENTS))
+        if path == "files":
+            return ({"path": f"{n}{TEXT}"} for n in range(FILES))
+        if path == "hook/history":
+            return ({"summary": {"step": n // RANKS, "x": TEXT}} for n in range(asked["max_points"] * RANKS))
+        return (
+            {
+                "id": f"1.{rank}.{1001 * (n + 1)}",
+                "attempt": asked["attempt"],
+                "rank": rank,
+                "text": TEXT,
+                "left_out": None,
+            }
+            for rank in range(RANKS)
+            for n in range(100 - asked["tail"], 100)
+        )
+
+
+def test_report_of_a_huge_job_is_bounded_and_has_its_newest_parts(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+    left_out = write_report(cast(Transport, Huge()), "/v1/jobs/j", file, log_bytes=8000, force=False)
+    found = json.loads(recorded_text(file))
+    assert 20 << 20 < file.stat().st_size < 40 << 20 and left_out == found["left_out"]
+    attempts = found["attempts"]
+    assert [one["number"] for one in attempts[:3]] == [300, 299, 298] and 100 < len(attempts) < ATTEMPTS
+    assert ["environment" in one for one in attempts] == [n < 50 for n in range(len(attempts))]
+    stored = [one for one in found["checkpoints"] if one["state"] == "committed"]
+    assert stored[0]["step"] == CHECKPOINTS and [one for one in stored if "manifest" in one] == stored[:13]
+    assert found["events"][-1]["id"] == EVENTS - 1 and found["events"][0]["id"] > 0
+    assert {len(one["points"]) for one in found["metrics"]} == {120} and len(found["metrics"]) == SERIES
+    assert found["log_attempts"][-1] == ATTEMPTS and 1 < len(found["log_attempts"]) < ATTEMPTS
+    assert len(found["logs"]) == len(found["log_attempts"]) * RANKS * 8 and found["logs"][0]["left_out"] == 93 * 1001
+    for what in ("attempts", "checkpoints", "metrics", "hook", "events", "files", "logs"):
+        assert any(what in text for text in left_out), (what, left_out)
