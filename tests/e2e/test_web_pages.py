@@ -405,7 +405,10 @@ def test_report_opens_from_the_disk_without_any_request(
             wrong += [f"{file.stem} {tab}: {text}" for text in violations(page)]
             if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):
                 wrong.append(f"{tab}: is wider than the window")
-            assert page.locator(".made summary").inner_text().startswith("Report of ")
+            said = page.locator(".made summary").inner_text()
+            assert re.fullmatch(
+                r"Report of \w+, made .+ from http://\S+, Ratchet \S+\. Ages .+ \d parts? left out", said
+            )
             assert page.get_by_text("Not in this report").count() == 0, tab
             assert page.get_by_role("button", name=re.compile("Cancel|Suspend|Fork|Preempt|Verify|Pin")).count() == 0
             elsewhere = page.eval_on_selector_all("a[href]", "all => all.map(one => one.getAttribute('href'))")

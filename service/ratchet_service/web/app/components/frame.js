@@ -62,8 +62,8 @@ export function Frame({ section, caller, children }) {
 function Made() {
   if (!recorded) return null;
   const { job, made_at: at, service, ratchet, left_out: missing } = recorded;
-  return html`<details class="notice quiet made small"><summary>Report of <strong>${job.name}</strong>, made <time dateTime=${at}>${moment(at)}</time> from ${service}, Ratchet ${ratchet}. Ages are as of then.
-    ${plural(missing.length, "part")} left out</summary><ul>${missing.map((text) => html`<li>${text}</li>`)}</ul></details>`;
+  return html`<details class="notice quiet made small"><summary>Report of <strong>${job.name}</strong>, made <time dateTime=${at}>${moment(at)}</time> from ${service}, Ratchet ${ratchet}. Ages are as of then. ${plural(missing.length, "part")} left out</summary>
+    <ul>${missing.map((text) => html`<li>${text}</li>`)}</ul></details>`;
 }
 
 function signOut() {
