@@ -28,7 +28,13 @@ _TESTS = ("ruff", "mypy", "pytest", "moto", "botocore", "schemathesis", "matplot
 class Clone:
     def __init__(self, place: Path) -> None:
         self.place, self.log = place, place / "log"
-        needed = "Makefile", "pyproject.toml", "constraints.txt", "deploy/constraints.txt", "tests/web/package-lock.json"
+        needed = (
+            "Makefile",
+            "pyproject.toml",
+            "constraints.txt",
+            "deploy/constraints.txt",
+            "tests/web/package-lock.json",
+        )
         for name in needed:
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, place / name)
