@@ -102,15 +102,17 @@ class Following(Calls):
 
     # --- logs and events ----------------------------------------------------------------------------------------------
 
-    def events(
-        self, job: str | Job, *, attempt: int | None = None, type: str | None = None, page_size: int = PAGE
-    ) -> Iterator[views.EventView]:
-        """Yield the events so far, oldest first. ``attempt``, ``type``: only events of this attempt, or of this type.
+    def events(self, job: str | Job, *, attempt: int | None = None, type: str | Collection[str] = (),
+               sort: str | None = None, page_size: int = PAGE) -> Iterator[views.EventView]:  # fmt: skip
+        """Yield the events so far, oldest first. ``sort="-id"``: newest first. ``attempt``: only events of this attempt; 0: those
+        of no attempt. ``type``: only events of this type, or of any of these types.
 
-        >>> next(client.events(job_id)).type
-        'submitted'
+        >>> first, last = next(client.events(job_id)), next(client.events(job_id, sort="-id"))
+        >>> first.type, first.id < last.id
+        ('submitted', True)
         """
-        params: Params = {"attempt": attempt, "type": type, "limit": page_size}
+        types = [type] if isinstance(type, str) else list(type)
+        params: Params = {"attempt": attempt, "type": types, "sort": sort, "limit": page_size}
         return self._job_pages(views.EventView, params, job, "events")
 
     def logs(self, job: str | Job, *, rank: int | None = None, attempt: WhichAttempt = None, tail: int | None = None,

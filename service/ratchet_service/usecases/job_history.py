@@ -1,8 +1,9 @@
-"""Reads a job's attempts, newest first, their environments, and the job's events, oldest first."""
+"""Reads a job's attempts, newest first, their environments, and the job's events."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Collection
+from typing import Literal
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
@@ -16,6 +17,8 @@ from ratchet_service.launchers.attempt_files import read_message
 from ratchet_service.usecases import pagination
 from ratchet_service.usecases.goodput import attempt_goodput
 from ratchet_service.usecases.views import attempt_view, event_view
+
+EventSort = Literal["id", "-id"]
 
 
 def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None) -> Page[AttemptView]:
@@ -65,24 +68,36 @@ def _nodes(session: Session, job_id: str, numbers: list[int]) -> dict[int, list[
 
 
 def list_events(
-    session: Session, job_id: str, limit: int, cursor: str | None, attempt: int | None = None, kind: str | None = None
+    session: Session,
+    job_id: str,
+    limit: int,
+    cursor: str | None,
+    attempt: int | None = None,
+    types: Collection[str] = (),
+    sort: EventSort = "id",
 ) -> Page[EventView]:
-    """Return a page of the job's events, oldest first; may be limited to one attempt or type. Raise ``NotFound`` or
-    ``Refused``."""
+    """Return a page of the job's events in order of ``sort``: oldest first, or newest first (``-id``). ``attempt``: only those of
+    this attempt; 0: of none. ``types``: only those of these types; empty: of all. Raise ``NotFound`` or ``Refused``."""
     find_job(session, job_id)
-    filters = {column: value for column, value in (("attempt", attempt), ("type", kind)) if value is not None}
-    digest = pagination.query_digest(of="events", job=job_id, **filters)
-    after = pagination.decode(cursor, digest, (int,)) or [0]
-    rows = events_after(session, job_id, after[0], limit + 1, **filters)
+    digest = pagination.query_digest(of="events", job=job_id, attempt=attempt, types=sorted(types), sort=sort)
+    query = sa.select(Event).where(Event.job_id == job_id)
+    if attempt is not None:
+        query = query.where(Event.attempt.is_(None) if attempt == 0 else Event.attempt == attempt)
+    if types:
+        query = query.where(Event.type.in_(types))
+    last = pagination.decode(cursor, digest, (int,))
+    if last is not None:
+        query = query.where(Event.id > last[0] if sort == "id" else Event.id < last[0])
+    query = query.order_by(Event.id if sort == "id" else Event.id.desc()).limit(limit + 1)
+    rows = [event_view(row) for row in session.scalars(query)]
     page = rows[:limit]
     following = pagination.encode(digest, [page[-1].id]) if len(rows) > limit else None
     return Page[EventView](items=page, next_cursor=following)
 
 
-def events_after(session: Session, job_id: str, last_id: int, limit: int, **filters: Any) -> list[EventView]:
-    """Return at most ``limit`` events with an id greater than ``last_id``, oldest first. ``filters``: values of columns."""
-    query = sa.select(Event).where(Event.job_id == job_id, Event.id > last_id).filter_by(**filters)
-    query = query.order_by(Event.id).limit(limit)
+def events_after(session: Session, job_id: str, last_id: int, limit: int) -> list[EventView]:
+    """Return at most ``limit`` events with an id greater than ``last_id``, oldest first."""
+    query = sa.select(Event).where(Event.job_id == job_id, Event.id > last_id).order_by(Event.id).limit(limit)
     return [event_view(row) for row in session.scalars(query)]
 
 

@@ -109,7 +109,7 @@ def _continue_job(client: RatchetClient, home: HomePaths, job: JobView) -> Selec
     """Resume ``job`` and return it. If its code has changed, it resumes with the new code. A queued or running job is first
     suspended for that, which blocks. If the resume with the new code fails, a job that was suspended for it resumes with its old
     code. Raise errors such as ``Conflict``."""
-    event = max((event.id for event in client.events(job.id)), default=None)
+    event = next((event.id for event in client.events(job.id, sort="-id", page_size=1)), None)
     changed = _changed_code(home, job)
     words = ""
     if changed:

@@ -95,16 +95,25 @@ def get_events(
     job_id: str,
     follow: Annotated[bool, Query(description="Send events as they come (text/event-stream).")] = False,
     attempt: Annotated[
-        int | None, Query(ge=1, le=2**31 - 1, description="With a page: only events of this attempt.")
+        int | None,
+        Query(ge=0, le=2**31 - 1, description="With a page: only events of this attempt; 0: those of no attempt."),
     ] = None,
-    type: Annotated[str | None, Query(max_length=100, description="With a page: only events of this type.")] = None,
+    type: Annotated[
+        list[Annotated[str, Query(max_length=100)]] | None,
+        Query(max_length=64, description="With a page: only events of any of these types."),
+    ] = None,
+    sort: Annotated[
+        job_history.EventSort,
+        Query(description="`-id`: newest first. Only with a page: a stream has the oldest event first."),
+    ] = "id",
     limit: Limit = 100,
     cursor: Cursor = None,
     accept: Annotated[str | None, Header()] = None,
     last_event_id: Annotated[str | None, Header()] = None,
 ) -> Response | Page[EventView]:
-    """The job's events, oldest first: a page (JSON), or with `follow=true` or `Accept: text/event-stream` a stream of events. The
-    stream begins after the event that `Last-Event-ID` names, and ends with `event: end` when the job has ended."""
+    """The job's events, unless `sort` says otherwise oldest first: a page (JSON), or with `follow=true` or `Accept:
+    text/event-stream` a stream of events. The stream begins after the event that `Last-Event-ID` names, and ends with `event:
+    end` when the job has ended."""
     if (
         dependencies.negotiate_media_type(
             accept, [dependencies.EVENTS] if follow else [dependencies.JSON, dependencies.EVENTS]
@@ -112,7 +121,13 @@ def get_events(
         == dependencies.JSON
     ):
         with service.database.read() as session:
-            return job_history.list_events(session, job_id, limit, cursor, attempt, type)
+            return job_history.list_events(session, job_id, limit, cursor, attempt, type or (), sort)
+    if sort != "id":
+        raise Refused(
+            "sort=-id is for a page of JSON; a stream has the oldest event first: leave sort out, and send the id of the newest "
+            "known event as Last-Event-ID",
+            code="invalid-parameter",
+        )
     _refuse_cursor(cursor)
     last = job_history.parse_last_id(last_event_id)
     with service.database.read() as session:

@@ -148,7 +148,36 @@ def test_events_are_paged_in_order_and_filtered_by_type_and_attempt(api: Api, jo
         return [e["message"] for e in found]
 
     assert some(type="note.n", attempt=1) == ["0", "1"] and some(type="note.n", attempt=2) == []
-    assert [e["message"] for e in seen if e["type"] == "submitted"] == some(type="submitted")
+    assert [e["message"] for e in seen if e["type"] == "submitted"] == some(type="submitted") == some(attempt=0)
+    assert some(type=["submitted", "note.n"]) == [e["message"] for e in seen[:2]]
+
+
+@pytest.mark.parametrize("query", [{}, {"attempt": 1, "type": "note.n"}])
+def test_events_newest_first_are_paged_while_new_ones_come(api: Api, job: str, query: dict[str, Any]) -> None:
+    api.report(job, (0, 1, [message("note", type="n", message=str(i)) for i in range(25)]))
+    path = f"/v1/jobs/{job}/events"
+    ids = [e["id"] for e in api.client.get(path, params={"limit": 100, **query}).json()["items"]]
+    seen, cursor = [], None
+    while not seen or cursor is not None:
+        more = {"cursor": cursor} if cursor else {}
+        page = api.client.get(path, params={"sort": "-id", "limit": 10, **query, **more}).json()
+        seen += [e["id"] for e in page["items"]]
+        cursor = page["next_cursor"]
+        api.report(job, (0, 2 + len(seen), [message("note", type="n", message="later")]))
+    assert seen == ids[::-1]
+    wrong = api.client.get(path, params={"limit": 10, "cursor": _first_cursor(api, path), **query})
+    assert wrong.status_code == 400 and wrong.json()["code"] == "bad-cursor", "it belongs to the other order"
+
+
+def _first_cursor(api: Api, path: str) -> str:
+    return str(api.client.get(path, params={"sort": "-id", "limit": 2}).json()["next_cursor"])
+
+
+@pytest.mark.parametrize(("query", "accept"), [("follow=true&", "*/*"), ("", "text/event-stream")])
+def test_event_stream_refuses_newest_first(api: Api, job: str, query: str, accept: str) -> None:
+    answer = api.client.get(f"/v1/jobs/{job}/events?{query}sort=-id", headers={"Accept": accept})
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid-parameter")
+    assert "Last-Event-ID" in answer.json()["detail"]
 
 
 def test_event_stream_resumes_without_loss_or_repetition_after_reconnect(api: Api, job: str) -> None:
