@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
-from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_service.db.engine import Database, sqlite_url, utc_now
+from ratchet_service.db.models import Event
 from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.support.browser import Watched, chromium, watch
 from tests.support.cli import Cli
@@ -305,21 +306,23 @@ def test_viewer_sees_no_actions(scene: Scene, chromium: Any) -> None:
     assert page.get_by_role("group", name="Actions on the selected jobs").get_by_role("button").count() == 0
 
 
+HIDE = (
+    "Object.defineProperty(document, 'hidden', {value: %s, configurable: true}); "
+    "document.dispatchEvent(new Event('visibilitychange', {bubbles: true}))"
+)
+
+
 def test_hidden_page_asks_for_nothing(scene: Scene, chromium: Any) -> None:
     seen = watch(chromium, str(scene.server.url), token=scene.token)
     page = seen.open("#/jobs")
     settle(page)
-    hide = (
-        "Object.defineProperty(document, 'hidden', {value: %s, configurable: true}); "
-        "document.dispatchEvent(new Event('visibilitychange'))"
-    )
-    page.evaluate(hide % "true")
+    page.evaluate(HIDE % "true")
     page.wait_for_timeout(500)  # what was on its way arrives
     before = len(seen.requests)
     page.wait_for_timeout(5000)  # two polls of a visible page
     assert len(seen.requests) == before
     with page.expect_request(re.compile("/v1/jobs")):
-        page.evaluate(hide % "false")
+        page.evaluate(HIDE % "false")
 
 
 def test_restarted_service_needs_no_reload(chromium: Any, tmp_path: Path) -> None:
@@ -344,6 +347,75 @@ def test_restarted_service_needs_no_reload(chromium: Any, tmp_path: Path) -> Non
         seen.assert_clean()
     finally:
         server.stop()
+
+
+@pytest.fixture
+def waiting_job(tmp_path: Path) -> Iterator[tuple[Server, Database, str]]:
+    """A service that starts no job, its database, and a job in it."""
+    server = Server(tmp_path / "home", "--no-reconciler")
+    database = None
+    try:
+        server.start()
+        database = Database(sqlite_url(server.paths.database))
+        yield server, database, server.submit(digits("waiting"))
+    finally:
+        server.stop()
+        if database is not None:
+            database.dispose()
+
+
+def add_events(database: Database, job: str, numbers: range) -> None:
+    with database.write() as session:
+        for n in numbers:
+            kind = "note.rare" if n == 3 else "note.many"
+            session.add(Event(job_id=job, at=utc_now(), type=kind, attempt=None, message=f"event {n} of many", data={}))
+
+
+def test_newest_events_are_shown_at_once_later_ones_live_and_earlier_ones_on_request(
+    waiting_job: tuple[Server, Database, str], chromium: Any
+) -> None:
+    server, database, job = waiting_job
+    add_events(database, job, range(1000))
+    seen = watch(chromium, str(server.url))
+    page = seen.open(f"#/jobs/{job}/events")
+    messages = page.locator(".events .message")
+    page.get_by_text("event 999 of many").wait_for()
+    assert messages.count() == 100 and messages.first.inner_text().strip() == "event 999 of many"
+    add_events(database, job, range(1000, 1003))
+    page.get_by_text("event 1002 of many").wait_for()
+    page.get_by_role("button", name="Earlier events").click()
+    page.get_by_text("event 400 of many").wait_for()
+    page.get_by_role("button", name="Earlier events").click()
+    page.get_by_text("event 0 of many").wait_for()
+    numbers = [int(text.split()[1]) for text in messages.all_inner_texts()[:-1]]
+    assert numbers == list(range(1002, -1, -1)), "each once, the newest first"
+    assert page.get_by_role("button", name="Earlier events").count() == 0
+    page.get_by_role("button", name="note.rare").click()
+    page.get_by_text("event 3 of many").wait_for()
+    assert messages.count() == 1 and "type=note.rare" in page.url
+    add_events(database, job, range(1003, 1004))
+    add_events(database, job, range(3, 4))
+    messages.nth(1).wait_for()
+    assert messages.all_inner_texts() == ["event 3 of many"] * 2
+    seen.assert_clean()
+
+
+def test_events_that_came_while_the_page_was_hidden_are_shown(
+    waiting_job: tuple[Server, Database, str], chromium: Any
+) -> None:
+    server, database, job = waiting_job
+    seen = watch(chromium, str(server.url))
+    page = seen.open(f"#/jobs/{job}/events")
+    page.get_by_text("submitted").first.wait_for()
+    page.evaluate(HIDE % "true")
+    add_events(database, job, range(1000))
+    page.evaluate(HIDE % "false")
+    page.get_by_text("event 999 of many").wait_for()
+    add_events(database, job, range(1000, 1001))
+    page.get_by_text("event 1000 of many").wait_for()
+    texts = page.locator(".events .message").all_inner_texts()
+    assert len(texts) == len(set(texts)) >= 101, "each once"
+    seen.assert_clean()
 
 
 def _free_port() -> int:

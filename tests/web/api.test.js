@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { Problem, change, download, isFinal, parseEvents, tail } from "../../service/ratchet_service/web/app/api.js";
+import { Problem, change, download, isFinal, parseEvents } from "../../service/ratchet_service/web/app/api.js";
 
 test("complete events, and the rest", () => {
   const { events, rest } = parseEvents("id: 1\ndata: a\n\nid: 2\nevent: end\ndata: {}\n\nid: 3\nda");
@@ -18,20 +18,6 @@ test("comments are no events, several lines of data are one text", () =>
   assert.deepEqual(parseEvents(": ping\n\ndata: a\ndata:  b\n\n").events, [{ id: "", type: "message", data: "a\n b" }]));
 
 test("lines may end with CR LF", () => assert.equal(parseEvents("data: a\r\n\r\n").events[0].data, "a"));
-
-test("the last items of a list are found page by page, and the next call goes on there", async () => {
-  /** @type {Record<string, any>} */
-  const pages = { e: { items: [1, 2], next_cursor: "a" }, "e&cursor=a": { items: [3, 4], next_cursor: "b" }, "e&cursor=b": { items: [5], next_cursor: null } };
-  const asked = /** @type {string[]} */ ([]);
-  const load = tail(3, 2, async (path) => {
-    asked.push(path);
-    return { data: pages[path], etag: "" };
-  });
-  assert.deepEqual((await load("e")).data.items, [2, 3, 4]);
-  assert.deepEqual((await load("e")).data.items, [3, 4, 5]);
-  assert.deepEqual((await load("e")).data.items, [3, 4, 5]);
-  assert.deepEqual(asked, ["e", "e&cursor=a", "e&cursor=b", "e&cursor=b"]);
-});
 
 test("a refusal that ends following", () =>
   assert.deepEqual([401, 404, 429, 503].map((status) => isFinal(new Problem(status, {}))), [true, true, false, false]));

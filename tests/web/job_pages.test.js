@@ -3,7 +3,7 @@ import test from "node:test";
 import { signsOf } from "../../service/ratchet_service/web/app/components/lineage.js";
 import { pointsFor } from "../../service/ratchet_service/web/app/hook_series.js";
 import { bestOf } from "../../service/ratchet_service/web/app/pages/job/checkpoints.js";
-import { toneOf } from "../../service/ratchet_service/web/app/pages/job/events.js";
+import { toneOf, withLater, withNewest } from "../../service/ratchet_service/web/app/pages/job/events.js";
 import { commandLine } from "../../service/ratchet_service/web/app/pages/job/logs.js";
 import { decided } from "../../service/ratchet_service/web/app/pages/job/spec.js";
 import { rounded } from "../../service/ratchet_service/web/app/yaml.js";
@@ -15,6 +15,18 @@ test("tones of events", () => {
   assert.deepEqual(["exact", "not-exact"].map((verdict) => toneOf("resumed", { verdict })), ["good", "bad"]);
   assert.equal(toneOf("hang", {}), "bad");
 });
+
+const events = (/** @type {number[]} */ ...ids) => ids.map((id) => /** @type {any} */ ({ id }));
+
+test("a list of events takes the newest page, and each later event once", () => {
+  const first = withNewest({ events: [], cursor: null }, { items: events(9, 8, 7), next_cursor: "a" });
+  assert.deepEqual(first, { events: events(9, 8, 7), cursor: "a" });
+  assert.deepEqual(withLater(first, events(9, 10, 12)), { events: events(12, 10, 9, 8, 7), cursor: "a" });
+  assert.deepEqual(withNewest(first, { items: events(10, 9, 8), next_cursor: "b" }), { events: events(10, 9, 8, 7), cursor: "a" });
+});
+
+test("a list of events begins again if more came than a page has", () =>
+  assert.deepEqual(withNewest({ events: events(3, 2), cursor: "a" }, { items: events(9, 8), next_cursor: "b" }), { events: events(9, 8), cursor: "b" }));
 
 test("the best checkpoint of a page is not called the best of all", () => {
   const items = [3, 1, 2].map((metric, n) => ({ id: `c${n}`, state: "committed", metric }));

@@ -88,28 +88,6 @@ export async function read(path, { etag = "", signal } = {}) {
   return { data: await answer.json(), etag: answer.headers.get("ETag") ?? "" };
 }
 
-/**
- * A reader for ``useLive`` that follows a list, oldest first, to its end: at most ``pages`` pages per call. The next call goes on there.
- * @param {number} keep - newest items that are returned @param {number} pages @param {typeof read} [get] @returns {typeof read}
- */
-export function tail(keep, pages, get = read) {
-  let cursor = "";
-  /** @type {any[]} */
-  let before = [];
-  return async (path, { signal } = {}) => {
-    // Two calls may overlap: each has its own place, and stores it only with the items before it.
-    let [at, found] = [cursor, before];
-    for (let n = 0; n < pages; n += 1) {
-      const { data } = await get(at ? `${path}&cursor=${encodeURIComponent(at)}` : path, { signal });
-      const items = [...found, ...data.items].slice(-keep);
-      if (!data.next_cursor) return { data: { items }, etag: "" };
-      [at, found] = [data.next_cursor, items];
-      [cursor, before] = [at, found];
-    }
-    return { data: { items: found }, etag: "" };
-  };
-}
-
 /** Idempotency keys of requests that had no answer, by path and body. @type {Map<string, string>} */
 const unanswered = new Map();
 

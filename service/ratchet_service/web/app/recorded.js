@@ -59,8 +59,9 @@ function checkpointsOf(from, asked) {
 
 /** @param {Recorded} from @param {URLSearchParams} asked */
 function eventsOf(from, asked) {
-  const [attempt, type] = [asked.get("attempt"), asked.get("type")];
-  return from.events.filter((one) => (attempt === null || String(one.attempt) === attempt) && (type === null || one.type === type));
+  const [attempt, types] = [asked.get("attempt"), asked.getAll("type")];
+  const found = from.events.filter((one) => (attempt === null || String(one.attempt ?? 0) === attempt) && (!types.length || types.includes(one.type)));
+  return asked.get("sort") === "-id" ? found.reverse() : found;
 }
 
 /** @param {any[]} items @param {URLSearchParams} asked @param {(one: any) => number} stepOf */

@@ -1,68 +1,125 @@
 // @ts-check
-/** The job's history: live, the newest first, filtered by attempt and type in the address. */
-import { follow } from "../../api.js";
+/** The job's history, the newest first and live, filtered by attempt and type in the address. Earlier events are read on request. */
+import { follow, read } from "../../api.js";
 import { Badge, Command, Empty, Trouble } from "../../components/basics.js";
-import { html, useEffect, useMemo, useReducer, useRef, useState } from "../../dom.js";
-import { clock, count, moment, plural } from "../../format.js";
+import { html, useCallback, useEffect, useMemo, useReducer, useRef, useState } from "../../dom.js";
+import { clock, moment, plural } from "../../format.js";
+import { useLive } from "../../live.js";
 import { ENDED, causeTone } from "../../meaning.js";
 import { recorded } from "../../recorded.js";
 import { link, setQuery } from "../../route.js";
 import { yaml } from "../../yaml.js";
 
-const HELD = 20_000;
-const SHOWN = 200;
-
-/** @typedef {{id: number, at: string, type: string, attempt: number | null, message: string, data: Record<string, any>}} JobEvent */
+const PAGE = 100;
+/** Pages that one click on the button for earlier events reads. */
+const MORE = 5;
+/** After this number of new events the list begins again with the newest page, so that the page does not grow for ever. */
+const LATER = 2000;
 
 /**
- * All events of a job, the oldest first: the newest ``HELD`` of them, and how many were let go.
- * @param {string} id @param {boolean} live - a resume of an ended job begins a new stream
+ * Events, the newest first; ``cursor``: of the page before them, null if there is none.
+ * @typedef {import("../../types").Event} JobEvent @typedef {{events: JobEvent[], cursor: string | null}} Held
  */
-function useEvents(id, live) {
-  const kept = useRef({ events: /** @type {JobEvent[]} */ ([]), dropped: 0, last: "", state: "" , error: /** @type {Error | null} */ (null) });
+
+/** @type {Held} */
+const NONE = { events: [], cursor: null };
+
+/**
+ * With the newest page. If more events came than it has, the list begins again with it: what lies between is read on request.
+ * @param {Held} held @param {{items: JobEvent[], next_cursor: string | null}} page @returns {Held}
+ */
+export function withNewest(held, page) {
+  const later = page.items.filter((one) => one.id > (held.events[0]?.id ?? 0));
+  return later.length === page.items.length ? { events: page.items, cursor: page.next_cursor } : { ...held, events: [...later, ...held.events] };
+}
+
+/** With those of the stream that it has not yet. @param {Held} held @param {JobEvent[]} found - the oldest first @returns {Held} */
+export function withLater(held, found) {
+  const later = found.filter((one) => one.id > (held.events[0]?.id ?? 0));
+  return later.length ? { ...held, events: [...later.reverse(), ...held.events] } : held;
+}
+
+/** A reader for ``useLive``: the newest page, with the id ``last`` after which the stream goes on. @param {string} all - path of all events */
+const newest = (all) => async (/** @type {string} */ path, /** @type {{signal?: AbortSignal}} */ { signal } = {}) => {
+  const last = await read(`${all}?sort=-id&limit=1`, { signal }); // first, so that no event is between the page and the stream
+  const { data } = await read(path, { signal });
+  return { data: { ...data, last: last.data.items[0]?.id ?? 0 }, etag: "" };
+};
+
+/**
+ * The events that ``fits`` accepts, which those of ``filter`` (parameters of the request) are.
+ * @param {string} id @param {boolean} live - a resume of an ended job begins a new stream
+ * @param {URLSearchParams} filter @param {(event: JobEvent) => boolean} fits
+ */
+function useEvents(id, live, filter, fits) {
+  const all = `v1/jobs/${encodeURIComponent(id)}/events`;
+  const path = `${all}?${new URLSearchParams([["sort", "-id"], ["limit", String(PAGE)], ...filter])}`;
+  const load = useMemo(() => newest(all), [all]);
+  const { data, error, refresh } = useLive(path, { every: null, load });
+  const kept = useRef({ held: /** @type {Held} */ (NONE), last: 0, came: 0, state: "", busy: false, error: /** @type {Error | null} */ (null) });
   const [, render] = useReducer((/** @type {number} */ n) => n + 1, 0);
-  const [seen, setSeen] = useState(!document.hidden);
-  const [signedIn, setSignedIn] = useReducer((/** @type {number} */ n) => n + 1, 0);
+  const [woken, wake] = useReducer((/** @type {number} */ n) => n + 1, 0);
   useEffect(() => {
-    const changed = () => setSeen(!document.hidden);
-    const entered = () => setSignedIn(undefined);
-    document.addEventListener("visibilitychange", changed);
-    window.addEventListener("signed-in", entered);
-    return () => {
-      document.removeEventListener("visibilitychange", changed);
-      window.removeEventListener("signed-in", entered);
-    };
+    const names = ["visibilitychange", "signed-in"];
+    names.forEach((name) => addEventListener(name, wake));
+    return () => names.forEach((name) => removeEventListener(name, wake));
   }, []);
+  const now = kept.current;
   useEffect(() => {
-    if (!seen) return undefined;
+    if (!data) return;
+    now.held = withNewest(now.came > LATER ? NONE : now.held, data);
+    now.came = 0;
+    now.last = Math.max(now.last, data.last);
+    render(undefined);
+  }, [data]);
+  useEffect(() => {
+    if (document.hidden || !data) return undefined;
     const stop = new AbortController();
     let timer = 0;
     const soon = () => { timer ||= window.setTimeout(() => { timer = 0; render(undefined); }, 100); };
-    follow(`v1/jobs/${encodeURIComponent(id)}/events?follow=true`, {
-      signal: stop.signal, lastId: kept.current.last,
+    follow(`${all}?follow=true`, {
+      signal: stop.signal, lastId: String(now.last),
       onState: (state) => {
-        kept.current.state = state;
-        if (state === "open") kept.current.error = null;
+        now.state = state;
+        if (state === "open") now.error = null;
         soon();
       },
       onEvents: (found) => {
-        const now = kept.current;
-        now.events = [...now.events, ...found.map((one) => JSON.parse(one.data))];
-        now.last = /** @type {{id: string}} */ (found.at(-1)).id;
-        const many = now.events.length - HELD;
-        if (many > 0) {
-          now.events = now.events.slice(many);
-          now.dropped += many;
-        }
+        /** @type {JobEvent[]} */
+        const events = found.map((one) => JSON.parse(one.data));
+        now.last = Math.max(now.last, ...events.map((one) => one.id));
+        const before = now.held.events.length;
+        now.held = withLater(now.held, events.filter(fits));
+        now.came += now.held.events.length - before;
+        if (now.came > LATER) refresh();
         soon();
       },
-    }).catch((error) => {
-      Object.assign(kept.current, { error, state: "" });
+    }).catch((wrong) => {
+      Object.assign(now, { error: wrong, state: "" });
       soon();
     });
     return () => { stop.abort(); clearTimeout(timer); };
-  }, [id, seen, live, signedIn]);
-  return kept.current;
+  }, [data, live, woken]);
+  /** Reads events before those that are held. */
+  const earlier = useCallback(async () => {
+    if (now.busy) return;
+    now.busy = true;
+    render(undefined);
+    try {
+      for (let n = 0; n < MORE && now.held.cursor; n += 1) {
+        const { cursor } = now.held;
+        const found = (await read(`${path}&cursor=${encodeURIComponent(cursor)}`)).data;
+        if (now.held.cursor !== cursor) break; // the list has begun again
+        now.held = { events: [...now.held.events, ...found.items], cursor: found.next_cursor };
+      }
+      now.error = null;
+    } catch (wrong) {
+      now.error = /** @type {Error} */ (wrong);
+    }
+    now.busy = false;
+    render(undefined);
+  }, [path]);
+  return { ...now, ready: data !== null, error: error ?? now.error, earlier };
 }
 
 /** @param {string} type @param {Record<string, any>} data */
@@ -82,47 +139,44 @@ const adviceOf = (data) => [data.advice, data.remedy, data.hint, data.next_step]
 
 /** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
 export default function Events({ job, route }) {
-  const live = !recorded && !ENDED.includes(job.phase);
-  const found = useEvents(job.id, live);
-  const { query } = route;
-  const attempt = query.get("attempt") ?? "";
-  const types = query.getAll("type");
-  const [many, setMany] = useState(SHOWN);
-  /** @type {JobEvent[]} */
-  const ofAttempt = useMemo(() => found.events.filter((/** @type {JobEvent} */ one) => !attempt || String(one.attempt ?? "none") === attempt), [found.events, attempt]);
-  /** @type {[string, number][]} */
-  const counts = useMemo(() => {
-    /** @type {Map<string, number>} */
-    const out = new Map();
-    for (const one of ofAttempt) out.set(one.type, (out.get(one.type) ?? 0) + 1);
-    return [...out].sort(([a], [b]) => a.localeCompare(b));
-  }, [ofAttempt]);
-  /** @type {JobEvent[]} */
-  const chosen = useMemo(() => (types.length ? ofAttempt.filter((one) => types.includes(one.type)) : ofAttempt), [ofAttempt, types.join(" ")]);
-  const shown = chosen.slice(-many).reverse();
+  const attempt = route.query.get("attempt") ?? "";
+  const types = route.query.getAll("type");
+  const [known, setKnown] = useState(/** @type {string[]} */ ([]));
+  const onTypes = useCallback((/** @type {string[]} */ found) => setKnown((old) => (found.every((one) => old.includes(one)) ? old : [...new Set([...old, ...found])])), []);
   const toggle = (/** @type {string} */ type) => setQuery({ type: types.includes(type) ? types.filter((one) => one !== type) : [...types, type] });
+  const live = !recorded && !ENDED.includes(job.phase);
   return html`<div class="stack">
     <div class="row pickers" role="search" aria-label="Filter events">
       <label class="field">Attempt<select value=${attempt} onChange=${(/** @type {any} */ event) => setQuery({ attempt: event.target.value })}>
-        <option value="">all attempts</option><option value="none">no attempt</option>
+        <option value="">all attempts</option><option value="0">no attempt</option>
         ${Array.from({ length: Math.min(500, job.attempt) }, (_, n) => html`<option value=${job.attempt - n}>${job.attempt - n}</option>`)}</select></label>
       <div class="field grow">Types<div class="row" style=${{ gap: ".35rem" }} role="group" aria-label="Types">
-        ${counts.map(([type, of]) => html`<button type="button" class="pick" key=${type} aria-pressed=${String(types.includes(type))} onClick=${() => toggle(type)}>${type} <span class="dim">${count(of)}</span></button>`)}
+        ${[...new Set([...known, ...types])].sort().map((type) => html`<button type="button" class="pick" key=${type} aria-pressed=${String(types.includes(type))} onClick=${() => toggle(type)}>${type}</button>`)}
+        <input type="text" aria-label="Another type" placeholder="another type" value="" onChange=${(/** @type {any} */ event) => { const type = event.target.value.trim(); event.target.value = ""; if (type && !types.includes(type)) toggle(type); }} />
         ${types.length > 0 && html`<button type="button" class="plain" onClick=${() => setQuery({ type: [] })}>all types</button>`}</div></div>
     </div>
-    <${Trouble} error=${found.error} />
-    ${found.dropped > 0 && html`<p class="dim small">The oldest ${plural(found.dropped, "event")} are not shown: this page holds ${count(HELD)}. All of them: <code>ratchet events ${job.id} --all</code></p>`}
-    <section class="card flush"><header style=${{ paddingBottom: ".6rem" }}><h2>${chosen.length === found.events.length ? plural(chosen.length, "event") : `${count(chosen.length)} of ${plural(found.events.length, "event")}`}</h2>
-        <small>${found.state === "lost" ? html`<span class="word wait"><span class="dot"></span> connection lost, trying again</span>` : live && found.state === "open" ? html`<span class="word good"><span class="dot"></span> live</span>` : ""} newest first</small></header>
-      ${shown.length
-        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Events"><table role="table" class="tight events"><caption class="hidden">Events, the newest first</caption>
-            <thead><tr><th scope="col">Time</th><th scope="col" class="number">Attempt</th><th scope="col">Type</th><th scope="col">Message</th><th scope="col"><span class="hidden">Data and logs</span></th></tr></thead>
-            <tbody>${shown.map((one, n) => html`<${Row} key=${one.id} job=${job} event=${one} day=${dayOf(one.at) !== dayOf(shown[n - 1]?.at)} />`)}</tbody></table></div>`
-        : html`<${Empty}><p>${found.events.length ? "No event has the chosen attempt and type." : "No event yet. Each change of phase, attempt and checkpoint becomes one."}</p><${Command} line=${`ratchet events ${job.id} --follow`} /></${Empty}>`}
-      ${chosen.length > many && html`<p class="edge"><button type="button" onClick=${() => setMany(many + 5 * SHOWN)}>${count(Math.min(5 * SHOWN, chosen.length - many))} earlier events</button> ${count(chosen.length - many)} are left.</p>`}
-    </section>
+    <${List} key=${`${attempt} ${types.join(" ")}`} job=${job} live=${live} attempt=${attempt} types=${types} onTypes=${onTypes} />
     <${Command} line=${`ratchet events ${job.id} --all${live ? " --follow" : ""}`} />
   </div>`;
+}
+
+/** @param {{job: any, live: boolean, attempt: string, types: string[], onTypes: (types: string[]) => void}} props */
+function List({ job, live, attempt, types, onTypes }) {
+  const filter = new URLSearchParams([...(attempt ? [["attempt", attempt]] : []), ...types.map((one) => ["type", one])]);
+  const fits = (/** @type {JobEvent} */ one) => (!attempt || String(one.attempt ?? 0) === attempt) && (!types.length || types.includes(one.type));
+  const found = useEvents(job.id, live, filter, fits);
+  const { events, cursor } = found.held;
+  useEffect(() => onTypes([...new Set(events.map((one) => one.type))]), [events]);
+  return html`<${Trouble} error=${found.error} />
+    <section class="card flush"><header style=${{ paddingBottom: ".6rem" }}><h2>${found.ready ? `${cursor ? "The newest " : ""}${plural(events.length, "event")}` : "Events"}</h2>
+        <small>${found.state === "lost" ? html`<span class="word wait"><span class="dot"></span> connection lost, trying again</span>` : live && found.state === "open" ? html`<span class="word good"><span class="dot"></span> live</span>` : ""} newest first</small></header>
+      ${events.length
+        ? html`<div class="scroll" tabindex="0" role="region" aria-label="Events"><table role="table" class="tight events"><caption class="hidden">Events, the newest first</caption>
+            <thead><tr><th scope="col">Time</th><th scope="col" class="number">Attempt</th><th scope="col">Type</th><th scope="col">Message</th><th scope="col"><span class="hidden">Data and logs</span></th></tr></thead>
+            <tbody>${events.map((one, n) => html`<${Row} key=${one.id} job=${job} event=${one} day=${dayOf(one.at) !== dayOf(events[n - 1]?.at)} />`)}</tbody></table></div>`
+        : found.ready && html`<${Empty}><p>${attempt || types.length ? "No event has the chosen attempt and type." : "No event yet. Each change of phase, attempt and checkpoint becomes one."}</p><${Command} line=${`ratchet events ${job.id} --follow`} /></${Empty}>`}
+      ${cursor && html`<p class="edge"><button type="button" disabled=${found.busy} onClick=${found.earlier}>Earlier events</button></p>`}
+    </section>`;
 }
 
 /** @param {string | undefined} at */

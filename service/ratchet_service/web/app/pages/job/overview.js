@@ -4,8 +4,7 @@ import { Chart } from "../../components/chart.js";
 import { Badge, Card, Command, Empty } from "../../components/basics.js";
 import { ResumeMatrix } from "../../components/resume.js";
 import { Timeline } from "../../components/timeline.js";
-import { tail } from "../../api.js";
-import { html, useEffect, useMemo, useState } from "../../dom.js";
+import { html, useEffect, useState } from "../../dom.js";
 import { count, duration, moment, percent, plural } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
 import { lastVersion, spans } from "../../logs/ansi.js";
@@ -113,12 +112,9 @@ function Cost({ job }) {
       <td style=${{ width: "45%" }}><div class=${`bar ${tone}`} aria-hidden="true"><span style=${{ width: `${(100 * seconds) / spent.wall_seconds}%` }}></span></div></td><td class="number">${duration(seconds)}</td></tr>`)}</tbody></table></${Card}>`;
 }
 
-/** The newest events of the newest attempt. @param {{job: any}} props */
+/** @param {{job: any}} props */
 function Recent({ job }) {
-  const path = `v1/jobs/${job.id}/events?limit=100${job.attempt ? `&attempt=${job.attempt}` : ""}`;
-  const load = useMemo(() => tail(EVENTS, 5), [path]);
-  const { data } = useLive(path, { every: 5000, load });
-  const events = [...(data?.items ?? [])].reverse();
+  const { data } = useLive(`v1/jobs/${job.id}/events?sort=-id&limit=${EVENTS}`, { every: 5000 });
   return html`<${Card} title="Latest events" aside=${html`<a href=${link(["jobs", job.id, "events"])}>all events</a>`}>
-    ${events.map((/** @type {any} */ one) => html`<p class="small"><span class="dim">${moment(one.at)}</span> <strong>${one.type}</strong> ${one.message}</p>`)}</${Card}>`;
+    ${data?.items.map((/** @type {any} */ one) => html`<p class="small"><span class="dim">${moment(one.at)}</span> <strong>${one.type}</strong> ${one.message}</p>`)}</${Card}>`;
 }
