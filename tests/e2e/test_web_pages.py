@@ -221,6 +221,11 @@ def test_resumed_job_shows_what_the_kill_cost_and_that_the_resume_was_exact(scen
     text = page.inner_text("main")
     assert f"{redone['equal']} of {redone['compared']}" in text
     assert "rank-killed" in text and "exact, proved" in text
+    page.get_by_role("region", name="Resume of attempt 2").get_by_role("row", name="optimizer").wait_for()
+    page = seen.open(f"#/jobs/{scene.resumed}/attempts")
+    page.get_by_role("region", name="Resume of attempt 2").get_by_role("row", name="optimizer").wait_for()
+    lists = [url for url in seen.requests if "/attempts?" in url]
+    assert lists and all("exclude=components" in url for url in lists)
 
 
 def test_kill_and_resume_are_seen_live(scene: Scene, chromium: Any) -> None:

@@ -254,14 +254,19 @@ class RatchetClient(Following, Access):
 
     # --- attempts and checkpoints ----------------------------------------------------------------------------------------
 
-    def attempts(self, job: str | Job) -> list[views.AttemptView]:
-        """Return all attempts, oldest first.
+    def attempts(self, job: str | Job, *, exclude: Collection[str] = ()) -> list[views.AttemptView]:
+        """Return all attempts, oldest first. ``exclude``: parts to leave empty, which grow with the number of ranks:
+        ``"components"`` (of the resume reports), ``"nodes"``.
 
         >>> newest = client.attempts(job_id)[-1]
         >>> newest.cause.value, newest.resume_report.verdict
         ('completed', 'fresh')
+        >>> client.attempts(job_id, exclude=["components"])[-1].resume_report.components
+        []
         """
-        return list(self._job_pages(views.AttemptView, {"limit": PAGE}, job, "attempts"))[::-1]
+        return list(self._job_pages(views.AttemptView, {"exclude": list(exclude), "limit": PAGE}, job, "attempts"))[
+            ::-1
+        ]
 
     def attempt(self, job: str | Job, number: int | None = None) -> views.AttemptView:
         """Return the attempt ``number`` (from 1; default: the newest). Raises ``NotFound`` if there is none."""

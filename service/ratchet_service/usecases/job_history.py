@@ -18,11 +18,15 @@ from ratchet_service.usecases import pagination
 from ratchet_service.usecases.goodput import attempt_goodput
 from ratchet_service.usecases.views import attempt_view, event_view
 
+AttemptPart = Literal["components", "nodes"]
 EventSort = Literal["id", "-id"]
 
 
-def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None) -> Page[AttemptView]:
-    """Return a page of the job's attempts, newest first. Raises ``NotFound`` for an unknown job, ``Refused`` (``bad-cursor``)."""
+def list_attempts(
+    session: Session, job_id: str, limit: int, cursor: str | None, exclude: Collection[AttemptPart] = ()
+) -> Page[AttemptView]:
+    """Return a page of the job's attempts, newest first. ``exclude``: parts that are left empty. Raises ``NotFound`` for an
+    unknown job, ``Refused`` (``bad-cursor``)."""
     job = find_job(session, job_id)
     digest = pagination.query_digest(of="attempts", job=job_id)
     query = sa.select(Attempt).where(Attempt.job_id == job_id)
@@ -31,10 +35,11 @@ def list_attempts(session: Session, job_id: str, limit: int, cursor: str | None)
         query = query.where(Attempt.number < after[0])
     rows = list(session.scalars(query.order_by(Attempt.number.desc()).limit(limit + 1)))
     page = rows[:limit]
-    nodes = _nodes(session, job_id, [row.number for row in page])
+    nodes = {} if "nodes" in exclude else _nodes(session, job_id, [row.number for row in page])
+    components = "components" not in exclude
     following = pagination.encode(digest, [page[-1].number]) if len(rows) > limit else None
     spent = attempt_goodput(session, job, page)
-    views = [attempt_view(row, nodes.get(row.number, []), spent[row.number]) for row in page]
+    views = [attempt_view(row, nodes.get(row.number, []), spent[row.number], components=components) for row in page]
     return Page[AttemptView](items=views, next_cursor=following)
 
 

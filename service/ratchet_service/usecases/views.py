@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
@@ -96,13 +97,18 @@ def last_checkpoint(job: Job) -> str | None:
     return None if job.committed_attempt is None else checkpoint_dir_name(job.committed_step, job.committed_attempt)
 
 
-def attempt_view(attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent) -> AttemptView:
-    """Return the API's view of the attempt. ``spent``: its goodput and the use of its stop notice."""
+def attempt_view(
+    attempt: Attempt, nodes: Iterable[AttemptNode], spent: Spent, *, components: bool = True
+) -> AttemptView:
+    """Return the API's view of the attempt. ``spent``: its goodput and the use of its stop notice. ``components``: with those of
+    its resume report."""
     base = None
     if attempt.base_step is not None:
         base = Base(step=attempt.base_step, attempt=attempt.base_attempt, digest=attempt.base_digest)
     redone = redone_of(attempt.redone)
-    report = None if attempt.resume_report is None else ResumeReport.model_validate(attempt.resume_report)
+    stored = attempt.resume_report
+    left_out: dict[str, Any] = {} if components else {"components": []}
+    report = None if stored is None else ResumeReport.model_validate(stored | left_out)
     return AttemptView(
         job_id=attempt.job_id,
         number=attempt.number,

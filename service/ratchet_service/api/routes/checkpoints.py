@@ -54,10 +54,22 @@ _EXPORTED: Final[dict[int | str, dict[str, Any]]] = {
 
 
 @router.get("/v1/jobs/{job_id}/attempts", dependencies=[needs(Scope.JOBS_READ)], summary="List attempts")
-def list_attempts(service: ServiceDep, job_id: str, limit: Limit = 50, cursor: Cursor = None) -> Page[AttemptView]:
+def list_attempts(
+    service: ServiceDep,
+    job_id: str,
+    exclude: Annotated[
+        list[job_history.AttemptPart] | None,
+        Query(
+            description="`components`: resume reports without their components, which are as many as ranks times components; "
+            "`nodes`: attempts without their nodes. Each is an empty list in the answer."
+        ),
+    ] = None,
+    limit: Limit = 50,
+    cursor: Cursor = None,
+) -> Page[AttemptView]:
     """The job's attempts, newest first."""
     with service.database.read() as session:
-        return job_history.list_attempts(session, job_id, limit, cursor)
+        return job_history.list_attempts(session, job_id, limit, cursor, exclude or ())
 
 
 @router.get("/v1/jobs/{job_id}/attempts/{number}", dependencies=[needs(Scope.JOBS_READ)], summary="Read an attempt")

@@ -8,7 +8,13 @@ import httpx
 import pytest
 
 from ratchet_contract.checkpoint.manifest import Manifest
-from ratchet_contract.checkpoint.resume_report import Base, Segment
+from ratchet_contract.checkpoint.resume_report import (
+    Base,
+    ComponentReport,
+    EnvironmentDifference,
+    ResumeReport,
+    Segment,
+)
 from ratchet_contract.paths import PINNED_NAME, JobPaths
 from ratchet_contract.phases import JobPhase
 from ratchet_hooks.summary import HookSummary
@@ -90,6 +96,31 @@ def test_attempts_page_newest_first(api: Api, job: str) -> None:
     rest = api.client.get(f"/v1/jobs/{job}/attempts", params={"limit": 3, "cursor": first["next_cursor"]}).json()
     assert [a["number"] for a in first["items"] + rest["items"]] == [5, 4, 3, 2, 1]
     assert rest["next_cursor"] is None
+
+
+def test_attempts_are_listed_without_the_parts_that_grow_with_the_ranks(api: Api, job: str) -> None:
+    report = ResumeReport(
+        verdict="not-exact",
+        base=Base(step=5, attempt=1, digest="d"),
+        world_size=2,
+        components=[ComponentReport(component="model", rank=rank, status="exact") for rank in range(2)],
+        differences=[EnvironmentDifference(key="threads", recorded=2, current=1)],
+        notes=["a note"],
+    )
+    api.attempt(job, number=2, resume_report=report.model_dump(mode="json"))
+
+    def newest(**query: Any) -> dict[str, Any]:
+        found: dict[str, Any] = api.client.get(f"/v1/jobs/{job}/attempts", params=query).json()["items"][0]
+        return found | {"goodput": None}  # it grows
+
+    whole = newest()
+    assert len(whole["resume_report"]["components"]) == 2 and len(whole["nodes"]) == 1
+    brief = whole | {"resume_report": whole["resume_report"] | {"components": []}, "nodes": []}
+    assert newest(exclude=["components", "nodes"]) == brief
+    assert newest(exclude="components") == brief | {"nodes": whole["nodes"]}
+    assert newest(exclude="nodes") == whole | {"nodes": []}
+    wrong = api.client.get(f"/v1/jobs/{job}/attempts", params={"exclude": "proof"})
+    assert (wrong.status_code, wrong.json()["errors"][0]["pointer"]) == (422, "/query/exclude/0")
 
 
 def test_verify_checkpoint_reads_every_byte_and_stores_the_result(api: Api, job: str) -> None:

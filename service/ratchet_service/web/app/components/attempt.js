@@ -18,13 +18,13 @@ const PACKAGES = 400;
 /** A checkpoint's id, from its step and attempt. @param {{step: number, attempt: number}} base */
 export const checkpointId = ({ step, attempt }) => `step-${String(step).padStart(12, "0")}.a${String(attempt).padStart(4, "0")}`;
 
-/** @param {{job: any, number: number, listed: any}} props - listed: what the list has of it, shown until it is read */
+/** @param {{job: any, number: number, listed: any}} props - listed: what the list has of it, without nodes and components; shown until it is read */
 export function Attempt({ job, number, listed }) {
   const path = `v1/jobs/${encodeURIComponent(job.id)}/attempts/${number}`;
   const { data, error } = useLive(path, { every: listed?.ended_at ? 15_000 : 2000 });
   const attempt = data ?? listed;
   if (!attempt) return error ? html`<${Trouble} error=${error} />` : null;
-  const report = attempt.resume_report;
+  const report = data?.resume_report;
   const hasReport = report && (report.components.length > 0 || report.notes.length > 0 || report.differences.length > 0);
   const broad = hasReport && new Set(report.components.map((/** @type {any} */ one) => one.rank)).size > BESIDE;
   const matrix = hasReport && html`<${ResumeMatrix} attempt=${attempt} />`;
@@ -32,7 +32,7 @@ export function Attempt({ job, number, listed }) {
     <div class="stack"><${End} job=${job} attempt=${attempt} />
       <${Card} title="Where its time went" aside=${attempt.goodput && `goodput ${percent(attempt.goodput.goodput)} of ${duration(attempt.goodput.wall_seconds)}`}>
         ${attempt.goodput && partsOf(attempt.goodput).length ? html`<${SpentBar} spent=${attempt.goodput} label=${`Attempt ${number}`} />` : html`<${Empty}><p>No time has passed yet.</p></${Empty}>`}</${Card}>
-      ${broad && matrix}<${Nodes} nodes=${attempt.nodes} /><${Environment} environment=${data?.environment} known=${Boolean(data)} /></div>
+      ${broad && matrix}${data && html`<${Nodes} nodes=${data.nodes} /><${Environment} environment=${data.environment} />`}</div>
     <div class="stack"><${Proof} job=${job} attempt=${attempt} />
       ${!broad && matrix}
       <${Notice} attempt=${attempt} /></div></div>`;
@@ -108,10 +108,10 @@ const Nodes = ({ nodes }) => html`<${Card} title="Nodes" aside=${nodes.length > 
         rows=${nodes.slice(0, NODES).map((one) => [one.node, one.host ?? "–", one.pid ?? "–", one.gpus.length ? one.gpus.join(", ") : html`<span class="dim">none</span>`, one.phase.toLowerCase(), one.address ?? html`<span class="dim">–</span>`])} />`
     : html`<${Empty}><p>No agent has started yet.</p></${Empty}>`}</${Card}>`;
 
-/** @param {{environment: any, known: boolean}} props */
-function Environment({ environment, known }) {
+/** @param {{environment: any}} props */
+function Environment({ environment }) {
   const [filter, setFilter] = useState("");
-  if (!environment) return known ? html`<${Card} title="Environment"><p class="dim">It is recorded when training begins.</p></${Card}>` : null;
+  if (!environment) return html`<${Card} title="Environment"><p class="dim">It is recorded when training begins.</p></${Card}>`;
   const { git } = environment;
   const found = environment.packages.filter((/** @type {string} */ one) => one.toLowerCase().includes(filter.toLowerCase()));
   const torch = environment.packages.find((/** @type {string} */ one) => one.startsWith("torch=="));

@@ -31,7 +31,7 @@ export default function JobPage({ route, caller }) {
   const [ended, setEnded] = useState(false);
   const { data: job, error, refresh } = useLive(`v1/jobs/${encodeURIComponent(id)}`, { every: ended ? 10_000 : EVERY });
   const limit = ["metrics", "hook"].includes(tab) ? MARKED_ATTEMPTS : ATTEMPTS;
-  const attempts = useLive(`v1/jobs/${encodeURIComponent(id)}/attempts?limit=${limit}`, { every: ended ? 30_000 : job?.phase === "RUNNING" ? 5000 : EVERY });
+  const attempts = useLive(`v1/jobs/${encodeURIComponent(id)}/attempts?exclude=components&exclude=nodes&limit=${limit}`, { every: ended ? 30_000 : job?.phase === "RUNNING" ? 5000 : EVERY });
   const kept = useRef({ id: "", items: /** @type {any[]} */ ([]) });
   if (attempts.data) kept.current = { id, items: attempts.data.items };
   const known = kept.current.id === id ? kept.current.items : []; // also while another number of them is read

@@ -14,7 +14,7 @@ const PAGE = 30;
 /** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
 export default function Attempts({ job, attempts, route }) {
   const cursor = route.query.get("cursor");
-  const asked = new URLSearchParams({ limit: String(PAGE), ...(cursor && { cursor }) });
+  const asked = `exclude=components&exclude=nodes&limit=${PAGE}${cursor ? `&cursor=${encodeURIComponent(cursor)}` : ""}`;
   const idle = ENDED.includes(job.phase) || cursor !== null;
   const { data, error } = useLive(`v1/jobs/${encodeURIComponent(job.id)}/attempts?${asked}`, { every: idle ? 15_000 : 2000 });
   const shown = data?.items ?? (cursor ? [] : attempts.slice(0, PAGE));

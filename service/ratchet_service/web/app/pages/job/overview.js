@@ -24,7 +24,7 @@ export default function Overview({ job, attempts }) {
     <div class="main-side">
       <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /></div>
       <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} />
-        ${newest?.resume_report?.components?.length > 0 && html`<${ResumeMatrix} attempt=${newest} />`}<${Recent} job=${job} /></div>
+        ${newest?.resume_report && html`<${Resume} key=${newest.number} job=${job} attempt=${newest} />`}<${Recent} job=${job} /></div>
     </div></div>`;
 }
 
@@ -110,6 +110,13 @@ function Cost({ job }) {
   return html`<${Card} title="Where its time went" aside=${html`goodput ${percent(spent.goodput)}`}>
     <table class="tight"><caption class="hidden">Where its time went</caption><tbody>${rows.map(([name, seconds, tone]) => html`<tr><th scope="row">${name}</th>
       <td style=${{ width: "45%" }}><div class=${`bar ${tone}`} aria-hidden="true"><span style=${{ width: `${(100 * seconds) / spent.wall_seconds}%` }}></span></div></td><td class="number">${duration(seconds)}</td></tr>`)}</tbody></table></${Card}>`;
+}
+
+/** How the newest attempt was restored. The components are read once: they do not change. @param {{job: any, attempt: any}} props */
+function Resume({ job, attempt }) {
+  const { data } = useLive(`v1/jobs/${job.id}/attempts/${attempt.number}`, { every: null });
+  const components = data?.resume_report?.components ?? [];
+  return components.length > 0 && html`<${ResumeMatrix} attempt=${{ ...attempt, resume_report: { ...attempt.resume_report, components } }} />`;
 }
 
 /** @param {{job: any}} props */
