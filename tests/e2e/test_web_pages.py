@@ -423,6 +423,31 @@ def test_events_that_came_while_the_page_was_hidden_are_shown(
     seen.assert_clean()
 
 
+def test_hook_page_keeps_its_curves_until_those_of_a_zoom_are_there(scene: Scene, chromium: Any) -> None:
+    path = f"/v1/jobs/{scene.resumed}/hook/history?rank=0"
+    steps = [one["summary"]["step"] for one in scene.server.call("GET", path).json()["items"]]
+    assert len(steps) > 5
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open(f"#/jobs/{scene.resumed}/hook")
+    curves = page.get_by_role("heading", name="Residual norm")
+    curves.wait_for()
+    held: list[Any] = []
+    page.route(re.compile("/hook/history.*from_step"), lambda route: held.append(route))
+    page.get_by_label("From step").fill(str(steps[1]))
+    page.get_by_label("To step").fill(str(steps[3]))
+    with page.expect_request(re.compile(f"/hook/history.*from_step={steps[1]}&to_step={steps[3]}")):
+        page.get_by_label("To step").press("Enter")
+    assert curves.is_visible() and page.get_by_text(f"{len(steps)} steps each").is_visible(), (
+        "the answer is not here yet"
+    )
+    for route in held:
+        route.continue_()
+    page.get_by_text("3 steps each").wait_for()
+    history = [url for url in seen.requests if "/hook/history?" in url]
+    assert len(history) == len(set(history)), "one request reads a history"
+    seen.assert_clean()
+
+
 def _free_port() -> int:
     """A port for a service that starts twice at one address."""
     with socket.socket() as found:

@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { Problem, change, download, isFinal, parseEvents } from "../../service/ratchet_service/web/app/api.js";
+import { Problem, change, download, isFinal, pages, parseEvents } from "../../service/ratchet_service/web/app/api.js";
 
 test("complete events, and the rest", () => {
   const { events, rest } = parseEvents("id: 1\ndata: a\n\nid: 2\nevent: end\ndata: {}\n\nid: 3\nda");
@@ -18,6 +18,16 @@ test("comments are no events, several lines of data are one text", () =>
   assert.deepEqual(parseEvents(": ping\n\ndata: a\ndata:  b\n\n").events, [{ id: "", type: "message", data: "a\n b" }]));
 
 test("lines may end with CR LF", () => assert.equal(parseEvents("data: a\r\n\r\n").events[0].data, "a"));
+
+test("a list is read to its end, or to the last page that is allowed", async () => {
+  /** @type {Record<string, any>} */
+  const answers = { "e?": { items: [1, 2], next_cursor: "a" }, "e?&cursor=a": { items: [3], next_cursor: "b" }, "e?&cursor=b": { items: [4], next_cursor: null } };
+  const get = async (/** @type {string} */ path) => ({ data: answers[path], etag: "x" });
+  assert.deepEqual(await pages(3, get)("e?"), { data: { items: [1, 2, 3, 4], next_cursor: null }, etag: "" });
+  assert.deepEqual((await pages(2, get)("e?")).data, { items: [1, 2, 3], next_cursor: "b" });
+  assert.deepEqual(await pages(3, get)("e?&cursor=b"), { data: answers["e?&cursor=b"], etag: "x" });
+  assert.deepEqual(await pages(3, async () => ({ data: null, etag: "x" }))("e?"), { data: null, etag: "x" });
+});
 
 test("a refusal that ends following", () =>
   assert.deepEqual([401, 404, 429, 503].map((status) => isFinal(new Problem(status, {}))), [true, true, false, false]));

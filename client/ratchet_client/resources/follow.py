@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=BaseModel)
 _MOST_POINTS = 10_000
+_MOST_SAMPLES = 1000
 _PATIENCE = 120.0
 
 
@@ -58,7 +59,7 @@ class Following(Calls):
         True
         """
         steps: Params = {"max_points": max_points, "from_step": from_step, "to_step": to_step}
-        params: Params = {"rank": rank, "limit": PAGE, **steps}
+        params: Params = {"rank": rank, "limit": _MOST_SAMPLES, **steps}
         return self._job_pages(views.HookSampleView, params, job, "hook", "history")
 
     def hook_series(self, job: str | Job, figure: str = "residual_norm") -> dict[int, Series]:

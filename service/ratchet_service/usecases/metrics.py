@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from contextlib import closing
 from datetime import datetime
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
@@ -36,6 +37,9 @@ _FIGURES: Final = (
     "phase", "iteration", "compression_rate", "elements_before", "elements_after", "bytes_before", "bytes_after",
     "memory_bytes", "averager_step", "next_averaging", "step",
 )  # fmt: skip
+
+MAX_PAGE_BYTES: Final = 4 * 2**20
+"""About the most bytes of a page of hook summaries."""
 
 
 def not_abandoned(table: Any) -> sa.ColumnElement[bool]:
@@ -230,9 +234,9 @@ def hook_history(
     max_points: int | None = None,
     steps: StepRange = StepRange(),
 ) -> Page[HookSampleView]:
-    """Return a page of the stored hook summaries in ``steps`` outside abandoned branches, by step and rank. ``rank``: only this
-    rank's. ``max_points``: only summaries of this number of steps (at least 2), evenly spaced. Raise ``NotFound`` or
-    ``Refused``."""
+    """Return a page of the stored hook summaries in ``steps`` outside abandoned branches, by step and rank. A page ends early
+    after ``MAX_PAGE_BYTES``, since each summary has the hook's parameters. ``rank``: only this rank's. ``max_points``: only
+    summaries of this number of steps (at least 2), evenly spaced. Raise ``NotFound`` or ``Refused``."""
     find_job(session, job_id)
     digest = pagination.query_digest(of="hook-history", job=job_id, rank=rank, max_points=max_points, steps=[*steps])
     shown = [HookSample.job_id == job_id, steps.contains(HookSample.step), not_abandoned(HookSample)]
@@ -245,11 +249,15 @@ def hook_history(
     after = pagination.decode(cursor, digest, (int, int))
     if after is not None:
         query = query.where(sa.tuple_(HookSample.step, HookSample.rank) > sa.tuple_(after[0], after[1]))
-    rows = list(session.scalars(query.order_by(HookSample.step, HookSample.rank).limit(limit + 1)))
-    page = rows[:limit]
-    following = pagination.encode(digest, [page[-1].step, page[-1].rank]) if len(rows) > limit else None
-    items = [
-        HookSampleView(attempt=row.attempt, at=row.at, summary=HOOK_SUMMARY.validate_python(row.summary))
-        for row in page
-    ]
-    return Page[HookSampleView](items=items, next_cursor=following)
+    query = query.order_by(HookSample.step, HookSample.rank).limit(limit + 1).execution_options(yield_per=100)
+    items: list[HookSampleView] = []
+    size = 0  # of the summaries, about as many bytes in the answer
+    with closing(session.scalars(query)) as rows:
+        for row in rows:
+            if len(items) == limit or size > MAX_PAGE_BYTES:
+                last = items[-1].summary
+                return Page[HookSampleView](items=items, next_cursor=pagination.encode(digest, [last.step, last.rank]))
+            summary = HOOK_SUMMARY.validate_python(row.summary)
+            items.append(HookSampleView(attempt=row.attempt, at=row.at, summary=summary))
+            size += len(str(row.summary))
+    return Page[HookSampleView](items=items, next_cursor=None)

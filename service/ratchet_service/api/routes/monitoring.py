@@ -51,10 +51,11 @@ def get_hook_history(
     ] = None,
     from_step: FromStep = 0,
     to_step: ToStep = None,
-    limit: Limit = 100,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Summaries per page.")] = 100,
     cursor: Cursor = None,
 ) -> Page[HookSampleView]:
-    """The stored hook summaries outside abandoned branches, oldest step first. Long histories are thinned."""
+    """The stored hook summaries outside abandoned branches, oldest step first. Long histories are thinned. A page ends early
+    after about 4 MiB."""
     with service.database.read() as session:
         steps = metrics.StepRange(from_step, to_step)
         return metrics.hook_history(session, job_id, rank, limit, cursor, max_points, steps)

@@ -88,6 +88,21 @@ export async function read(path, { etag = "", signal } = {}) {
   return { data: await answer.json(), etag: answer.headers.get("ETag") ?? "" };
 }
 
+/**
+ * A reader for ``useLive`` that reads a list to its end, or its first ``most`` pages: then ``next_cursor`` is not null.
+ * @param {number} most @param {typeof read} [get] @returns {typeof read}
+ */
+export const pages = (most, get = read) => async (path, { etag, signal } = {}) => {
+  let found = await get(path, { etag, signal });
+  if (!found.data?.next_cursor) return found;
+  const items = [...found.data.items];
+  for (let n = 1; n < most && found.data.next_cursor; n += 1) {
+    found = await get(`${path}&cursor=${encodeURIComponent(found.data.next_cursor)}`, { signal });
+    items.push(...found.data.items);
+  }
+  return { data: { items, next_cursor: found.data.next_cursor }, etag: "" };
+};
+
 /** Idempotency keys of requests that had no answer, by path and body. @type {Map<string, string>} */
 const unanswered = new Map();
 

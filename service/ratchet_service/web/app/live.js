@@ -68,6 +68,13 @@ export function useLive(path, { every = EVERY, load = read } = {}) {
   return state.path === path ? { data: state.data, error: state.error, refresh } : { data: null, error: null, refresh };
 }
 
+/** What was read before, until an answer to a changed request is here. @param {Live} live */
+export function useKept(live) {
+  const kept = useRef(/** @type {any} */ (null));
+  if (live.data) kept.current = live.data;
+  return { ...live, data: live.data ?? kept.current };
+}
+
 /** The service's time in milliseconds, again every second while the page is visible: for ages. */
 export function useNow() {
   const [now, setNow] = useState(serverNow());

@@ -14,7 +14,7 @@ import pytest
 from ratchet_contract.phases import JobPhase
 from ratchet_service.job_files import rank_log
 from ratchet_service.observability import disk_space
-from ratchet_service.usecases import logs
+from ratchet_service.usecases import logs, metrics
 from ratchet_service.usecases.pagination import encode, query_digest
 from tests.integration.service.agent_reports.test_ingest import hook_message
 from tests.support.api import Api, message, training_message
@@ -98,6 +98,26 @@ def test_hook_history_of_evenly_spaced_steps_has_all_ranks_of_each(api: Api, job
     assert shown(from_step=25, to_step=40) == [(30, 0), (30, 1), (40, 0), (40, 1)]
     assert shown(from_step=20, max_points=2, rank=1) == [(20, 1), (100, 1)]
     assert len(shown()) == 20
+
+
+def test_page_of_hook_history_has_up_to_1000_samples_and_ends_early_after_its_limit_of_bytes(
+    api: Api, job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in (0, 1):
+        api.report(job, (rank, 1, [hook_message(step, rank) for step in range(10, 801, 10)]))
+    path = f"/v1/jobs/{job}/hook/history"
+    assert len(api.client.get(path, params={"limit": 1000}).json()["items"]) == 160
+    assert api.client.get(path, params={"limit": 1001}).status_code == 422
+    monkeypatch.setattr(metrics, "MAX_PAGE_BYTES", 5000)
+    sizes, seen, cursor = [], [], None
+    while not sizes or cursor is not None:
+        more = {"cursor": cursor} if cursor else {}
+        page = api.client.get(path, params={"limit": 1000, **more}).json()
+        seen += [(one["summary"]["step"], one["summary"]["rank"]) for one in page["items"]]
+        sizes.append(len(page["items"]))
+        cursor = page["next_cursor"]
+    assert seen == [(step, rank) for step in range(10, 801, 10) for rank in (0, 1)]
+    assert 5 < min(sizes[:-1]) == max(sizes[:-1]) < 20
 
 
 def parse(lines: Iterator[str]) -> Iterator[dict[str, str]]:

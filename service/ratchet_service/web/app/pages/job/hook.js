@@ -1,21 +1,21 @@
 // @ts-check
 /** The communication hook: what it does now, how it went over steps, and which rank's residual stands out. */
-import { read } from "../../api.js";
+import { pages } from "../../api.js";
 import { Badge, Card, Command, Empty, Facts, Trouble } from "../../components/basics.js";
 import { chosen, StepRange, setZoom, zoomQuery } from "../../components/chart_tools.js";
 import { Chart } from "../../components/chart.js";
 import { classes, html, useEffect, useMemo, useState } from "../../dom.js";
 import { ago, count, number, plural, size } from "../../format.js";
-import { useLive, useNow } from "../../live.js";
+import { useKept, useLive, useNow } from "../../live.js";
 import { OUTLIER, OWN_CURVES, byNorm, byRank, counted, figure, norms, normText, phaseOf, pointsFor, sends, strips } from "../../hook_series.js";
 import { ACTIVE } from "../../meaning.js";
 import { recorded } from "../../recorded.js";
 import { link } from "../../route.js";
 import { attemptMarks } from "../../series.js";
 
-const PAGE = 100;
+const PAGE = 1000;
 /** Requests for one history. Of more ranks or steps only the first samples are shown, and the page says so. */
-const PAGES = 60;
+const PAGES = 6;
 const ROWS = 16;
 
 /** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
@@ -23,60 +23,17 @@ export default function Hook({ job, attempts, route }) {
   const active = ACTIVE.includes(job.phase);
   const { data: hook, error } = useLive(`v1/jobs/${job.id}/hook`, { every: active ? 2000 : 30_000 });
   const { steps } = chosen(route.query);
-  const history = useHistory(hook?.source ? `v1/jobs/${job.id}/hook/history?limit=${PAGE}&max_points=${pointsFor(hook.ranks.length)}${zoomQuery(steps)}` : null, active ? 10_000 : 60_000);
+  const load = useMemo(() => pages(PAGES), []);
+  const history = useKept(useLive(hook?.source ? `v1/jobs/${job.id}/hook/history?limit=${PAGE}&max_points=${pointsFor(hook.ranks.length)}${zoomQuery(steps)}` : null, { every: active ? 10_000 : 60_000, load }));
   if (!hook) return html`<${Trouble} error=${error} />`;
   return html`<div class="stack">
     <${Trouble} error=${error ?? history.error} />
     <${Now} job=${job} hook=${hook} />
-    ${hook.source && html`<${Curves} job=${job} attempts=${attempts} hook=${hook} steps=${steps} history=${history} />`}
+    ${hook.source && html`<${Curves} job=${job} attempts=${attempts} hook=${hook} steps=${steps} history=${history.data} />`}
     <div class=${hook.stateful ? "main-side" : "stack"}>
       ${hook.ranks.length > 0 ? html`<${Ranks} hook=${hook} />` : html`<${Card} title="Ranks"><${Empty}><p>No rank has reported yet. Each rank has a row here after its first step.</p></${Empty}></${Card}>`}
       ${(hook.stateful || Object.keys(hook.parameters).length > 0) && html`<div class="stack"><${Stored} job=${job} hook=${hook} /><${Parameters} hook=${hook} /></div>`}
     </div></div>`;
-}
-
-/**
- * All pages of a history, again every ``every`` milliseconds while the page is visible.
- * @param {string | null} path @param {number} every
- */
-function useHistory(path, every) {
-  const [state, setState] = useState(/** @type {{items: any[] | null, more: boolean, error: Error | null}} */ ({ items: null, more: false, error: null }));
-  useEffect(() => {
-    if (path === null) return undefined;
-    const stop = new AbortController();
-    let timer = 0;
-    let busy = false;
-    const poll = async () => {
-      clearTimeout(timer);
-      if (document.hidden || busy) return;
-      busy = true;
-      try {
-        /** @type {any[]} */
-        const items = [];
-        let cursor = /** @type {string | null} */ ("");
-        for (let page = 0; page < PAGES && cursor !== null && !document.hidden; page += 1) {
-          const { data } = /** @type {{data: any}} */ (await read(path + (cursor && `&cursor=${encodeURIComponent(cursor)}`), { signal: stop.signal }));
-          items.push(...data.items);
-          cursor = data.next_cursor;
-        }
-        if (!document.hidden && !stop.signal.aborted) setState({ items, more: cursor !== null, error: null });
-      } catch (error) {
-        if (stop.signal.aborted) return;
-        setState((/** @type {any} */ old) => ({ ...old, error: /** @type {Error} */ (error) }));
-      } finally {
-        busy = false;
-      }
-      if (!recorded) timer = window.setTimeout(poll, every);
-    };
-    document.addEventListener("visibilitychange", poll);
-    poll();
-    return () => {
-      stop.abort();
-      clearTimeout(timer);
-      document.removeEventListener("visibilitychange", poll);
-    };
-  }, [path, every]);
-  return state;
 }
 
 /** @param {{job: any, hook: any}} props */
@@ -102,10 +59,9 @@ function Now({ job, hook }) {
       <${Command} line=${`ratchet fork ${job.id} --hook powerSGD --set hook.start_powerSGD_iter=500`} /></div>`}</${Card}>`;
 }
 
-/** @param {{job: any, attempts: any[], hook: any, steps: [number, number] | null, history: {items: any[] | null, more: boolean}}} props */
+/** @param {{job: any, attempts: any[], hook: any, steps: [number, number] | null, history: {items: any[], next_cursor: string | null} | null}} props */
 function Curves({ job, attempts, hook, steps, history }) {
-  const { items, more } = history;
-  const ranks = useMemo(() => byRank(items ?? []), [items]);
+  const ranks = useMemo(() => byRank(history?.items ?? []), [history]);
   const first = ranks.get(0) ?? [...ranks.values()][0] ?? [];
   const rows = byNorm(hook.ranks);
   const outliers = rows.filter((row) => (row.share ?? 0) > OUTLIER).map((row) => row.rank);
@@ -113,9 +69,9 @@ function Curves({ job, attempts, hook, steps, history }) {
     rate: [figure(first, "compression_rate", "compression rate", "--c0")],
     bytes: [figure(first.filter(counted), "bytes_before", "before the hook", "--c1"), figure(first.filter(counted), "bytes_after", "sent", "--c0")],
     norm: norms(ranks, outliers),
-  }), [items, outliers.join()]);
-  if (!items) return html`<${Card} title="Over steps"><div style=${{ height: "14rem" }}></div></${Card}>`;
-  if (first.length < 2) return null;
+  }), [history, outliers.join()]);
+  if (!history) return html`<${Card} title="Over steps"><div style=${{ height: "14rem" }}></div></${Card}>`;
+  if (first.length < 2) return steps && html`<${StepRange} steps=${steps} />`;
   const band = strips(first);
   const known = (/** @type {import("../../components/chart.js").Curve[]} */ curves) => curves.some((curve) => curve.ys.some((y) => y !== null));
   const extent = /** @type {[number, number]} */ ([first[0].summary.step, first[first.length - 1].summary.step]);
@@ -130,7 +86,7 @@ function Curves({ job, attempts, hook, steps, history }) {
       ${changes && html`<${Card} title="Compression rate" aside="elements before / after"><${Chart} ...${shared} title="Compression rate over steps" curves=${charts.rate} log note="logarithmic" /></${Card}>`}
       ${known(charts.bytes) && html`<${Card} title="Bytes per step" aside="on one rank"><${Chart} ...${shared} title="Bytes per step" curves=${charts.bytes} format=${size} log=${changes} note=${changes ? "logarithmic" : ""} /></${Card}>`}
     </div>
-    <p class="small dim">Samples of ${plural(ranks.size, "rank")}, ${plural(first.length, "step")} each${more ? "; later samples are left out, a zoom into fewer steps shows them" : ""}.</p>`;
+    <p class="small dim">Samples of ${plural(ranks.size, "rank")}, ${plural(first.length, "step")} each${history.next_cursor ? "; later samples are left out, a zoom into fewer steps shows them" : ""}.</p>`;
 }
 
 /** @param {{hook: any}} props */

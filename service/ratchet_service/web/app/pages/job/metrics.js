@@ -7,7 +7,7 @@ import { Chart } from "../../components/chart.js";
 import { notify } from "../../components/frame.js";
 import { classes, html, useEffect, useMemo, useRef } from "../../dom.js";
 import { count, duration, number, plural } from "../../format.js";
-import { useLive } from "../../live.js";
+import { useKept, useLive } from "../../live.js";
 import { ACTIVE, causeText, causeTone, verdict } from "../../meaning.js";
 import { link, setQuery } from "../../route.js";
 import {
@@ -70,13 +70,6 @@ const byUse = (a, b) => Number(/loss/i.test(b)) - Number(/loss/i.test(a)) || a.l
 /** @param {any} job @param {string[]} names @param {number} points @param {[number, number] | null} steps */
 const metricsPath = (job, names, points, steps) =>
   `v1/jobs/${job.id}/metrics?max_points=${points}${names.map((name) => `&name=${encodeURIComponent(name)}`).join("")}${zoomQuery(steps)}`;
-
-/** What was read before, until an answer to a changed request is here. @param {import("../../live.js").Live} live */
-function useKept(live) {
-  const kept = useRef(/** @type {any} */ (null));
-  if (live.data) kept.current = live.data;
-  return { ...live, data: live.data ?? kept.current };
-}
 
 /** @param {{job: any}} props */
 const NoMetrics = ({ job }) => html`<${Empty}><p>No metric yet. A script sends a value per step with</p>
