@@ -7,6 +7,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
+def matches(known: str, etag: str) -> bool:
+    """Return True if ``known``, the value of a header If-None-Match, is ``*`` or has ``etag`` in its list (weak comparison)."""
+    tags = [tag.strip().removeprefix("W/") for tag in known.split(",")]
+    return "*" in tags or etag.removeprefix("W/") in tags
+
+
 class ConditionalRequests:
     """ASGI middleware for GET requests below ``/v1``. It adds a weak ETag, a digest of the body, to a JSON answer without
     an ETag of its own, and answers 304 if If-None-Match has this ETag. Streams and files pass unchanged."""
@@ -46,8 +52,7 @@ def _with_etag(start: Message, body: Message, known: str) -> tuple[Message, Mess
     """Return head and body with the ETag of ``body``; of status 304 and empty if ``known``, the header If-None-Match, has it."""
     headers = MutableHeaders(raw=start["headers"])
     etag = headers["etag"] = f'W/"{xxhash.xxh3_64_hexdigest(body["body"])}"'
-    tags = [tag.strip().removeprefix("W/") for tag in known.split(",")]
-    if "*" in tags or etag.removeprefix("W/") in tags:
+    if matches(known, etag):
         del headers["content-length"], headers["content-type"]
         start["status"], body = 304, {**body, "body": b""}
     return {**start, "headers": headers.raw}, body

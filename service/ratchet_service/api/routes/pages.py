@@ -15,6 +15,7 @@ from fastapi.responses import FileResponse, Response
 
 from ratchet_contract.errors import NotFound
 from ratchet_service.api.authentication import OPEN
+from ratchet_service.api.conditional_requests import matches
 from ratchet_service.api.web_bundle import bundle, report_page, style
 
 router = APIRouter(include_in_schema=False)
@@ -71,9 +72,7 @@ def _files(_modified: tuple[tuple[Path, int], ...]) -> dict[str, _File]:
 
 
 @router.get("/", dependencies=[OPEN])
-def index(
-    accept_encoding: Annotated[str, Header()] = "", if_none_match: Annotated[str | None, Header()] = None
-) -> Response:
+def index(accept_encoding: Annotated[str, Header()] = "", if_none_match: Annotated[str, Header()] = "") -> Response:
     """Return the page that all addresses of the web pages have in common: they differ only behind the ``#``."""
     return file("index.html", accept_encoding, if_none_match)
 
@@ -82,7 +81,7 @@ def index(
 def file(
     name: str,
     accept_encoding: Annotated[str, Header()] = "",
-    if_none_match: Annotated[str | None, Header()] = None,
+    if_none_match: Annotated[str, Header()] = "",
 ) -> Response:
     """Return a file that the pages load, compressed if the browser accepts that; 304 if it has it. Raises ``NotFound``
     (``file-not-found``)."""
@@ -93,7 +92,7 @@ def file(
     headers = {**_HEADERS, "Content-Security-Policy": _POLICY, "ETag": found.etag, "Vary": "Accept-Encoding"}
     if name == "report.html":
         headers["Content-Security-Policy"] = _COMMON  # it states the rest itself
-    if found.etag in (if_none_match or ""):
+    if matches(if_none_match, found.etag):
         return Response(status_code=304, headers=headers)
     packed = "gzip" in accept_encoding and "gzip;q=0" not in accept_encoding.replace(" ", "")
     if packed:

@@ -185,15 +185,13 @@ export function parseEvents(text) {
 
 /**
  * Follow a stream of server-sent events until it ends or ``signal`` aborts it. After a lost connection it goes on behind the last
- * event, so nothing is shown twice or left out. (EventSource cannot send a token.) A report has one list, which ends at once.
+ * event, so nothing is shown twice or left out. (EventSource cannot send a token.) A report has no stream.
  * @param {string} path
  * @param {{onEvents: (events: {id: string, type: string, data: string}[]) => void, signal: AbortSignal, lastId?: string,
  *          onState?: (state: "open" | "lost" | "ended") => void}} options
  */
 export async function follow(path, { onEvents, signal, lastId = "", onState = () => {} }) {
   if (recorded) {
-    const { items } = answerFrom(recorded, path);
-    if (items.length) onEvents(items.map((/** @type {any} */ one) => ({ id: String(one.id), type: "message", data: JSON.stringify(one) })));
     onState("ended");
     return;
   }

@@ -9,7 +9,6 @@ import { ago, count, number, plural, size } from "../../format.js";
 import { useKept, useLive, useNow } from "../../live.js";
 import { OUTLIER, OWN_CURVES, byNorm, byRank, counted, figure, norms, normText, phaseOf, pointsFor, sends, strips } from "../../hook_series.js";
 import { ACTIVE } from "../../meaning.js";
-import { recorded } from "../../recorded.js";
 import { link } from "../../route.js";
 import { attemptMarks } from "../../series.js";
 
