@@ -144,9 +144,14 @@ class Redone(_Model):
     reason: str | None = Field(None, description="Why steps are left out of the comparison; null: none is.")
 
 
+def is_proved(verdict: Verdict, redone: Redone) -> bool:
+    """Return True if redone steps prove the verdict ``exact`` or ``fresh``: at least one was compared, and none differs."""
+    return verdict in ("exact", "fresh") and redone.compared > 0 and redone.first_difference is None
+
+
 def proof_text(report: ResumeReport, redone: Redone) -> str:
     """Return the report's verdict with its level of proof, such as ``exact, proved (37 of 37 redone steps)``. If a redone step
-    differs, the text is ``not-exact`` with this step, whatever the verdict is."""
+    differs, the text is ``not-exact`` with this step, whatever the verdict is. The report's components are not read."""
     verdict = report.verdict
     if redone.first_difference is not None:
         return f"not-exact ({redone.first_difference.sentence()})"
@@ -155,6 +160,6 @@ def proof_text(report: ResumeReport, redone: Redone) -> str:
     if verdict not in ("exact", "fresh") or (verdict == "fresh" and redone.steps == 0):
         return verdict
     since = f"; {report.not_exact_since}" if report.not_exact_since else ""
-    if redone.compared == 0:
+    if not is_proved(verdict, redone):
         return f"{verdict}, not yet proved{since}"
     return f"{verdict}, proved ({redone.compared} of {pluralize(redone.steps, 'redone step')}){since}"

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from datetime import datetime, timedelta
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api.fleet import FleetView, HostEndsView, OwnerUseView, ResumeKind, SlotHolderView, SlotsView
 from ratchet_contract.api.views import GoodputView
-from ratchet_contract.checkpoint.resume_report import Redone
+from ratchet_contract.checkpoint.resume_report import Redone, is_proved
 from ratchet_contract.phases import Cause
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint, Job
@@ -165,10 +165,10 @@ def _newest_attempts(session: Session, since: datetime, now: datetime) -> _Figur
     return _Figures(view, resumes, hours, len(spans), done)
 
 
-def _resume_kind(verdict: str, redone: Redone) -> ResumeKind:
+def _resume_kind(verdict: Literal["exact", "not-exact"], redone: Redone) -> ResumeKind:
     """Return how exact a resume was, by its report's verdict and by redone steps."""
     if redone.first_difference is not None:
         return "differs"
     if verdict == "not-exact":
         return "not-exact"
-    return "exact-proved" if redone.compared else "exact"
+    return "exact-proved" if is_proved(verdict, redone) else "exact"

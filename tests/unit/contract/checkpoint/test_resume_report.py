@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ratchet_contract.checkpoint.resume_report import (
     Base,
     ComponentReport,
     EnvironmentDifference,
     Redone,
     ResumeReport,
+    StepDifference,
+    Verdict,
+    is_proved,
     proof_text,
 )
 
@@ -36,6 +41,26 @@ def test_resume_sentence_mentions_earlier_inexact_resume_of_base() -> None:
     assert report.sentence() == "exact; not exact since the resume from step 90, attempt 1"
     proved = proof_text(report, Redone(steps=9, compared=9, equal=9))
     assert proved == "exact, proved (9 of 9 redone steps); not exact since the resume from step 90, attempt 1"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "compared", "differs", "proved"),
+    [
+        ("exact", 9, False, True),
+        ("fresh", 1, False, True),
+        ("exact", 0, False, False),
+        ("exact", 9, True, False),
+        ("not-exact", 9, False, False),
+        ("unmanaged", 9, False, False),
+    ],
+)
+def test_redone_steps_prove_a_verdict_only_if_some_were_compared_and_none_differs(
+    verdict: Verdict, compared: int, differs: bool, proved: bool
+) -> None:
+    first = StepDifference(step=3, rank=1, part="parameters") if differs else None
+    redone = Redone(steps=9, compared=compared, equal=2 if differs else compared, first_difference=first)
+    assert is_proved(verdict, redone) is proved
+    assert (", proved (" in proof_text(ResumeReport(verdict=verdict, base=BASE, world_size=2), redone)) is proved
 
 
 def test_base_with_legacy_epoch_key_reads_attempt() -> None:
