@@ -1,5 +1,5 @@
 // @ts-check
-/** One attempt: how it ended and what to do, where its time went, its nodes, its resume and proof, its environment. */
+/** One attempt: how it ended and what to do, where its time went, its nodes, its resume and proof, its software. */
 import { adviceFor } from "../advice.js";
 import { Badge, Bar, Card, Command, Empty, Facts, Table, Trouble } from "./basics.js";
 import { classes, html, useState } from "../dom.js";
@@ -32,7 +32,7 @@ export function Attempt({ job, number, listed }) {
     <div class="stack"><${End} job=${job} attempt=${attempt} />
       <${Card} title="Where its time went" aside=${attempt.goodput && `goodput ${percent(attempt.goodput.goodput)} of ${duration(attempt.goodput.wall_seconds)}`}>
         ${attempt.goodput && partsOf(attempt.goodput).length ? html`<${SpentBar} spent=${attempt.goodput} label=${`Attempt ${number}`} />` : html`<${Empty}><p>No time has passed yet.</p></${Empty}>`}</${Card}>
-      ${broad && matrix}${data && html`<${Nodes} nodes=${data.nodes} /><${Environment} environment=${data.environment} />`}</div>
+      ${broad && matrix}${data && html`<${Nodes} nodes=${data.nodes} /><${Software} number=${number} environment=${data.environment} />`}</div>
     <div class="stack"><${Proof} job=${job} attempt=${attempt} />
       ${!broad && matrix}
       <${Notice} attempt=${attempt} /></div></div>`;
@@ -108,14 +108,15 @@ const Nodes = ({ nodes }) => html`<${Card} title="Nodes" aside=${nodes.length > 
         rows=${nodes.slice(0, NODES).map((one) => [one.node, one.host ?? "–", one.pid ?? "–", one.gpus.length ? one.gpus.join(", ") : html`<span class="dim">none</span>`, one.phase.toLowerCase(), one.address ?? html`<span class="dim">–</span>`])} />`
     : html`<${Empty}><p>No agent has started yet.</p></${Empty}>`}</${Card}>`;
 
-/** @param {{environment: any}} props */
-function Environment({ environment }) {
+/** @param {{number: number, environment: any}} props */
+function Software({ number, environment }) {
   const [filter, setFilter] = useState("");
-  if (!environment) return html`<${Card} title="Environment"><p class="dim">It is recorded when training begins.</p></${Card}>`;
+  const title = `Software of attempt ${number}`;
+  if (!environment) return html`<${Card} title=${title}><p class="dim">It is recorded when training begins.</p></${Card}>`;
   const { git } = environment;
   const found = environment.packages.filter((/** @type {string} */ one) => one.toLowerCase().includes(filter.toLowerCase()));
   const torch = environment.packages.find((/** @type {string} */ one) => one.startsWith("torch=="));
-  return html`<${Card} title="Environment" aside="what it trained with">
+  return html`<${Card} title=${title}>
     <div class="stack" style=${{ gap: ".7rem" }}>
       <${Facts} items=${[["Ratchet", environment.ratchet], ["Python", environment.python], ...(torch ? [["PyTorch", torch.slice(7)]] : []),
         ...(git ? Object.entries(git).filter(([, value]) => value !== null && value !== "").map(([key, value]) => [`Git ${key.replaceAll("_", " ")}`, html`<span class="clip" title=${String(value)}>${String(value)}</span>`]) : [["Git", html`<span class="dim">unknown</span>`]]),

@@ -21,7 +21,7 @@ export default function Spec({ job, route }) {
       <div class="stack"><${Text} job=${job} changed=${new Set(changed.map((one) => one.path))} /></div>
       <div class="stack">
         <${Decided} job=${job} />
-        <${Environment} job=${job} base=${base} />
+        <${Software} job=${job} base=${base} />
         ${!recorded && html`<${Against} job=${job} parent=${parent} other=${other} base=${base} error=${error} changed=${changed} />`}
       </div></div></div>`;
 }
@@ -90,16 +90,16 @@ function Against({ job, parent, other, base, error, changed }) {
 }
 
 /** @param {{job: any, base: any}} props */
-function Environment({ job, base }) {
+function Software({ job, base }) {
   const found = job.environment;
   const [wanted, setWanted] = useState("");
-  if (!found) return html`<${Card} title="Environment"><${Empty}><p>Not known yet. The first attempt that trains records it.</p></${Empty}></${Card}>`;
+  if (!found) return html`<${Card} title="Software"><${Empty}><p>Not known yet. The first attempt that trains records it.</p></${Empty}></${Card}>`;
   const others = new Set(base?.environment?.packages ?? []);
   const differ = base?.environment && base.environment.digest !== found.digest ? found.packages.filter((/** @type {string} */ one) => !others.has(one)) : [];
   const torch = found.packages.find((/** @type {string} */ one) => one.startsWith("torch=="));
   const packages = found.packages.filter((/** @type {string} */ one) => one.toLowerCase().includes(wanted.toLowerCase()));
   const { git } = found;
-  return html`<${Card} title="Environment" aside="of the newest attempt that trained">
+  return html`<${Card} title="Software of the newest attempt that trained">
     <dl class="pairs">
       <div><dt>Ratchet</dt><dd><code>${found.ratchet}</code></dd></div><div><dt>Python</dt><dd><code>${found.python}</code></dd></div>
       ${torch && html`<div><dt>PyTorch</dt><dd><code>${torch.slice(7)}</code></dd></div>`}
