@@ -65,7 +65,7 @@ def spec(name: str, ranks: int = 2, **changes: Any) -> dict[str, Any]:
         "world": {"ranks_per_node": ranks, "device": "cpu"},
         "resources": {"cpus_per_rank": 1},
         "hook": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": 60},
-        "checkpoint": {"every_steps": 50},
+        "checkpoint": {"every_steps": 50, "keep_last": 8},
         "policy": {"backoff": 0.2},
     } | changes
 
@@ -92,13 +92,13 @@ def usual(server: Server, camera: Camera, code: Path) -> str:
     interrupted = spec("digits-powersgd", 4, trial={"end_at": 660, "faults": FAULTS}, labels={"team": "vision"})
     job = server.submit(interrupted)
     server.wait_phase(job, "SUCCEEDED", deadline=300)
-    checkpoint = server.job(job)["last_checkpoint"]
+    [base] = [one for one in server.call("GET", f"/v1/jobs/{job}/checkpoints").json()["items"] if one["step"] == 500]
     changes = {
-        "labels": {"team": "vision", "sweep": "epochs", "seed": "2"},
-        "task": {"args": {"epochs": 80}},
-        "trial": {"end_at": 760, "faults": []},
+        "labels": {"team": "vision", "sweep": "saves"},
+        "checkpoint": {"every_steps": 25},
+        "trial": {"faults": []},
     }
-    fork = {"checkpoint_id": checkpoint, "name": "digits-longer", "spec": changes}
+    fork = {"checkpoint_id": base["id"], "name": "digits-more-saves", "spec": changes}
     server.wait_phase(server.call("POST", f"/v1/jobs/{job}/fork", json=fork).json()["id"], "SUCCEEDED")
     failed = server.submit(
         spec(
@@ -161,12 +161,20 @@ class Camera:
         context.close()
 
     def open(self, page: Any, fragment: str) -> None:
-        """Until nothing is read any more."""
+        """Until nothing has been read for a while; a page reads again every two seconds."""
         assert self.server is not None
+        page.goto("about:blank")
+        pending: set[Any] = set()
+        page.on("request", lambda request: pending.add(request))
+        for ended in ("requestfinished", "requestfailed"):
+            page.on(ended, lambda request: pending.discard(request))
         page.goto(f"{self.server.url}/{fragment}")
         page.locator("main h1, main h2").first.wait_for()
-        page.wait_for_load_state("networkidle")
-        page.wait_for_timeout(300)  # charts are drawn after their values came
+        for _ in range(100):
+            page.wait_for_timeout(400)
+            if not pending:
+                return
+        raise AssertionError(f"{fragment}: {[one.url for one in pending]}")
 
     def shoot(self, state: str, pages: dict[str, str]) -> None:
         for theme in THEMES:

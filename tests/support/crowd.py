@@ -203,6 +203,7 @@ class Crowd:
                     key: value * grown if isinstance(value, float) and "norm" in key else value
                     for key, value in self._summary.items()
                 }
+                summary |= {"rank": rank, "step": 300 * at, "iteration": 300 * at}
                 row = HookSample(job_id=job, rank=rank, step=300 * at, summary=summary, at=self._ago(30 - at / 10))
                 row.attempt = 1 + at * ATTEMPTS // 300
                 self._session.add(row)

@@ -55,8 +55,11 @@ export function percent(share) {
 export function ago(time, now) {
   if (!time) return "–";
   const seconds = Math.max(0, (now - Date.parse(time)) / 1000);
-  return seconds < 5 ? "just now" : `${duration(Math.round(seconds)).split(" ").slice(0, 2).join(" ")} ago`;
+  return seconds < 5 ? "just now" : seconds < 60 ? `${Math.floor(seconds)} s ago` : `${duration(seconds).split(" ").slice(0, 2).join(" ")} ago`;
 }
+
+/** A checkpoint's step, from its id. @param {string} id */
+export const stepOf = (id) => `step ${count(Number(id.slice(5, 17)))}`;
 
 /** Date and time here. @param {string | null | undefined} time */
 export function moment(time) {

@@ -236,6 +236,7 @@ function drawLines(u, marks) {
   const { ctx, bbox } = u;
   ctx.save();
   ctx.lineWidth = 1.5 * devicePixelRatio;
+  const many = marks.filter((mark) => mark.to === undefined).length > 8;
   for (const mark of marks) {
     if (mark.to !== undefined) continue;
     const x = u.valToPos(mark.x, "x", true);
@@ -244,7 +245,9 @@ function drawLines(u, marks) {
     ctx.beginPath();
     ctx.moveTo(x, bbox.top);
     ctx.lineTo(x, bbox.top + bbox.height);
+    ctx.globalAlpha = many ? 0.35 : 0.8;
     ctx.stroke();
+    ctx.globalAlpha = 1;
     ctx.beginPath();
     ctx.arc(x, bbox.top + 2 * devicePixelRatio, 3.5 * devicePixelRatio, 0, 7);
     ctx.fill();

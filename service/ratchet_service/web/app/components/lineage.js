@@ -163,5 +163,5 @@ function Mark({ node, x, y, chosen, signs, href }) {
       : one.state === "deleted" ? html`<circle cx=${x} cy=${y} r="5" fill="var(--card)" stroke="var(--tone)" stroke-width="1.5" stroke-dasharray="2 2" />`
         : html`<circle cx=${x} cy=${y} r="7" fill="var(--tone)" />`}
     ${one.verification && html`<text x=${x} y=${y + 3.8} text-anchor="middle" class="inside">${one.verification === "ok" ? "✓" : "!"}</text>`}
-    ${above.map((sign, n) => html`<text x=${x + (n - (above.length - 1) / 2) * 10} y=${y - 12} text-anchor="middle" class=${`${sign.tone} toned`}>${sign.mark}</text>`)}</a>`;
+    ${above.map((sign, n) => html`<text x=${x + (n - (above.length - 1) / 2) * 10} y=${y - 12} text-anchor="end" class=${`${sign.tone} toned`}>${sign.mark}</text>`)}</a>`;
 }

@@ -7,7 +7,7 @@ import { Card, Command, Empty, Table } from "./basics.js";
 
 /** More slots than these are one bar instead of cells. */
 const CELLS = 64;
-const HOLDERS = 20;
+const HOLDERS = 12;
 
 /** @param {import("../fleet.js").Slots} one */
 const isShown = (one) => Boolean(one.capacity || one.used);
@@ -30,8 +30,8 @@ function One({ slots }) {
       ? html`<div class="cells" role="img" aria-label=${label}>${cells.map(({ holder, n }) => html`<span class="cell" style=${{ background: colour(n) }} title=${`${holder.name} (${holder.owner})`}></span>`)}${Array.from({ length: free }, () => html`<span class="cell free" title="free"></span>`)}</div>`
       : html`<div class="spent" role="img" aria-label=${label}>${slots.holders.map((holder, n) => html`<span style=${{ width: `${(100 * holder.held) / whole}%`, background: colour(n) }} title=${`${holder.name}: ${holder.held}`}></span>`)}</div>`}
     ${slots.holders.length
-      ? html`<div class="inset"><${Table} caption=${`Holders of ${slots.title}`} tight numbers=${[2]} head=${["Job", "Owner", slots.title]}
-          rows=${slots.holders.slice(0, HOLDERS).map((holder, n) => [html`<span class="row" style=${{ gap: ".5rem", flexWrap: "nowrap" }}><span class="swatch" style=${{ background: colour(n) }}></span><a href=${link(["jobs", holder.id])}>${holder.name}</a></span>`, holder.owner, count(holder.held)])} /></div>
+      ? html`<div class="inset side-list"><${Table} caption=${`Holders of ${slots.title}`} tight numbers=${[2]} head=${["Job", "Owner", "Held"]}
+          rows=${slots.holders.slice(0, HOLDERS).map((holder, n) => [html`<span class="row"><span class="swatch" style=${{ background: colour(n) }}></span><a class="one-line" title=${holder.name} href=${link(["jobs", holder.id])}>${holder.name}</a></span>`, html`<div class="one-line">${holder.owner}</div>`, count(holder.held)])} /></div>
           ${slots.holders.length > HOLDERS && html`<p class="small dim">and ${plural(slots.holders.length - HOLDERS, "more job")}</p>`}`
       : html`<p class="dim small">${known ? "All are free." : "No job holds one."}</p>`}</div></${Card}>`;
 }

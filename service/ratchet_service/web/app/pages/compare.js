@@ -38,7 +38,7 @@ export default function Compare({ route }) {
     ${asked.length > MOST && html`<p class="notice wait">Up to ${MOST} jobs are compared; ${asked.length - MOST} are left out.</p>`}
     ${!ids.length && html`<${Card}><${Empty}><p>No job is chosen. Add jobs by name or id above, or select them in the list of jobs.</p><p><a class="button" href="#/jobs">All jobs</a></p>
       <p>For two jobs, the command line compares the bits of their checkpoints:</p><${Command} line="ratchet compare JOB OTHER-JOB" /></${Empty}></${Card}>`}
-    ${ids.length > 0 && html`<div class="row sides">${sides.map((side) => html`<${Name} key=${side.id} side=${side} onRemove=${() => set(ids.filter((id) => id !== side.id))} />`)}</div>`}
+    ${ids.length > 0 && html`<div class="sides">${sides.map((side) => html`<${Name} key=${side.id} side=${side} onRemove=${() => set(ids.filter((id) => id !== side.id))} />`)}</div>`}
     ${ids.length === 1 && html`<p class="dim">Add another job to compare with.</p>`}
     ${found.length > 1 && html`<${SpecDifferences} sides=${found} /><${Curves} sides=${found} now=${now} limit=${CHARTS + more} onMore=${() => setMore(more + CHARTS)} /><${Figures} sides=${found} zoomed=${now.steps !== null} />`}
     ${found.length === 2 && ids.length === 2 && html`<${Bits} key=${ids.join()} sides=${found} />`}
@@ -125,10 +125,10 @@ const Letter = ({ side }) => html`<span class="letter" style=${{ "--tone": `var(
 
 /** @param {{side: Side, onRemove: () => void}} props */
 const Name = ({ side, onRemove }) => html`<div class="card side" style=${{ "--tone": `var(${side.color})` }}>
-  <div class="row spread" style=${{ flexWrap: "nowrap" }}><span class="row" style=${{ gap: ".5rem", minWidth: 0 }}><${Letter} side=${side} />
-      ${side.job ? html`<a href=${link(["jobs", side.id])}><strong>${side.job.name}</strong></a><${Phase} phase=${side.job.phase} />` : html`<code>${side.id}</code>`}</span>
-    <button type="button" class="plain" onClick=${onRemove} aria-label=${`Remove ${side.job?.name ?? side.id}`}>Remove</button></div>
-  ${side.job && html`<p class="small dim">step ${count(side.job.progress.step)} · ${side.job.hook} · <code>${side.id}</code></p>`}
+  <div class="row" style=${{ gap: ".5rem", flexWrap: "nowrap" }}><${Letter} side=${side} />
+      ${side.job ? html`<a class="one-line grow" title=${side.job.name} href=${link(["jobs", side.id])}><strong>${side.job.name}</strong></a>` : html`<code class="grow">${side.id}</code>`}
+    <button type="button" class="plain" onClick=${onRemove} aria-label=${`Remove ${side.job?.name ?? side.id}`}>✕</button></div>
+  ${side.job && html`<p class="row small dim" style=${{ gap: ".5rem" }}><${Phase} phase=${side.job.phase} />step ${count(side.job.progress.step)} · ${side.job.hook} · <code>${side.id}</code></p>`}
   <${Trouble} error=${side.error} /></div>`;
 
 /** Finds jobs by the beginning of their name or id. @param {{taken: string[], onAdd: (id: string) => void}} props */

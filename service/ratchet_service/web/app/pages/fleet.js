@@ -12,6 +12,7 @@ import { link, setQuery } from "../route.js";
 
 const PHASES = ["QUEUED", ...ACTIVE, "SUSPENDED", "SUCCEEDED", "FAILED", "CANCELLED"];
 const ROWS = 20;
+const CAUSES = 5;
 
 /** @param {{route: import("../route.js").Route}} props */
 export default function Fleet({ route }) {
@@ -23,7 +24,7 @@ export default function Fleet({ route }) {
     <div class="row spread"><h1>Fleet</h1><${Choice} label="Time" value=${days} options=${[["7", "7 days"], ["30", "30 days"]]} onChange=${(/** @type {string} */ key) => setQuery({ days: key === "30" ? "30" : null })} /></div>
     <${Trouble} error=${error} />
     ${data && html`
-      <nav class="row phases" aria-label="Jobs by phase">${PHASES.map((phase) => html`<a key=${phase} href=${link(["jobs"], { phase })} class=${phases.get(phase) ? "" : "none"}><strong>${count(phases.get(phase) ?? 0)}</strong><${Phase} phase=${phase} /></a>`)}</nav>
+      <nav class="phases" aria-label="Jobs by phase">${PHASES.map((phase) => html`<a key=${phase} href=${link(["jobs"], { phase })} class=${phases.get(phase) ? "" : "none"}><strong>${count(phases.get(phase) ?? 0)}</strong><${Phase} phase=${phase} /></a>`)}</nav>
       ${data.attempts_left_out > 0 && html`<p class="notice wait">Goodput, resumes and hours are of the newest ${count(data.attempts)} attempts; ${count(data.attempts_left_out)} older ones are left out.</p>`}
       <div class="main-side"><div class="stack">
           <${Goodput} fleet=${data} days=${days} />
@@ -41,7 +42,7 @@ function Goodput({ fleet, days }) {
   return html`<${Card} title=${`Goodput of the last ${days} days`} aside=${whole ? `${duration(whole)} of all jobs' time` : ""}>
     ${whole
       ? html`<div class="stack"><p><span class="huge">${percent(spent.goodput)}</span> <span class="dim">of the time went into steps that count</span></p><${SpentBar} spent=${spent} label="All jobs" /></div>`
-      : html`<${Empty}><p>No job ran in these ${days} days. The first one fills this page:</p><${Command} line="ratchet run train.py" /></${Empty}>`}</${Card}>`;
+      : html`<${Empty}><p>No job ran in these ${days} days. The first one fills this page:</p><${Command} line="ratchet submit train.yaml" /></${Empty}>`}</${Card}>`;
 }
 
 /** @param {{ends: [string, number][], days: string}} props */
@@ -65,7 +66,7 @@ function Hosts({ hosts }) {
       ? html`<div class="stack" style=${{ gap: ".5rem" }}><table class="tight bars"><caption class="hidden">Ends of attempts by node and cause</caption><thead class="hidden"><tr><th scope="col">Node</th><th scope="col">Causes</th><th scope="col">Ends</th></tr></thead>
           <tbody>${hosts.slice(0, ROWS).map((one) => html`<tr key=${one.host}><th scope="row">${one.host}</th>
             <td><div class="bar-row" aria-hidden="true">${one.causes.map(([cause, of]) => html`<span class=${classes("bar-fill", causeTone(cause))} style=${{ width: `${(100 * of) / most}%` }} title=${`${cause}: ${of}`}></span>`)}</div>
-              <div class="small dim">${one.causes.map(([cause, of]) => `${cause} ${of}`).join(", ")}</div></td><td class="number">${count(one.all)}</td></tr>`)}</tbody></table>
+              <div class="small dim">${one.causes.slice(0, CAUSES).map(([cause, of]) => `${cause} ${of}`).join(", ")}${one.causes.length > CAUSES && `, ${one.causes.length - CAUSES} other causes`}</div></td><td class="number">${count(one.all)}</td></tr>`)}</tbody></table>
         <p class="small dim">A node with far more failures than the others may be faulty.</p></div>`
       : html`<${Empty}><p>No attempt ended on a node in this time.</p></${Empty}>`}</${Card}>`;
 }

@@ -3,7 +3,7 @@
 import { ActionButton, jobActions } from "../components/actions.js";
 import { Badge, Bar, Broken, Facts, Phase, Trouble } from "../components/basics.js";
 import { html, useEffect, useErrorBoundary, useRef, useState } from "../dom.js";
-import { ago, count, duration, number, percent, plural } from "../format.js";
+import { ago, count, duration, number, percent, plural, stepOf } from "../format.js";
 import { EVERY, useLive, useNow } from "../live.js";
 import { ACTIVE, ENDED, isUnmanaged, mayAct, proofTone } from "../meaning.js";
 import { link } from "../route.js";
@@ -41,11 +41,13 @@ export default function JobPage({ route, caller }) {
     if (job) document.title = `${job.name} · ${job.phase.toLowerCase()} · Ratchet`;
     return () => { document.title = "Ratchet"; };
   }, [job?.name, job?.phase]);
+  const tabs = useRef(/** @type {HTMLElement | null} */ (null));
+  useEffect(() => tabs.current?.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest", inline: "center" }), [tab, !job]);
   if (!job) return html`<${Trouble} error=${error} />`;
   return html`<div class="stack">
     <${Head} job=${job} attempts=${known} refresh=${refresh} caller=${caller} />
     <${Trouble} error=${error} />
-    <nav class="tabs" aria-label="Parts of the job">${TABS.map(([key, text]) => html`<a href=${link(["jobs", id, ...(key === "overview" ? [] : [key])])} aria-current=${key === tab ? "page" : undefined}>${text}</a>`)}</nav>
+    <nav class="tabs" aria-label="Parts of the job" ref=${tabs}>${TABS.map(([key, text]) => html`<a href=${link(["jobs", id, ...(key === "overview" ? [] : [key])])} aria-current=${key === tab ? "page" : undefined}>${text}</a>`)}</nav>
     <${Tab} key=${`${id} ${tab}`} tab=${tab} job=${job} attempts=${known} route=${route} refresh=${() => { refresh(); attempts.refresh(); }} caller=${caller} />
   </div>`;
 }
@@ -74,15 +76,15 @@ function Head({ job, attempts, refresh, caller }) {
   return html`<div class="stack" style=${{ gap: ".8rem" }}>
     <div class="row spread">
       <div class="row"><h1>${job.name}</h1><${Phase} phase=${job.phase} /><${Badge} tone="quiet">${job.hook}</${Badge}>
-        ${newest?.proof && html`<${Badge} tone=${proofTone(newest.proof)}>${newest.proof}</${Badge}>`}</div>
-      ${mayAct(caller, job) && html`<div class="row">${jobActions(job).map((action) => html`<${ActionButton} key=${action.key} action=${action} onDone=${refresh} plain=${["priority", "labels"].includes(action.key)} />`)}</div>`}
+        ${newest?.proof && html`<${Badge} tone=${proofTone(newest.proof)} title=${`Attempt ${newest.number}: ${newest.proof}`}>${newest.proof.replace(/ \(.*?\)/, "")}</${Badge}>`}</div>
+      ${mayAct(caller, job) && html`<div class="row actions">${jobActions(job).map((action) => html`<${ActionButton} key=${action.key} action=${action} onDone=${refresh} plain=${["priority", "labels"].includes(action.key)} />`)}</div>`}
     </div>
     <${Bar} share=${share} label="Progress" tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />
     <${Facts} items=${[
       ["Step", html`${count(progress.step)}${progress.total_steps ? html`<span class="dim"> of ${count(progress.total_steps)}</span>` : ""}`],
       ...(active ? [["Steps per second", number(rate)], ["Time left", duration(left)]] : []),
       ...(ENDED.includes(job.phase) ? [["Took", duration(goodput?.wall_seconds)]] : [atRisk(job)]),
-      ["Last checkpoint", job.last_checkpoint ? html`<a href=${link(["jobs", job.id, "checkpoints"])}>${job.last_checkpoint}</a>` : "none"],
+      ["Last checkpoint", job.last_checkpoint ? html`<a title=${job.last_checkpoint} href=${link(["jobs", job.id, "checkpoints"])}>${stepOf(job.last_checkpoint)}</a>` : "none"],
       ["Attempt", html`<a href=${link(["jobs", job.id, "attempts"])}>${job.attempt}</a>`],
       ["Goodput", percent(goodput?.goodput), "Share of the time since its submission, waiting in the queue included, that went into steps that count."],
       ["Owner", job.owner],

@@ -5,7 +5,7 @@ import { Bar, Choice, Command, Empty, Phase, Trouble } from "../components/basic
 import { notify } from "../components/frame.js";
 import { Sparkline } from "../components/sparkline.js";
 import { classes, html, useState } from "../dom.js";
-import { ago, count, number, percent, plural } from "../format.js";
+import { ago, count, number, percent, plural, stepOf } from "../format.js";
 import { useLive, useNow } from "../live.js";
 import { ACTIVE, ENDED, causeText, causeTone, isUnmanaged, mayAct, verdict, verdictText, verdictTone } from "../meaning.js";
 import { link, setQuery } from "../route.js";
@@ -15,6 +15,8 @@ const GROUPS = { all: [], active: ["QUEUED", ...ACTIVE], suspended: ["SUSPENDED"
 /** @type {[string, string][]} */
 const SORTS = [["-created", "newest first"], ["created", "oldest first"], ["-priority", "highest priority first"], ["name", "by name"]];
 const LIMIT = 50;
+const LABELS = 3;
+const MARKS = 10;
 
 /** @param {{route: import("../route.js").Route, caller: any}} props */
 export default function Jobs({ route, caller }) {
@@ -31,10 +33,10 @@ export default function Jobs({ route, caller }) {
   const toggle = (/** @type {string} */ id) => setSelected(selected.includes(id) ? selected.filter((one) => one !== id) : [...selected, id]);
   return html`<div class="stack">
     <div class="row spread"><h1>Jobs</h1><${Bulk} jobs=${chosen} caller=${caller} onDone=${(/** @type {string[]} */ left) => { setSelected(left); refresh(); }} /></div>
-    <${Filters} query=${query} caller=${caller} />
+    ${(jobs.length > 0 || [...query.keys()].length > 0) && html`<${Filters} query=${query} caller=${caller} />`}
     <${Trouble} error=${error} />
     ${data && (jobs.length
-      ? html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Jobs"><table>
+      ? html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Jobs"><table class="jobs">
           <caption class="hidden">Jobs</caption>
           <thead><tr><th><span class="hidden">Select</span></th><th>Job</th><th>Phase</th><th>Progress</th><th>Metric</th><th>Hook</th><th>At risk</th><th>Attempts</th><th class="number">Goodput</th><th>Owner</th><th>Created</th></tr></thead>
           <tbody>${jobs.map((/** @type {any} */ job) => html`<${Row} key=${job.id} job=${job} now=${now} selected=${selected.includes(job.id)} onSelect=${() => toggle(job.id)} />`)}</tbody>
@@ -66,11 +68,13 @@ function Filters({ query, caller }) {
 function Row({ job, now, selected, onSelect }) {
   const { progress } = job;
   const more = job.summary ?? { attempts: [] };
+  const labels = Object.entries(job.labels);
   const share = progress.total_steps ? progress.step / progress.total_steps : null;
   return html`<tr class=${selected ? "selected" : ""}>
     <td><input type="checkbox" checked=${selected} onChange=${onSelect} aria-label=${`Select ${job.name}`} /></td>
-    <td><a href=${link(["jobs", job.id])}><strong>${job.name}</strong></a>
-      <div class="small dim">${Object.entries(job.labels).map(([key, value]) => html`<a class="dim" href=${link(["jobs"], { label: `${key}=${value}` })}>${key}=${String(value)}</a>${" "}`)}</div></td>
+    <td class="name"><a href=${link(["jobs", job.id])}><strong>${job.name}</strong></a>
+      <div class="small dim labels">${labels.slice(0, LABELS).map(([key, value]) => html`<a class="dim" href=${link(["jobs"], { label: `${key}=${value}` })}>${key}=${String(value)}</a>`)}
+        ${labels.length > LABELS && html`<span title=${labels.map((pair) => pair.join("=")).join(", ")}>+${labels.length - LABELS}</span>`}</div></td>
     <td><${Phase} phase=${job.phase} />${!ACTIVE.includes(job.phase) && job.reason && html`<div class="small dim" title=${job.message}>${job.reason}</div>`}</td>
     <td style=${{ minWidth: "8rem" }}><div class="small nowrap">${count(progress.step)}${progress.total_steps ? html`<span class="dim"> of ${count(progress.total_steps)}</span>` : ""}
         ${progress.steps_per_second ? html`<span class="dim"> · ${number(progress.steps_per_second)}/s</span>` : ""}</div>
@@ -78,23 +82,25 @@ function Row({ job, now, selected, onSelect }) {
     <td>${more.metric ? html`<${Sparkline} points=${more.metric.points} label=${`${more.metric.name} over steps`} /><div class="small dim">${more.metric.name} ${number(lastValue(more.metric.points))}</div>` : html`<span class="dim">–</span>`}</td>
     <td class="small nowrap">${job.hook}${more.hook?.phase && html`<div class="dim">${more.hook.phase}${more.hook.compression_rate > 1 ? ` · ${number(more.hook.compression_rate)}×` : ""}</div>`}</td>
     <td class="small nowrap">${ENDED.includes(job.phase) || isUnmanaged(job) ? html`<span class="dim">–</span>` : html`<span class=${progress.steps_at_risk ? "" : "dim"}>${plural(progress.steps_at_risk, "step")}${job.phase === "QUEUED" && progress.steps_at_risk > 0 ? " will be done again" : ""}</span>
-      <div class="dim">${more.last_checkpoint_at ? `saved ${ago(more.last_checkpoint_at, now)}` : job.last_checkpoint ?? "no checkpoint"}</div>`}</td>
+      <div class="dim">${more.last_checkpoint_at ? `saved ${ago(more.last_checkpoint_at, now)}` : job.last_checkpoint ? stepOf(job.last_checkpoint) : "no checkpoint"}</div>`}</td>
     <td><${Dots} job=${job} attempts=${more.attempts} /></td>
     <td class="number">${percent(more.goodput)}</td>
-    <td class="small">${job.owner}</td>
-    <td class="small nowrap dim">${ago(job.created_at, now)}</td></tr>`;
+    <td class="small late">${job.owner}</td>
+    <td class="small nowrap dim late">${ago(job.created_at, now)}</td></tr>`;
 }
 
-/** One mark per attempt: filled is proved, hollow is not, a square ended badly. @param {{job: any, attempts: any[]}} props */
+/** One mark per attempt, in the colour of its end: filled is proved, hollow is not, a square ended badly, ! was not exact. @param {{job: any, attempts: any[]}} props */
 function Dots({ job, attempts }) {
-  const earlier = Math.max(0, job.attempt - attempts.length);
+  const shown = attempts.slice(-MARKS);
+  const earlier = Math.max(0, job.attempt - shown.length);
   return html`<a class="row" style=${{ gap: ".25rem", flexWrap: "nowrap" }} href=${link(["jobs", job.id, "attempts"])} aria-label=${`${plural(job.attempt, "attempt")} of ${job.name}`}>
     ${earlier > 0 && html`<span class="small dim">+${earlier}</span>`}
-    ${attempts.map((one) => {
+    ${shown.map((one) => {
       const found = verdict(one);
       const ends = one.cause ? causeText(one.cause) : "It runs.";
       const hollow = found === "exact" || found === "fresh" || found === "unknown";
-      return html`<span class=${classes("dot", verdictTone(found), hollow && "hollow", causeTone(one.cause) === "bad" && "square")} title=${`Attempt ${one.number}: ${verdictText(found)}. ${ends}`}></span>`;
+      const inexact = verdictTone(found) === "bad";
+      return html`<span class=${classes(inexact ? "mark bad" : "dot", causeTone(one.cause), hollow && "hollow", causeTone(one.cause) === "bad" && "square")} title=${`Attempt ${one.number}: ${verdictText(found)}. ${ends}`}>${inexact && "!"}</span>`;
     })}</a>`;
 }
 
@@ -113,7 +119,7 @@ function Pages({ query, next }) {
 /** @param {{filtered: boolean}} props */
 const NoJobs = ({ filtered }) => html`<${Empty}>${filtered
   ? html`<p>No job matches.</p><p><a href="#/jobs">Show all jobs</a></p>`
-  : html`<p>No job yet. Run a script, or submit a spec:</p><${Command} line="ratchet run train.py" /><${Command} line="ratchet submit job.yaml" />`}</${Empty}>`;
+  : html`<h2>No job yet</h2><p>Submit a spec, and follow the job here:</p><${Command} line="ratchet init python train.py" /><${Command} line="ratchet submit train.yaml" />`}</${Empty}>`;
 
 /** Actions on all selected jobs. ``onDone`` gets the ids of those that it failed for. @param {{jobs: any[], caller: any, onDone: (left: string[]) => void}} props */
 function Bulk({ jobs, caller, onDone }) {

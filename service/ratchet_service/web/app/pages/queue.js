@@ -42,7 +42,7 @@ function Waiting({ data, cursor }) {
   const gpus = items.some((one) => one.gpus > 0);
   if (!items.length) {
     return html`<${Card}><${Empty}><p>${cursor ? "No further job waits." : "No job waits. A submitted job appears here until its attempt starts:"}</p>
-      ${cursor ? html`<a href="#/queue">The beginning of the queue</a>` : html`<${Command} line="ratchet submit job.yaml" />`}</${Empty}></${Card}>`;
+      ${cursor ? html`<a href="#/queue">The beginning of the queue</a>` : html`<${Command} line="ratchet submit train.yaml" />`}</${Empty}></${Card}>`;
   }
   return html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Waiting jobs"><table>
       <caption class="hidden">Waiting jobs, in the order in which they start</caption>
@@ -50,7 +50,7 @@ function Waiting({ data, cursor }) {
         ${gpus && html`<th scope="col" class="number">GPUs</th>`}<th scope="col">Owner</th><th scope="col">Age</th></tr></thead>
       <tbody>${items.map((one) => html`<tr key=${one.job_id}>
         <td class="number">${one.position ? html`<strong>${count(one.position)}</strong>` : one.ahead_at_least ? html`<span class="dim nowrap" title="Too far back for a place">after ${count(one.ahead_at_least)}</span>` : html`<span class="dim" title="A job in a back-off has no place">–</span>`}</td>
-        <td class="nowrap"><a href=${link(["jobs", one.job_id])}><strong>${one.name}</strong></a></td>
+        <td class="name"><a href=${link(["jobs", one.job_id])}><strong>${one.name}</strong></a></td>
         <td class="why"><${Why} reason=${one.reason} message=${one.message} /></td>
         <td class=${classes("number", one.priority === 0 && "dim")}>${one.priority}</td><td class="number">${one.ranks ? count(one.ranks) : html`<span class="word bad">spec unreadable</span>`}</td>
         ${gpus && html`<td class="number">${count(one.gpus)}</td>`}<td class="small">${one.owner}</td><td class="small dim nowrap" title=${one.created_at}>${ago(one.created_at, now)}</td></tr>`)}</tbody></table></div></section>
@@ -78,7 +78,7 @@ function Quotas({ data, caller }) {
   }
   return html`<${Card} title="Quotas" aside=${items.length > OWNERS || data.next_cursor ? own(items[0]) ? `${OWNERS} owners, the own one first` : `the first ${Math.min(items.length, OWNERS)} owners` : ""}>
     <div class="stack" style=${{ gap: "1rem" }}>${items.slice(0, OWNERS).map((one) => html`<div key=${one.owner} class="stack" style=${{ gap: ".35rem" }}>
-      <div class="row spread"><h3>${one.owner === "*" ? "each other owner" : html`<a href=${link(["jobs"], { owner: one.owner })}>${one.owner}</a>`}</h3>${one.owner === "*" && html`<span class="small dim">applies to each one separately</span>`}</div>
+      <div class="row spread"><h3>${one.owner === "*" ? "each other owner, separately" : html`<a href=${link(["jobs"], { owner: one.owner })}>${one.owner}</a>`}</h3></div>
       ${kinds.filter(([key]) => one[key] !== null).map(([key, words]) => {
         const used = one.in_use?.[key] ?? null;
         const share = used === null ? null : one[key] ? used / one[key] : 1;

@@ -58,7 +58,7 @@ export function bestOf(items, mode, whole) {
 /** @param {{job: any, items: any[], selected: string | null, best: import("../../components/lineage.js").Best | null, metric: string | null, hrefOf: (id: string) => string}} props */
 function List({ job, items, selected, best, metric, hrefOf }) {
   const now = useNow();
-  return html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="tight">
+  return html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="tight stored">
     <caption class="hidden">Checkpoints, newest step first</caption>
     <thead><tr><th scope="col" class="number">Step</th><th scope="col">Id</th><th scope="col">Saved for</th><th scope="col" class="number">Attempt</th><th scope="col" class="number">Size</th><th scope="col" class="number">Pause</th>
       <th scope="col" class="number">Save time</th>${metric && html`<th scope="col" class="number">${metric}</th>`}<th scope="col">Age</th><th scope="col">Lineage</th><th scope="col">State</th></tr></thead>

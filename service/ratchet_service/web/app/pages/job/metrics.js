@@ -122,7 +122,7 @@ function Series({ job, attempts, now, origin, list, whole, series, height, large
       onClick=${() => setQuery({ chart: large ? null : series.name })}>${large ? "Make small" : "Enlarge"}</button></span>`;
   return html`<${Card} title=${series.name} aside=${tools}>
     <p class="lead row spread"><span class="nowrap"><strong>${showValue(last?.value)}</strong> <span class="small dim">${last && `at step ${count(last.step)}`}</span></span>
-      ${lowest && lowest !== highest && html`<span class="small dim nowrap" title=${`Lowest at step ${count(lowest.step)}, highest at step ${count(highest.step)}`}>${number(lowest.value)} to ${number(highest.value)}${shown}</span>`}</p>
+      ${lowest && lowest !== highest && html`<span class="small dim nowrap" title=${`Lowest at step ${count(lowest.step)}, highest at step ${count(highest.step)}${shown}`}>${number(lowest.value)} to ${number(highest.value)}</span>`}</p>
     <${Differs} job=${job} series=${series} attempts=${attempts} />
     <${Chart} title=${`${series.name} over ${axis === "step" ? "steps" : "time"}`} curves=${curves} marks=${marks} log=${log} height=${height} sync=${job.id}
       time=${axis === "wall"} xLabel=${{ step: "step", relative: "since training began", wall: "time of day" }[axis]}

@@ -3,16 +3,19 @@
 import { Chart } from "../../components/chart.js";
 import { Badge, Card, Command, Empty } from "../../components/basics.js";
 import { ResumeMatrix } from "../../components/resume.js";
+import { SpentBar } from "../../components/spent.js";
 import { Timeline } from "../../components/timeline.js";
-import { html, useEffect, useState } from "../../dom.js";
-import { count, duration, moment, percent, plural } from "../../format.js";
+import { classes, html, useEffect, useState } from "../../dom.js";
+import { ago, count, duration, moment, percent, plural, stepOf } from "../../format.js";
 import { useLive, useNow } from "../../live.js";
 import { lastVersion, spans } from "../../logs/ansi.js";
 import { ACTIVE, causeText, causeTone, isUnmanaged, proofTone, reasonText, verdict, verdictText, verdictTone } from "../../meaning.js";
 import { elsewhere, link } from "../../route.js";
-import { attemptMarks, curveOf, leftOut, prefersLog } from "../../series.js";
+import { attemptMarks, curveOf, extentOf, leftOut, prefersLog, smoothingWidths } from "../../series.js";
 
 const EVENTS = 8;
+/** Points from which on the curve is smoothed. */
+const SMOOTHED = 100;
 
 /** @param {{job: any, attempts: any[], refresh: () => void}} props */
 export default function Overview({ job, attempts }) {
@@ -20,11 +23,11 @@ export default function Overview({ job, attempts }) {
   return html`<div class="stack">
     ${job.phase === "FAILED" && html`<${Failed} job=${job} attempt=${newest} />`}
     ${["QUEUED", "SUSPENDED"].includes(job.phase) && html`<${Waiting} job=${job} />`}
-    ${(job.warnings ?? []).length > 0 && html`<${Card} title="Warnings of the submission" tone="wait">${job.warnings.map((/** @type {any} */ one) => html`<p><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}
     <div class="main-side">
-      <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /></div>
+      <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /><${Recent} job=${job} />
+        ${job.warnings?.length > 0 && html`<${Card} title="Warnings of the submission">${job.warnings.map((/** @type {any} */ one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}</div>
       <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} />
-        ${newest?.resume_report && html`<${Resume} key=${newest.number} job=${job} attempt=${newest} />`}<${Recent} job=${job} /></div>
+        ${newest?.resume_report && html`<${Resume} key=${newest.number} job=${job} attempt=${newest} />`}</div>
     </div></div>`;
 }
 
@@ -35,10 +38,10 @@ function Failed({ job, attempt }) {
   return html`<${Card} tone="bad" title=${`Failed: ${failure(job, attempt)}`} aside=${attempt && html`<${Badge} tone="bad">${job.reason}</${Badge}> attempt ${attempt.number}${attempt.rank !== null ? `, rank ${attempt.rank}` : ""}, after step ${count(attempt.last_step)}`}>
     <div class="stack" style=${{ gap: ".7rem" }}>
       <p>${job.message ?? attempt?.message}</p>
-      ${attempt?.message && attempt.message !== job.message && html`<pre>${attempt.message}</pre>`}
+      ${attempt?.message && !job.message?.includes(attempt.message) && html`<pre>${attempt.message}</pre>`}
       ${data?.items?.length > 0 && html`<div><p class="dim small">Last lines of rank ${rank} · <a href=${link(["jobs", job.id, "logs"], { attempt: attempt.number, rank })}>all of them</a></p>
-        <div class="log" style=${{ maxHeight: "18rem" }} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((/** @type {any} */ line) => html`<div><span class="text">${spans(lastVersion(line.text).text).map((span) => (span.tone ? html`<span class=${span.tone}>${span.text}</span>` : span.text))}</span></div>`)}</div></div>`}
-      <div class="stack" style=${{ gap: ".4rem" }}><p class="dim small">After the cause is mended, continue from ${job.last_checkpoint ?? "the beginning"}:</p>
+        <div class="log quote" ref=${(/** @type {HTMLElement | null} */ box) => box?.scrollTo(0, box.scrollHeight)} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((/** @type {any} */ line) => html`<div><span class="text">${spans(lastVersion(line.text).text).map((span) => (span.tone ? html`<span class=${span.tone}>${span.text}</span>` : span.text))}</span></div>`)}</div></div>`}
+      <div class="stack" style=${{ gap: ".4rem" }}><p class="dim small">After the cause is mended, continue from ${job.last_checkpoint ? stepOf(job.last_checkpoint) : "the beginning"}:</p>
         <${Command} line=${`ratchet resume ${job.id}`} /><${Command} line=${`ratchet resume ${job.id} --code .`} /></div>
     </div></${Card}>`;
 }
@@ -58,7 +61,7 @@ function Waiting({ job }) {
     <p>${job.message ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
       ${job.not_before && Date.parse(job.not_before) > now ? `The next attempt starts in ${duration((Date.parse(job.not_before) - now) / 1000)}.` : ""}
       ${!held && html` <a href=${elsewhere(["queue"])}>The queue</a>`}</p>
-    <p class="dim">${isUnmanaged(job) ? "" : job.progress.steps_at_risk > 0 ? `${plural(job.progress.steps_at_risk, "step")} will be done again. ` : job.attempt ? "No step is lost. " : ""}${job.last_checkpoint ? html`It will continue from ${job.last_checkpoint}.` : "It has no checkpoint yet."}</p></${Card}>`;
+    <p class="dim">${isUnmanaged(job) ? "" : job.progress.steps_at_risk > 0 ? `${plural(job.progress.steps_at_risk, "step")} will be done again. ` : job.attempt ? "No step is lost. " : ""}${job.last_checkpoint ? `It will continue from ${stepOf(job.last_checkpoint)}.` : "It has no checkpoint yet."}</p></${Card}>`;
 }
 
 /** @param {{job: any, attempts: any[]}} props */
@@ -73,10 +76,12 @@ function Curve({ job, attempts }) {
   const first = data?.series[0];
   if (!index.data || (wanted !== null && !data)) return html`<${Card} title="Metrics"><div style=${{ height: "240px" }}></div></${Card}>`;
   if (!first) return html`<${Card} title="Metrics"><${Empty}><p>No metric yet. A script sends one with</p><${Command} line=${'session.log({"loss": loss})'} /></${Empty}></${Card}>`;
-  const curves = curveOf(first, 0);
+  const widths = smoothingWidths(extentOf([first], "step", 0));
+  const width = first.points.length > SMOOTHED ? widths[Math.max(0, widths.length - 5)] : 0;
+  const curves = curveOf(first, width);
   return html`<${Card} title=${first.name} aside=${html`<a href=${link(["jobs", job.id, "metrics"])}>all ${count(all.length)} metrics</a>`}>
-    <${Chart} title=${`${first.name} over steps`} curves=${curves} marks=${attemptMarks(attempts)} log=${prefersLog(first.name, first.points)}
-      note=${["Lines: ends of attempts, coloured by cause. Shaded: steps that were lost and done again.", attempts.length < job.attempt && `Marked are the newest ${count(attempts.length)} attempts.`, leftOut(first)].filter(Boolean).join(" ")} /></${Card}>`;
+    <${Chart} title=${`${first.name} over steps`} curves=${curves} marks=${attemptMarks(attempts)} log=${prefersLog(first.name, first.points)} height=${300}
+      note=${[width > 0 && `Smoothed over ${plural(width, "step")}, in front of the raw values.`, attempts.some((one) => one.cause && one.cause !== "completed") && "Lines: ends of attempts, coloured by cause. Shaded: steps that were lost and done again.", attempts.length < job.attempt && `Marked are the newest ${count(attempts.length)} attempts.`, leftOut(first)].filter(Boolean).join(" ")} /></${Card}>`;
 }
 
 /** Were the resumes exact? @param {{job: any, attempts: any[]}} props */
@@ -92,25 +97,19 @@ function Proof({ job, attempts }) {
     ${bad.length
       ? html`<p><strong class="word bad">No: ${plural(bad.length, "attempt")}.</strong></p>${bad.map((one) => html`<p class="small">Attempt ${one.number}: ${one.proof}</p>`)}`
       : compared
-        ? html`<p style=${{ fontSize: "1.4rem", fontWeight: 700 }}>${count(equal)} of ${count(compared)}</p><p class="dim small">steps that were done again gave the same bits on every rank</p>`
+        ? html`<p class="huge">${count(equal)} of ${count(compared)}</p><p class="dim small">steps that were done again gave the same bits on every rank</p>`
         : html`<p>${resumed.length ? "Every component was restored exactly. No step was done again, so nothing could be compared." : "It was not resumed yet."}</p>`}
-    <div class="stack" style=${{ marginTop: ".6rem", gap: ".3rem" }}>${resumed.slice(0, 6).map((one) => html`<div class="row small"><${Badge} tone=${proofTone(one.proof ?? "") === "wait" ? "wait" : verdictTone(verdict(one))} title=${one.proof}>${verdictText(verdict(one))}${proofTone(one.proof ?? "") === "wait" ? `; ${one.proof.slice(one.proof.indexOf("not exact since"))}` : ""}</${Badge}><span>attempt ${one.number} from step ${count(one.base.step)}</span></div>`)}</div>
+    <div class="stack small" style=${{ marginTop: ".6rem", gap: ".2rem" }}>${resumed.slice(0, 6).map((one) => {
+      const later = proofTone(one.proof ?? "") === "wait";
+      return html`<div class="row spread" title=${one.proof}><a href=${link(["jobs", job.id, "attempts"], { attempt: one.number })}>attempt ${one.number}</a>
+        <span class=${classes("word", later ? "wait" : verdictTone(verdict(one)))}>${verdictText(verdict(one))}${later && `; ${one.proof.slice(one.proof.indexOf("not exact since"))}`}</span></div>`;
+    })}</div>
     <div style=${{ marginTop: ".7rem" }}><${Command} line=${`ratchet prove ${job.id}`} /></div></${Card}>`;
 }
 
 /** What the ends of attempts cost. @param {{job: any}} props */
-function Cost({ job }) {
-  const spent = job.goodput;
-  if (!spent || !spent.wall_seconds) return null;
-  const rows = /** @type {[string, number, string][]} */ ([
-    ["useful", spent.useful_seconds, "busy"], ["lost steps", spent.lost_seconds, "bad"], ["saving", spent.stall_seconds, "held"],
-    ["launching", spent.launching_seconds, "wait"], ["stopping", spent.stopping_seconds, "wait"], ["waiting", spent.queued_seconds, "quiet"],
-    ["unseen", spent.unseen_seconds, "quiet"],
-  ]).filter(([, seconds]) => seconds > 0);
-  return html`<${Card} title="Where its time went" aside=${html`goodput ${percent(spent.goodput)}`}>
-    <table class="tight"><caption class="hidden">Where its time went</caption><tbody>${rows.map(([name, seconds, tone]) => html`<tr><th scope="row">${name}</th>
-      <td style=${{ width: "45%" }}><div class=${`bar ${tone}`} aria-hidden="true"><span style=${{ width: `${(100 * seconds) / spent.wall_seconds}%` }}></span></div></td><td class="number">${duration(seconds)}</td></tr>`)}</tbody></table></${Card}>`;
-}
+const Cost = ({ job }) => job.goodput?.wall_seconds > 0 && html`<${Card} title="Where its time went" aside=${`goodput ${percent(job.goodput.goodput)}`}>
+  <${SpentBar} spent=${job.goodput} label="The job" /></${Card}>`;
 
 /** How the newest attempt was restored. The components are read once: they do not change. @param {{job: any, attempt: any}} props */
 function Resume({ job, attempt }) {
@@ -119,9 +118,10 @@ function Resume({ job, attempt }) {
   return components.length > 0 && html`<${ResumeMatrix} attempt=${{ ...attempt, resume_report: { ...attempt.resume_report, components } }} />`;
 }
 
-/** @param {{job: any}} props */
+/** The newest events. @param {{job: any}} props */
 function Recent({ job }) {
+  const now = useNow();
   const { data } = useLive(`v1/jobs/${job.id}/events?sort=-id&limit=${EVENTS}`, { every: 5000 });
   return html`<${Card} title="Latest events" aside=${html`<a href=${link(["jobs", job.id, "events"])}>all events</a>`}>
-    ${data?.items.map((/** @type {any} */ one) => html`<p class="small"><span class="dim">${moment(one.at)}</span> <strong>${one.type}</strong> ${one.message}</p>`)}</${Card}>`;
+    <div class="latest">${data?.items.map((/** @type {any} */ one) => html`<span class="dim" title=${moment(one.at)}>${ago(one.at, now)}</span><strong>${one.type}</strong><span>${one.message}</span>`)}</div></${Card}>`;
 }
