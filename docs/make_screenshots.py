@@ -165,7 +165,7 @@ class Camera:
         assert self.server is not None
         page.goto("about:blank")
         pending: set[Any] = set()
-        page.on("request", lambda request: pending.add(request))
+        page.on("request", lambda request: pending.add(request) if "follow=" not in request.url else None)
         for ended in ("requestfinished", "requestfailed"):
             page.on(ended, lambda request: pending.discard(request))
         page.goto(f"{self.server.url}/{fragment}")

@@ -88,7 +88,7 @@ function Proof({ job, attempt }) {
       ${first
         ? html`<p><strong class="word bad">Step ${count(first.step)} differs.</strong> It was done again, and ${first.part} of rank ${first.rank} came out otherwise. ${count(redone.equal)} of ${count(redone.compared)} redone steps before it are identical.</p>`
         : redone.compared
-          ? html`<p class="big">${count(redone.equal)} of ${count(redone.compared)}</p><p class="small">Proved: ${count(redone.equal)} of ${count(redone.compared)} redone steps are identical, bit for bit, on every rank.</p>`
+          ? html`<p class="huge">${count(redone.equal)} of ${count(redone.compared)}</p><p class="small">Proved: ${count(redone.equal)} of ${count(redone.compared)} redone steps are identical, bit for bit, on every rank.</p>`
           : html`<p>${{
             fresh: "It began at step 0. No earlier attempt had done these steps, so nothing is to be compared.",
             exact: "Every component of every rank and every recorded fact is the same as in the checkpoint. No step was done again, so nothing could be compared.",

@@ -64,8 +64,8 @@ export function Chart({ title, curves, marks = [], strips = NONE, sync, extent =
       },
       scales: { x: { time }, y: log ? { distr: 3, range: paddedLog } : { range: padded } },
       axes: [
-        { ...axis((x) => latest.current.formatTick(x)), size: 28, ...(formatTick === spanTick && { incrs: SPAN_STEPS }), gap: latest.current.strips.length ? 8 : 5, ...(height > LOW && { label: xLabel, labelSize: 18, labelFont: FONT }) },
-        { ...axis((y) => latest.current.format(y)), size: 62, ...(log && { incrs: wholeRange, filter: (/** @type {any} */ _u, /** @type {any[]} */ splits) => splits, splits: (/** @type {any} */ _u, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => logSplits(low, high) }) },
+        { ...axis((x) => latest.current.formatTick(x)), size: 23, ...(formatTick === spanTick && { incrs: SPAN_STEPS }), gap: latest.current.strips.length ? 8 : 5, ...(height > LOW && { label: xLabel, labelSize: 18, labelFont: FONT }) },
+        { ...axis((y) => latest.current.format(y)), size: (/** @type {any} */ _u, /** @type {string[] | null} */ texts) => 14 + 6.5 * Math.max(3, ...(texts ?? []).map((text) => text.length)), ...(log && { incrs: wholeRange, filter: (/** @type {any} */ _u, /** @type {any[]} */ splits) => splits, splits: (/** @type {any} */ _u, /** @type {number} */ _axis, /** @type {number} */ low, /** @type {number} */ high) => logSplits(low, high) }) },
       ],
       series: [{}, ...curves.map((curve, n) => line(curve, n))],
       bands: areas(curves),

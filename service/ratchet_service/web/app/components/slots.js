@@ -22,13 +22,15 @@ function One({ slots }) {
   const known = slots.capacity !== null;
   const free = known ? Math.max(0, whole - slots.used) : 0;
   const colour = (/** @type {number} */ n) => `var(--c${n % 8})`;
+  const others = slots.holders.slice(HOLDERS).reduce((sum, holder) => sum + holder.held, 0);
   const cells = slots.holders.flatMap((holder, n) => Array.from({ length: Math.min(holder.held, CELLS) }, () => ({ holder, n })));
   const label = known ? `${count(slots.used)} of ${count(whole)} ${slots.title} in use` : `${count(slots.used)} ${slots.title} in use, capacity not known`;
   return html`<${Card} title=${slots.title} aside=${known ? html`<strong>${count(slots.used)} of ${count(whole)}</strong> in use, ${count(free)} free` : html`<strong>${count(slots.used)}</strong> in use, capacity not known`}>
     <div class="stack" style=${{ gap: ".8rem" }}>
     ${whole <= CELLS
       ? html`<div class="cells" role="img" aria-label=${label}>${cells.map(({ holder, n }) => html`<span class="cell" style=${{ background: colour(n) }} title=${`${holder.name} (${holder.owner})`}></span>`)}${Array.from({ length: free }, () => html`<span class="cell free" title="free"></span>`)}</div>`
-      : html`<div class="spent" role="img" aria-label=${label}>${slots.holders.map((holder, n) => html`<span style=${{ width: `${(100 * holder.held) / whole}%`, background: colour(n) }} title=${`${holder.name}: ${holder.held}`}></span>`)}</div>`}
+      : html`<div class="spent" role="img" aria-label=${label}>${slots.holders.slice(0, HOLDERS).map((holder, n) => html`<span style=${{ width: `${(100 * holder.held) / whole}%`, background: colour(n) }} title=${`${holder.name}: ${holder.held}`}></span>`)}
+        ${others > 0 && html`<span class="tone-fill quiet" style=${{ width: `${(100 * others) / whole}%` }} title=${`other jobs: ${others}`}></span>`}</div>`}
     ${slots.holders.length
       ? html`<div class="inset side-list"><${Table} caption=${`Holders of ${slots.title}`} tight numbers=${[2]} head=${["Job", "Owner", "Held"]}
           rows=${slots.holders.slice(0, HOLDERS).map((holder, n) => [html`<span class="row"><span class="swatch" style=${{ background: colour(n) }}></span><a class="one-line" title=${holder.name} href=${link(["jobs", holder.id])}>${holder.name}</a></span>`, html`<div class="one-line">${holder.owner}</div>`, count(holder.held)])} /></div>

@@ -128,7 +128,7 @@ const Name = ({ side, onRemove }) => html`<div class="card side" style=${{ "--to
   <div class="row" style=${{ gap: ".5rem", flexWrap: "nowrap" }}><${Letter} side=${side} />
       ${side.job ? html`<a class="one-line grow" title=${side.job.name} href=${link(["jobs", side.id])}><strong>${side.job.name}</strong></a>` : html`<code class="grow">${side.id}</code>`}
     <button type="button" class="plain" onClick=${onRemove} aria-label=${`Remove ${side.job?.name ?? side.id}`}>✕</button></div>
-  ${side.job && html`<p class="row small dim" style=${{ gap: ".5rem" }}><${Phase} phase=${side.job.phase} />step ${count(side.job.progress.step)} · ${side.job.hook} · <code>${side.id}</code></p>`}
+  ${side.job && html`<p class="row small dim" style=${{ gap: ".5rem" }}><${Phase} phase=${side.job.phase} /><span>step ${count(side.job.progress.step)} · ${side.job.hook}</span><code>${side.id}</code></p>`}
   <${Trouble} error=${side.error} /></div>`;
 
 /** Finds jobs by the beginning of their name or id. @param {{taken: string[], onAdd: (id: string) => void}} props */

@@ -82,7 +82,7 @@ function Head({ job, attempts, refresh, caller }) {
     <${Bar} share=${share} label="Progress" tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />
     <${Facts} items=${[
       ["Step", html`${count(progress.step)}${progress.total_steps ? html`<span class="dim"> of ${count(progress.total_steps)}</span>` : ""}`],
-      ...(active ? [["Steps per second", number(rate)], ["Time left", duration(left)]] : []),
+      ...(active ? [["Steps/s", number(rate)], ["Time left", duration(left)]] : []),
       ...(ENDED.includes(job.phase) ? [["Took", duration(goodput?.wall_seconds)]] : [atRisk(job)]),
       ["Last checkpoint", job.last_checkpoint ? html`<a title=${job.last_checkpoint} href=${link(["jobs", job.id, "checkpoints"])}>${stepOf(job.last_checkpoint)}</a>` : "none"],
       ["Attempt", html`<a href=${link(["jobs", job.id, "attempts"])}>${job.attempt}</a>`],

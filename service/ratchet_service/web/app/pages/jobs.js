@@ -16,7 +16,7 @@ const GROUPS = { all: [], active: ["QUEUED", ...ACTIVE], suspended: ["SUSPENDED"
 const SORTS = [["-created", "newest first"], ["created", "oldest first"], ["-priority", "highest priority first"], ["name", "by name"]];
 const LIMIT = 50;
 const LABELS = 3;
-const MARKS = 10;
+const MARKS = 8;
 
 /** @param {{route: import("../route.js").Route, caller: any}} props */
 export default function Jobs({ route, caller }) {
@@ -38,7 +38,7 @@ export default function Jobs({ route, caller }) {
     ${data && (jobs.length
       ? html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Jobs"><table class="jobs">
           <caption class="hidden">Jobs</caption>
-          <thead><tr><th><span class="hidden">Select</span></th><th>Job</th><th>Phase</th><th>Progress</th><th>Metric</th><th>Hook</th><th>At risk</th><th>Attempts</th><th class="number">Goodput</th><th>Owner</th><th>Created</th></tr></thead>
+          <thead><tr><th><span class="hidden">Select</span></th><th>Job</th><th>Phase</th><th>Progress</th><th>Metric</th><th>Hook</th><th>At risk</th><th>Attempts</th><th>Created</th></tr></thead>
           <tbody>${jobs.map((/** @type {any} */ job) => html`<${Row} key=${job.id} job=${job} now=${now} selected=${selected.includes(job.id)} onSelect=${() => toggle(job.id)} />`)}</tbody>
         </table></div></section>
         <${Pages} query=${query} next=${data.next_cursor} />`
@@ -73,7 +73,7 @@ function Row({ job, now, selected, onSelect }) {
   return html`<tr class=${selected ? "selected" : ""}>
     <td><input type="checkbox" checked=${selected} onChange=${onSelect} aria-label=${`Select ${job.name}`} /></td>
     <td class="name"><a href=${link(["jobs", job.id])}><strong>${job.name}</strong></a>
-      <div class="small dim labels">${labels.slice(0, LABELS).map(([key, value]) => html`<a class="dim" href=${link(["jobs"], { label: `${key}=${value}` })}>${key}=${String(value)}</a>`)}
+      <div class="small dim labels one-line">${labels.slice(0, LABELS).map(([key, value]) => html`<a class="dim" href=${link(["jobs"], { label: `${key}=${value}` })}>${key}=${String(value)}</a>`)}
         ${labels.length > LABELS && html`<span title=${labels.map((pair) => pair.join("=")).join(", ")}>+${labels.length - LABELS}</span>`}</div></td>
     <td><${Phase} phase=${job.phase} />${!ACTIVE.includes(job.phase) && job.reason && html`<div class="small dim" title=${job.message}>${job.reason}</div>`}</td>
     <td style=${{ minWidth: "8rem" }}><div class="small nowrap">${count(progress.step)}${progress.total_steps ? html`<span class="dim"> of ${count(progress.total_steps)}</span>` : ""}
@@ -81,12 +81,10 @@ function Row({ job, now, selected, onSelect }) {
       ${share !== null && html`<${Bar} share=${share} label=${`Progress of ${job.name}`} tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />`}</td>
     <td>${more.metric ? html`<${Sparkline} points=${more.metric.points} label=${`${more.metric.name} over steps`} /><div class="small dim">${more.metric.name} ${number(lastValue(more.metric.points))}</div>` : html`<span class="dim">–</span>`}</td>
     <td class="small nowrap">${job.hook}${more.hook?.phase && html`<div class="dim">${more.hook.phase}${more.hook.compression_rate > 1 ? ` · ${number(more.hook.compression_rate)}×` : ""}</div>`}</td>
-    <td class="small nowrap">${ENDED.includes(job.phase) || isUnmanaged(job) ? html`<span class="dim">–</span>` : html`<span class=${progress.steps_at_risk ? "" : "dim"}>${plural(progress.steps_at_risk, "step")}${job.phase === "QUEUED" && progress.steps_at_risk > 0 ? " will be done again" : ""}</span>
-      <div class="dim">${more.last_checkpoint_at ? `saved ${ago(more.last_checkpoint_at, now)}` : job.last_checkpoint ? stepOf(job.last_checkpoint) : "no checkpoint"}</div>`}</td>
-    <td><${Dots} job=${job} attempts=${more.attempts} /></td>
-    <td class="number">${percent(more.goodput)}</td>
-    <td class="small late">${job.owner}</td>
-    <td class="small nowrap dim late">${ago(job.created_at, now)}</td></tr>`;
+    <td class="small">${ENDED.includes(job.phase) || isUnmanaged(job) ? html`<span class="dim">–</span>` : html`<span class=${progress.steps_at_risk ? "" : "dim"}>${plural(progress.steps_at_risk, "step")}${job.phase === "QUEUED" && progress.steps_at_risk > 0 ? " will be done again" : ""}<span class="phone"> at risk</span></span>
+      <div class="dim nowrap">${more.last_checkpoint_at ? `saved ${ago(more.last_checkpoint_at, now)}` : job.last_checkpoint ? stepOf(job.last_checkpoint) : "no checkpoint"}</div>`}</td>
+    <td class="small"><${Dots} job=${job} attempts=${more.attempts} />${job.attempt > 0 && html`<div class="dim nowrap">goodput ${percent(more.goodput)}</div>`}</td>
+    <td class="small dim late"><span class="nowrap">${ago(job.created_at, now)}</span><div class="one-line" title=${job.owner}>${job.owner}</div></td></tr>`;
 }
 
 /** One mark per attempt, in the colour of its end: filled is proved, hollow is not, a square ended badly, ! was not exact. @param {{job: any, attempts: any[]}} props */

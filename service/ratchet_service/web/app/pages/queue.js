@@ -44,7 +44,7 @@ function Waiting({ data, cursor }) {
     return html`<${Card}><${Empty}><p>${cursor ? "No further job waits." : "No job waits. A submitted job appears here until its attempt starts:"}</p>
       ${cursor ? html`<a href="#/queue">The beginning of the queue</a>` : html`<${Command} line="ratchet submit train.yaml" />`}</${Empty}></${Card}>`;
   }
-  return html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Waiting jobs"><table>
+  return html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Waiting jobs"><table class="queue">
       <caption class="hidden">Waiting jobs, in the order in which they start</caption>
       <thead><tr><th scope="col" class="number">Place</th><th scope="col">Job</th><th scope="col">Why it waits</th><th scope="col" class="number">Priority</th><th scope="col" class="number">Ranks</th>
         ${gpus && html`<th scope="col" class="number">GPUs</th>`}<th scope="col">Owner</th><th scope="col">Age</th></tr></thead>
@@ -52,8 +52,8 @@ function Waiting({ data, cursor }) {
         <td class="number">${one.position ? html`<strong>${count(one.position)}</strong>` : one.ahead_at_least ? html`<span class="dim nowrap" title="Too far back for a place">after ${count(one.ahead_at_least)}</span>` : html`<span class="dim" title="A job in a back-off has no place">–</span>`}</td>
         <td class="name"><a href=${link(["jobs", one.job_id])}><strong>${one.name}</strong></a></td>
         <td class="why"><${Why} reason=${one.reason} message=${one.message} /></td>
-        <td class=${classes("number", one.priority === 0 && "dim")}>${one.priority}</td><td class="number">${one.ranks ? count(one.ranks) : html`<span class="word bad">spec unreadable</span>`}</td>
-        ${gpus && html`<td class="number">${count(one.gpus)}</td>`}<td class="small">${one.owner}</td><td class="small dim nowrap" title=${one.created_at}>${ago(one.created_at, now)}</td></tr>`)}</tbody></table></div></section>
+        <td class=${classes("number late", one.priority === 0 && "dim")}>${one.priority}</td><td class="number late">${one.ranks ? count(one.ranks) : html`<span class="word bad">spec unreadable</span>`}</td>
+        ${gpus && html`<td class="number late">${count(one.gpus)}</td>`}<td class="small">${one.owner}</td><td class="small dim nowrap" title=${one.created_at}>${ago(one.created_at, now)}</td></tr>`)}</tbody></table></div></section>
     <div class="row spread small"><${Command} line="ratchet queue" /><span class="row">${cursor && html`<a class="button" href="#/queue">Beginning</a>`}${data.next_cursor && html`<a class="button" href=${link(["queue"], { cursor: data.next_cursor })}>Further back</a>`}
       ${(cursor || data.next_cursor) && html`<span class="dim">${items.length} of ${count(data.waiting)} shown. Places shift as jobs start.</span>`}</span></div>`;
 }

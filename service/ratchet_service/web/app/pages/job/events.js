@@ -190,7 +190,7 @@ function Row({ job, event, day }) {
   const since = new Date(Date.parse(event.at) - 10_000).toISOString();
   return html`<tr role="row">
     <td role="cell" class="nowrap top"><time dateTime=${event.at} title=${moment(event.at)}>${day && html`<span class="dim">${new Date(event.at).toLocaleDateString(undefined, { month: "short", day: "numeric" })} </span>`}${clock(event.at)}</time></td>
-    <td role="cell" class="top number">${event.attempt ? html`<a href=${link(["jobs", job.id, "attempts"], { attempt: event.attempt })}><span class="of">attempt </span>${event.attempt}</a>` : html`<span class="dim">–</span>`}</td>
+    <td role="cell" class="top number">${event.attempt ? html`<a href=${link(["jobs", job.id, "attempts"], { attempt: event.attempt })}><span class="phone">attempt </span>${event.attempt}</a>` : html`<span class="dim">–</span>`}</td>
     <td role="cell" class="nowrap top"><${Badge} tone=${toneOf(event.type, data)}>${event.type}</${Badge}></td>
     <td role="cell" class="message">${event.message}
       ${adviceOf(data).map((text) => html`<p class="notice wait small">${text}</p>`)}

@@ -49,7 +49,7 @@ function Failed({ job, attempt }) {
 /** In words; a reason such as no-progress may follow an end that was no failure. @param {any} job @param {any} attempt */
 function failure(job, attempt) {
   if (!attempt?.cause || attempt.cause === job.reason) return reasonText(job.reason);
-  return causeTone(attempt.cause) === "bad" ? `${causeText(attempt.cause)} (${reasonText(job.reason)})` : reasonText(job.reason);
+  return causeTone(attempt.cause) === "bad" ? `${causeText(attempt.cause).replace(/\.$/, "")} (${reasonText(job.reason)})` : reasonText(job.reason);
 }
 
 /** Why it waits, its place, what is ahead. @param {{job: any}} props */
@@ -58,7 +58,7 @@ function Waiting({ job }) {
   const held = job.phase === "SUSPENDED";
   const place = job.position ? `It is number ${count(job.position)} in the queue.` : job.ahead_at_least ? `At least ${count(job.ahead_at_least)} jobs are ahead of it.` : "";
   return html`<${Card} tone=${held ? "held" : "wait"} title=${held ? "Suspended" : "Waiting"} aside=${job.reason}>
-    <p>${job.message ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
+    <p class="sentence">${job.message?.replace(/[^.!?]$/, "$&.") ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
       ${job.not_before && Date.parse(job.not_before) > now ? `The next attempt starts in ${duration((Date.parse(job.not_before) - now) / 1000)}.` : ""}
       ${!held && html` <a href=${elsewhere(["queue"])}>The queue</a>`}</p>
     <p class="dim">${isUnmanaged(job) ? "" : job.progress.steps_at_risk > 0 ? `${plural(job.progress.steps_at_risk, "step")} will be done again. ` : job.attempt ? "No step is lost. " : ""}${job.last_checkpoint ? `It will continue from ${stepOf(job.last_checkpoint)}.` : "It has no checkpoint yet."}</p></${Card}>`;
@@ -77,9 +77,9 @@ function Curve({ job, attempts }) {
   if (!index.data || (wanted !== null && !data)) return html`<${Card} title="Metrics"><div style=${{ height: "240px" }}></div></${Card}>`;
   if (!first) return html`<${Card} title="Metrics"><${Empty}><p>No metric yet. A script sends one with</p><${Command} line=${'session.log({"loss": loss})'} /></${Empty}></${Card}>`;
   const widths = smoothingWidths(extentOf([first], "step", 0));
-  const width = first.points.length > SMOOTHED ? widths[Math.max(0, widths.length - 5)] : 0;
+  const width = first.points.length > SMOOTHED ? widths[Math.max(0, widths.length - 4)] : 0;
   const curves = curveOf(first, width);
-  return html`<${Card} title=${first.name} aside=${html`<a href=${link(["jobs", job.id, "metrics"])}>all ${count(all.length)} metrics</a>`}>
+  return html`<${Card} title=${first.name} aside=${html`<a href=${link(["jobs", job.id, "metrics"])}>${plural(all.length, "metric")}</a>`}>
     <${Chart} title=${`${first.name} over steps`} curves=${curves} marks=${attemptMarks(attempts)} log=${prefersLog(first.name, first.points)} height=${300}
       note=${[width > 0 && `Smoothed over ${plural(width, "step")}, in front of the raw values.`, attempts.some((one) => one.cause && one.cause !== "completed") && "Lines: ends of attempts, coloured by cause. Shaded: steps that were lost and done again.", attempts.length < job.attempt && `Marked are the newest ${count(attempts.length)} attempts.`, leftOut(first)].filter(Boolean).join(" ")} /></${Card}>`;
 }
@@ -102,7 +102,7 @@ function Proof({ job, attempts }) {
     <div class="stack small" style=${{ marginTop: ".6rem", gap: ".2rem" }}>${resumed.slice(0, 6).map((one) => {
       const later = proofTone(one.proof ?? "") === "wait";
       return html`<div class="row spread" title=${one.proof}><a href=${link(["jobs", job.id, "attempts"], { attempt: one.number })}>attempt ${one.number}</a>
-        <span class=${classes("word", later ? "wait" : verdictTone(verdict(one)))}>${verdictText(verdict(one))}${later && `; ${one.proof.slice(one.proof.indexOf("not exact since"))}`}</span></div>`;
+        <span class=${classes("word", later ? "wait" : verdictTone(verdict(one)), verdict(one))}>${verdictText(verdict(one))}${later && `; ${one.proof.slice(one.proof.indexOf("not exact since"))}`}</span></div>`;
     })}</div>
     <div style=${{ marginTop: ".7rem" }}><${Command} line=${`ratchet prove ${job.id}`} /></div></${Card}>`;
 }
