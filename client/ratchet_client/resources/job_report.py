@@ -47,10 +47,8 @@ def write_report(transport: Transport, job_path: str, target: Path, *, log_bytes
             page = transport.request("GET", "/web/report.html").text
             if page.count(_PLACE) != 1:
                 raise ServiceFault("the service's page for reports has no place for the data: another version?")
-            # ASCII without "<" is inert in HTML, whatever a job wrote. UTF-8 could not have halves of surrogate pairs.
-            data = json.dumps(recorded, separators=(",", ":")).replace("<", "\\u003c")
             made = temporary / "whole"
-            made.write_text(page.replace(_PLACE, _PLACE.replace("></", f">{data}</")), encoding="utf-8")
+            made.write_text(page.replace(_PLACE, _PLACE.replace("></", f">{_json(recorded)}</")), encoding="utf-8")
             if force:
                 made.replace(target)
             else:
@@ -203,7 +201,8 @@ class _Recorder:
 def _end_of(lines: Items, tail: int, most: int) -> Items:
     """Return those of the last ``tail`` lines of one log that have ``most`` bytes, and the last one in any case, after a line
     that says how many bytes are left out before them."""
-    begin, size = int(len(lines) == tail), 0
+    # there may be more of them: the log may have grown while it was read; before a gap, the service gives none
+    begin, size = int(len(lines) >= tail or lines[0]["left_out"] is not None), 0
     for n in range(len(lines) - 1, begin - 1, -1):
         size += len(lines[n]["text"].encode(errors="surrogatepass")) + 1
         if size > most and n < len(lines) - 1:
@@ -215,6 +214,12 @@ def _end_of(lines: Items, tail: int, most: int) -> Items:
     return [{**before, "text": "", "left_out": int(before["id"].rpartition(".")[2])}, *lines[begin:]]
 
 
+def _json(data: Any) -> str:
+    """Return ``data`` as JSON that is inert in HTML, whatever a job wrote: ASCII without "<". (UTF-8 could not have halves of
+    surrogate pairs.)"""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+
+
 def _size(data: Any) -> int:
-    """Return the number of bytes of ``data`` as JSON."""
-    return len(json.dumps(data, separators=(",", ":")))
+    """Return the number of bytes of ``data`` in the report."""
+    return len(_json(data))

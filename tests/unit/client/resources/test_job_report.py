@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from ratchet_client.http.transport import Transport
-from ratchet_client.resources.job_report import write_report
+from ratchet_client.resources.job_report import _end_of, write_report
 from tests.support.reports import recorded_text
 
 ATTEMPTS, CHECKPOINTS, EVENTS, FILES, SERIES, RANKS = 300, 2000, 20_000, 10_000, 500, 32
@@ -89,3 +91,31 @@ def test_report_of_a_huge_job_is_bounded_and_has_its_newest_parts(tmp_path: Path
     assert len(found["logs"]) == len(found["log_attempts"]) * RANKS * 8 and found["logs"][0]["left_out"] == 93 * 1001
     for what in ("attempts", "checkpoints", "metrics", "hook", "events", "files", "logs"):
         assert any(what in text for text in left_out), (what, left_out)
+
+
+def test_report_of_a_huge_job_is_bounded_also_if_its_text_needs_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.unit.client.resources.test_job_report.TEXT", "<" * 1000)
+    file = tmp_path / "report.html"
+    write_report(cast(Transport, Huge()), "/v1/jobs/j", file, log_bytes=1000, force=False)
+    assert 20 << 20 < file.stat().st_size < 40 << 20
+
+
+def line(end: int, left_out: int | None = None) -> dict[str, Any]:
+    """A line of nine characters, or a gap, that ends at the byte ``end`` of its log."""
+    return {"id": f"1.0.{end}", "attempt": 1, "rank": 0, "text": "x" * 9, "left_out": left_out}
+
+
+@pytest.mark.parametrize("grown", [0, 3])
+def test_beginning_of_a_log_is_counted_also_if_the_log_grew_while_it_was_read(grown: int) -> None:
+    lines = [line(10 * n) for n in range(101, 111 + grown)]
+    kept = _end_of(lines, 10, 1000)
+    assert kept[0]["left_out"] == 1010 and kept[1:] == lines[1:]
+
+
+def test_bytes_before_a_gap_of_the_log_are_counted_as_left_out() -> None:
+    """The service gives no line before a gap."""
+    lines = [line(5000, left_out=4000), line(5010), line(5020)]
+    kept = _end_of(lines, 10, 1000)
+    assert kept[0]["left_out"] == 5000 and kept[1:] == lines[1:]
