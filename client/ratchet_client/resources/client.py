@@ -242,10 +242,12 @@ class RatchetClient(Following, Access):
     def report(self, job: str | Job, target: str | os.PathLike[str], *, log_bytes: int = 65536,
                force: bool = False) -> list[str]:  # fmt: skip
         """Write the job's web page with its data, as it is now, to the file ``target``: HTML of at most about 40 MiB, which needs
-        neither service nor network. Return sentences about what is left out. Blocks for some hundred requests at most.
+        neither service nor network. Return sentences about what is left out. Blocks while it reads the job: one request for 100
+        events, and some for each attempt.
 
         ``log_bytes``: number of bytes of each rank's log that the report has, the last ones; 0: no logs. ``force``: replace an
-        existing file; without it, an existing file raises ``Refused``. Raises ``Refused`` also if ``target`` cannot be written.
+        existing file, and nothing else; without it, an existing file raises ``Refused``. Raises ``Refused`` also if ``target``
+        cannot be written.
 
         >>> client.report(job_id, directory / "report.html")[-1].startswith("the contents of the job's files")
         True

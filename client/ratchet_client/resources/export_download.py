@@ -43,7 +43,7 @@ def fetch(transport: Transport, path: str, form: ExportFormat, target: Path) -> 
     ``ServiceFault`` for an altered one.
     """
     if os.path.lexists(target):
-        raise exists_error(target)
+        raise _exists_error(target)
     try:
         with (
             temporary_sibling(target) as temporary,
@@ -183,7 +183,7 @@ def _rename_into_place(source: Path, target: Path) -> None:
             link(source, target)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            raise exists_error(target) from None
+            raise _exists_error(target) from None
         raise
 
 
@@ -200,7 +200,7 @@ def link(source: Path, target: Path) -> None:
         source.rename(target)
 
 
-def exists_error(target: Path) -> Refused:
+def _exists_error(target: Path) -> Refused:
     """Return, and do not raise, the error for a ``target`` that already exists."""
     return Refused(f"{target} already exists: name another, or remove it first", code="output-exists")
 

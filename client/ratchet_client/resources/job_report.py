@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from ratchet_client.http.errors import ServiceFault
 from ratchet_client.http.transport import Params, Transport
-from ratchet_client.resources.export_download import exists_error, link, temporary_sibling, write_error
+from ratchet_client.resources.export_download import link, temporary_sibling, write_error
+from ratchet_contract.errors import Refused
 from ratchet_contract.plural import pluralize
 
 _MIB: Final = 1 << 20
@@ -36,12 +37,15 @@ def write_report(transport: Transport, job_path: str, target: Path, *, log_bytes
     """Write the report of the job with the API path ``job_path`` to ``target``, whole or not at all, and return sentences on what
     is left out. ``log_bytes``: of each rank's log in each attempt, its end; 0: no logs. ``force``: replace an existing file.
 
-    Raises ``Refused`` if ``target`` exists or cannot be written, ``ServiceFault`` if the service's page is not one for reports,
-    and the errors of ``Transport.request``.
+    Raises ``Refused`` if ``target`` exists (with ``force``: and is no file) or cannot be written, ``ServiceFault`` if the
+    service's page is not one for reports, and the errors of ``Transport.request``.
     """
-    if not force and os.path.lexists(target):
-        raise exists_error(target)
     try:
+        if os.path.lexists(target):
+            if not force:
+                raise _exists_error(target)
+            if not target.is_file():
+                raise Refused(f"{target} is not a file, and is not replaced: name another", code="output-exists")
         with temporary_sibling(target) as temporary:
             recorded = _Recorder(transport, job_path, log_bytes).read()
             page = transport.request("GET", "/web/report.html").text
@@ -54,10 +58,16 @@ def write_report(transport: Transport, job_path: str, target: Path, *, log_bytes
             else:
                 link(made, target)
     except FileExistsError:
-        raise exists_error(target) from None
+        raise _exists_error(target) from None
     except OSError as error:
         raise write_error(target, error) from error
     return list(recorded["left_out"])
+
+
+def _exists_error(target: Path) -> Refused:
+    """Return, and do not raise, the error for a ``target`` that already exists."""
+    text = f"{target} already exists: name another, or replace it: --force, in Python force=True"
+    return Refused(text, code="output-exists")
 
 
 class _Recorder:
@@ -76,8 +86,9 @@ class _Recorder:
         parts = {
             "job": job, "hook": hook, "attempts": attempts, "checkpoints": self._checkpoints(), "metrics": self._metrics(),
             "hook_history": self._hook_history(len(hook["ranks"])), "events": self._events(), "files": self._files(job),
-            **self._logs(job["attempt"], [one["number"] for one in attempts]),
+            **self._logs([one["number"] for one in attempts]),
         }  # fmt: skip
+        self._left_out.append(f"the names of unchanged files of the job's code: ratchet files {job['id']} --all")
         self._left_out.append(f"the contents of the job's files: ratchet cp {job['id']}: DIR")
         return parts | {
             "made_at": f"{made_at:%Y-%m-%dT%H:%M:%SZ}",
@@ -170,9 +181,9 @@ class _Recorder:
             return []
         return self._fitting(self._items("files", _LONG_PAGE), _FILES, "more names of files")
 
-    def _logs(self, newest: int, attempts: list[int]) -> dict[str, Any]:
-        """Return the ends of the ranks' logs by attempt and rank, and the attempts whose logs they are, oldest first. ``newest``:
-        number of the job's attempts; ``attempts``: those in this report, newest first."""
+    def _logs(self, attempts: list[int]) -> dict[str, Any]:
+        """Return the ends of the ranks' logs by attempt and rank, and the attempts whose logs they are, oldest first.
+        ``attempts``: those in this report, newest first."""
         kept: list[Items] = []
         left = _LOGS
         for number in attempts if self._log_bytes else ():
@@ -182,8 +193,10 @@ class _Recorder:
                 break
             kept.insert(0, ends)
         read = attempts[: len(kept)][::-1]
-        if len(read) < newest:
-            self._left_out.append(f"the logs of all attempts but {read[0]} to {newest}" if read else "all logs")
+        if attempts and not read:
+            self._left_out.append("all logs")
+        elif read and read[0] > 1:
+            self._left_out.append(f"the logs of all attempts before attempt {read[0]}")
         lines = [one for ends in kept for one in ends]
         if any(one["left_out"] is not None for one in lines):
             self._left_out.append("parts of long logs; a line in their place says how many bytes")

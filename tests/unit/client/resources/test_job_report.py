@@ -41,8 +41,8 @@ class Huge:
             return {"ranks": [{}] * RANKS}
         if part in ("attempts", "checkpoints") and name:
             return {"environment": {"packages": [TEXT] * 5}, "manifest": {"tensors": [TEXT] * 300}}
-        if not part:
-            return {"id": "j", "attempt": ATTEMPTS, "work_dir": "/w"}
+        if not part:  # read before the newest attempt began
+            return {"id": "j", "attempt": ATTEMPTS - 1, "work_dir": "/w"}
         begin, limit = int(asked.get("cursor") or 0), int(asked["limit"])
         items = [item for n, item in enumerate(self._items(path, asked)) if begin <= n <= begin + limit]
         return {"items": items[:limit], "next_cursor": str(begin + limit) if len(items) > limit else None}
@@ -89,6 +89,7 @@ def test_report_of_a_huge_job_is_bounded_and_has_its_newest_parts(tmp_path: Path
     assert {len(one["points"]) for one in found["metrics"]} == {120} and len(found["metrics"]) == SERIES
     assert found["log_attempts"][-1] == ATTEMPTS and 1 < len(found["log_attempts"]) < ATTEMPTS
     assert len(found["logs"]) == len(found["log_attempts"]) * RANKS * 8 and found["logs"][0]["left_out"] == 93 * 1001
+    assert f"the logs of all attempts before attempt {found['log_attempts'][0]}" in left_out
     for what in ("attempts", "checkpoints", "metrics", "hook", "events", "files", "logs"):
         assert any(what in text for text in left_out), (what, left_out)
 
