@@ -245,9 +245,9 @@ class RatchetClient(Following, Access):
         neither service nor network. Return sentences about what is left out. Blocks while it reads the job: one request for 100
         events, and some for each attempt.
 
-        ``log_bytes``: number of bytes of each rank's log that the report has, the last ones; 0: no logs. ``force``: replace an
-        existing file, and nothing else; without it, an existing file raises ``Refused``. Raises ``Refused`` also if ``target``
-        cannot be written.
+        ``log_bytes``: number of bytes of each rank's log that the report has, the last ones, but at most one line for every 32 of
+        them; 0: no logs. ``force``: replace an existing file, and nothing else; without it, an existing file raises ``Refused``.
+        Raises ``Refused`` also if ``target`` cannot be written.
 
         >>> client.report(job_id, directory / "report.html")[-1].startswith("the contents of the job's files")
         True

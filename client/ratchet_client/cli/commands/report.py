@@ -28,7 +28,11 @@ def report(
     log_bytes: Annotated[
         int,
         typer.Option(
-            "--logs", metavar="BYTES", min=0, max=2**31 - 1, help="Bytes of each rank's log, from its end; 0: no logs."
+            "--logs",
+            metavar="BYTES",
+            min=0,
+            max=2**31 - 1,
+            help="Bytes of each rank's log, from its end, at most a line for every 32; 0: no logs.",
         ),
     ] = 65536,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
