@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import test from "node:test";
-import { NotRecorded, answerFrom } from "../../service/ratchet_service/web/app/recorded.js";
+import { NotRecorded } from "../../service/ratchet_service/web/app/recorded.js";
+import { answerFrom } from "../../service/ratchet_service/web/app/recorded_answers.js";
 
 const at = (/** @type {number} */ second) => new Date(1000 * second).toISOString();
 const line = (/** @type {number} */ attempt, /** @type {number} */ rank, /** @type {number} */ n, left_out = /** @type {number | null} */ (null)) => (

@@ -172,8 +172,7 @@ class _Recorder:
 
     def _events(self) -> Items:
         """Return the newest events, oldest first."""
-        events = list(self._items("events"))[::-1]
-        return self._fitting(events, _EVENTS, "earlier events")[::-1]
+        return self._fitting(self._items("events", sort="-id"), _EVENTS, "earlier events")[::-1]
 
     def _files(self, job: dict[str, Any]) -> Items:
         """Return the names in the job's working directory without its unchanged code."""

@@ -49,6 +49,8 @@ CHUNKS: Final = {
 }
 """Scripts with modules that they have. The second one has the charts, which the list of jobs does not need. uPlot comes first:
 between others it would be too long for gzip to find the same words on both sides, which costs 1 KB."""
+WITHOUT: Final = ("app/recorded_answers.js",)
+"""What only a report loads."""
 
 
 class _File(NamedTuple):
@@ -63,7 +65,7 @@ class _File(NamedTuple):
 def _files(_modified: tuple[tuple[Path, int], ...]) -> dict[str, _File]:
     """Return all files of the pages by name, made and compressed once per change of what they are made of."""
     texts = {name: (_WEB / name).read_text(encoding="utf-8") for name in ("index.html", "icon.svg")}
-    texts |= {**bundle(_WEB, CHUNKS), "style.css": style(_WEB), "report.html": report_page(_WEB)}
+    texts |= {**bundle(_WEB, CHUNKS, WITHOUT), "style.css": style(_WEB), "report.html": report_page(_WEB)}
     contents = {name: text.encode() for name, text in texts.items()}
     return {
         name: _File(content, gzip.compress(content, 9, mtime=0), f'"{xxhash.xxh3_64_hexdigest(content)}"')

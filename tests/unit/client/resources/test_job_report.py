@@ -57,7 +57,8 @@ class Huge:
                 for n in range(CHECKPOINTS, 0, -1)
             )
         if path == "events":
-            return ({"id": n, "message": TEXT} for n in range(EVENTS))
+            assert asked["sort"] == "-id"
+            return ({"id": n, "message": TEXT} for n in reversed(range(EVENTS)))
         if path == "files":
             return ({"path": f"{n}{TEXT}"} for n in range(FILES))
         if path == "hook/history":

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet_service.api.routes.pages import CHUNKS
+from ratchet_service.api.routes.pages import CHUNKS, WITHOUT
 from ratchet_service.api.web_bundle import bundle, report_page
 from tests.support.docs import ROOT
 
@@ -60,15 +60,15 @@ def inline_scripts(page: str) -> list[tuple[dict[str, str | None], str]]:
 
 @needs_acorn
 def test_scripts_of_the_pages_say_what_the_modules_say_and_lack_none() -> None:
-    chunks = bundle(WEB, CHUNKS)
+    chunks = bundle(WEB, CHUNKS, WITHOUT)
     done = compared(WEB, [*chunks.values(), inline_scripts(report_page(WEB))[1][1]])
     assert done.returncode == 0, done.stderr
     *parts, report = json.loads(done.stdout)
-    together = [name for part in parts for name in part]
+    together = [name for part in parts for name in part] + list(WITHOUT)
     assert sorted(together) == sorted(
         path.relative_to(WEB).as_posix() for path in (*(WEB / "app").rglob("*.js"), *(WEB / "vendor").glob("*.js"))
     )
-    assert set(report) < set(together) and "app/pages/job/metrics.js" in report
+    assert {*WITHOUT} < set(report) < set(together) and "app/pages/job/metrics.js" in report
 
 
 @needs_acorn
