@@ -26,8 +26,9 @@ WIDTHS: Final = (1440, 390)
 THEMES: Final = ("light", "dark")
 TALLEST: Final = 2600
 """Pixels of the height of a picture: a longer page is cut."""
-README_VIEW: Final = {"width": 1280, "height": 860}
-README_COLOURS: Final = 96
+README_VIEW: Final = {"width": 1440, "height": 990}
+README_COLOURS: Final = 256
+"""Fewer lose the colours of small parts, such as the amber of a preemption."""
 TASK: Final = "ratchet_worker.tasks.digits:DigitsTask"
 PACED: Final = f"""
 import time
