@@ -76,21 +76,22 @@ async function request(path, options) {
 
 /**
  * Read JSON. ``data`` is null if the answer is still the one with the tag ``etag``.
- * @param {string} path @param {{etag?: string, signal?: AbortSignal}} [options]
- * @returns {Promise<{data: any, etag: string}>}
+ * @template {string} P @param {P} path @param {{etag?: string, signal?: AbortSignal}} [options]
+ * @returns {Promise<{data: import("./types").Answer<P>, etag: string}>}
  */
 export async function read(path, { etag = "", signal } = {}) {
   if (recorded) return { data: (await import("./recorded_answers.js")).answerFrom(recorded, path), etag: "" };
   /** @type {Record<string, string>} */
   const asked = etag ? { Accept: "application/json", "If-None-Match": etag } : { Accept: "application/json" };
   const answer = await request(path, { headers: asked, signal });
-  if (answer.status === 304) return { data: null, etag };
+  if (answer.status === 304) return { data: /** @type {any} */ (null), etag };
   return { data: await answer.json(), etag: answer.headers.get("ETag") ?? "" };
 }
 
 /**
  * A reader for ``useLive`` that reads a list to its end, or its first ``most`` pages: then ``next_cursor`` is not null.
- * @param {number} most @param {typeof read} [get] @returns {typeof read}
+ * @param {number} most @param {(path: string, options: {etag?: string, signal?: AbortSignal}) => Promise<{data: any, etag: string}>} [get]
+ * @returns {(path: string, options?: {etag?: string, signal?: AbortSignal}) => Promise<{data: any, etag: string}>}
  */
 export const pages = (most, get = read) => async (path, { etag, signal } = {}) => {
   let found = await get(path, { etag, signal });

@@ -1,7 +1,7 @@
 // @ts-check
 /** ``GET /v1/fleet`` in the form in which the pages draw it. */
 
-/** @typedef {import("./types").Fleet} Fleet */
+/** @typedef {Api.Fleet} Fleet */
 /**
  * ``kind``: what a slot is; ``capacity``: null if it is not known.
  * @typedef {{kind: string, title: string, capacity: number | null, used: number, holders: {id: string, name: string, owner: string, held: number}[]}} Slots

@@ -4,7 +4,7 @@ import { count } from "./format.js";
 import { finite } from "./series.js";
 
 /** @typedef {import("./components/chart.js").Curve} Curve @typedef {import("./components/chart.js").Strip} Strip
- *  @typedef {{attempt: number, at: string, summary: any}} Sample */
+ *  @typedef {Api.HookSample} Sample */
 
 /** Largest number of ranks that have a curve each. */
 export const OWN_CURVES = 8;
@@ -42,7 +42,7 @@ export function byRank(samples) {
 /** The first sample of an attempt has no bytes yet. @param {Sample} sample */
 export const counted = (sample) => sample.summary.bytes_before > 0;
 
-/** One figure of one rank over steps. @param {Sample[]} samples - of the rank @param {string} field @param {string} label @param {string} color @returns {Curve} */
+/** One figure of one rank over steps. @param {Sample[]} samples - of the rank @param {keyof Api.Summary} field @param {string} label @param {string} color @returns {Curve} */
 export const figure = (samples, field, label, color) => (
   { label, xs: samples.map((one) => one.summary.step), ys: samples.map((one) => finite(one.summary[field])), color });
 
@@ -100,7 +100,7 @@ export function norms(ranks, outliers) {
 
 /**
  * Ranks by their residual norm, the largest first, each with its multiple of the median. Ranks without a norm come last.
- * @param {any[]} summaries @returns {{rank: number, norm: number | null, share: number | null, summary: any}[]}
+ * @param {Api.Summary[]} summaries @returns {{rank: number, norm: number | null, share: number | null, summary: Api.Summary}[]}
  */
 export function byNorm(summaries) {
   const middle = median(/** @type {number[]} */ (summaries.map((one) => finite(one.residual_norm)).filter((value) => value !== null)));
@@ -144,7 +144,7 @@ const SENDS = {
   custom: "It is the job's own function. Ratchet does not know what it sends.",
 };
 
-/** @param {any} hook - HookView */
+/** @param {Api.Hook} hook */
 export function sends(hook) {
   const { parameters, phase } = hook;
   const rank = parameters.matrix_approximation_rank;

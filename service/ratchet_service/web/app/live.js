@@ -7,14 +7,15 @@ import { recorded } from "./recorded.js";
 /** Milliseconds between two polls of a visible page. */
 export const EVERY = 2000;
 
-/** @typedef {{data: any, error: Error | null, refresh: () => void}} Live */
+/** @template T @typedef {{data: T | null, error: Error | null, refresh: () => void}} Live */
+/** @template T @typedef {(path: string, options?: {etag?: string, signal?: AbortSignal}) => Promise<{data: T, etag: string}>} Load */
 
 /**
  * Read ``path`` again every ``every`` milliseconds while the page is visible. ``data`` stays what it was when the service does
  * not answer for a while; ``error`` says so. Without a path nothing is read. ``load``: reads it, the one that was given first with a path.
- * @param {string | null} path
- * @param {{every?: number | null, load?: typeof read}} [options] - null: read once
- * @returns {Live}
+ * @template {string} P @template [T=import("./types").Answer<P>] @param {P | null} path
+ * @param {{every?: number | null, load?: Load<T>}} [options] - null: read once
+ * @returns {Live<T>}
  */
 export function useLive(path, { every = EVERY, load = read } = {}) {
   const [state, setState] = useState({ path: /** @type {string | null} */ (null), data: /** @type {any} */ (null), error: /** @type {Error | null} */ (null) });
@@ -68,9 +69,9 @@ export function useLive(path, { every = EVERY, load = read } = {}) {
   return state.path === path ? { data: state.data, error: state.error, refresh } : { data: null, error: null, refresh };
 }
 
-/** What was read before, until an answer to a changed request is here. @param {Live} live */
+/** What was read before, until an answer to a changed request is here. @template T @param {Live<T>} live @returns {Live<T>} */
 export function useKept(live) {
-  const kept = useRef(/** @type {any} */ (null));
+  const kept = useRef(/** @type {T | null} */ (null));
   if (live.data) kept.current = live.data;
   return { ...live, data: live.data ?? kept.current };
 }

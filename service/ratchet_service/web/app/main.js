@@ -26,7 +26,7 @@ function App() {
   return html`<${Frame} section=${section} caller=${caller}><${Page} key=${name} name=${name} route=${route} caller=${caller} /></${Frame}>`;
 }
 
-/** A page's module is loaded when it is first shown. @param {{name: string, route: any, caller: any}} props */
+/** A page's module is loaded when it is first shown. @param {{name: string, route: any, caller: Api.Caller | null}} props */
 function Page({ name, route, caller }) {
   const [found, setFound] = useState(/** @type {{page: any} | null} */ (null));
   const [failed, setFailed] = useState(/** @type {Error | null} */ (null));

@@ -15,12 +15,12 @@ export const phaseTone = (phase) => PHASES[phase] ?? "quiet";
 export const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 export const ACTIVE = ["STARTING", "RUNNING", "STOPPING"];
 
-/** Whether the caller may act on the job. @param {any} caller @param {any} job */
-export const mayAct = (caller, job) =>
-  Boolean(caller) && caller.scopes.includes("jobs:write") && (!caller.tokens_required || caller.role === "admin" || caller.owner === job.owner);
+/** Whether the caller may act on the job. @param {Api.Caller | null} caller @param {Api.Job} job @param {Api.Caller["scopes"][number]} [scope] */
+export const mayAct = (caller, job, scope = "jobs:write") =>
+  caller !== null && caller.scopes.includes(scope) && (!caller.tokens_required || caller.role === "admin" || caller.owner === job.owner);
 
-/** Whether its script has no Session: nothing is known of its steps. @param {any} job */
-export const isUnmanaged = (job) => (job.warnings ?? []).some((/** @type {any} */ one) => one.code === "unmanaged-script");
+/** Whether its script has no Session: nothing is known of its steps. @param {Api.Job} job */
+export const isUnmanaged = (job) => (job.warnings ?? []).some((one) => one.code === "unmanaged-script");
 
 /** @type {Record<string, [Tone, string]>} */
 const CAUSES = {
@@ -64,7 +64,7 @@ export const proofTone = (proof) =>
  * @typedef {"fresh" | "proved" | "exact" | "not-exact" | "differs" | "unmanaged" | "unknown"} Verdict
  */
 
-/** @param {{proof?: string | null, redone?: {steps: number, compared: number, equal: number, first_difference: any}}} attempt
+/** @param {{proof?: string | null, redone?: {steps: number, compared: number, equal: number, first_difference: object | null}}} attempt
  *  @returns {Verdict} */
 export function verdict(attempt) {
   const text = attempt.proof ?? "";

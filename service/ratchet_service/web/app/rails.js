@@ -3,7 +3,7 @@
 
 /**
  * ``from``: the step that it descends from; ``parent``: the node of that step, if it is shown; ``gap``: something between them is not.
- * @typedef {{id: string, step: number, rail: number, item: any, parent: Node | null, from: number, gap: boolean}} Node
+ * @typedef {{id: string, step: number, rail: number, item: Api.Checkpoint, parent: Node | null, from: number, gap: boolean}} Node
  */
 
 /** @param {{step: number, attempt: number | null} | null} base */
@@ -11,7 +11,7 @@ const keyOf = (base) => (base && base.attempt !== null ? `${base.step} ${base.at
 
 /**
  * Rail 0 is the current line. Each abandoned branch has a rail of its own below it, the first one that is free over its steps.
- * @param {any[]} checkpoints
+ * @param {Api.Checkpoint[]} checkpoints
  * @returns {{nodes: Node[], rails: number}}
  */
 export function layOut(checkpoints) {

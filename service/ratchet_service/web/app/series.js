@@ -12,7 +12,7 @@ import { smooth } from "./smoothing.js";
 export const xOf = (point, axis, origin) =>
   axis === "step" ? point.step : axis === "wall" ? Date.parse(point.at) / 1000 : (Date.parse(point.at) - origin) / 1000;
 
-/** When the job began to train, in milliseconds: the zero of the relative axis. @param {any} job @param {any[]} attempts */
+/** When the job began to train, in milliseconds: the zero of the relative axis. @param {Api.Job} job @param {Api.Attempt[]} attempts */
 export function originOf(job, attempts) {
   // Earlier attempts may be left out: then the newest ones do not tell when training began.
   const begun = attempts.length < job.attempt ? null : attempts.map((one) => one.training_at).filter(Boolean).sort()[0];
@@ -25,14 +25,14 @@ export const finite = (value) => (typeof value === "number" && Number.isFinite(v
 /**
  * Curves of one series: smoothed above its raw values, and as dots the earlier values of steps that came out otherwise when they
  * were done again, which should not be. Over time the curve has a gap where one attempt ended and the next began.
- * @param {any} series @param {number} width - of the smoothing, in units of x; 0: none
+ * @param {Api.Series} series @param {number} width - of the smoothing, in units of x; 0: none
  * @param {{axis?: Axis, origin?: number, color?: string, label?: string}} [options] @returns {Curve[]}
  */
 export function curveOf(series, width, { axis = "step", origin = 0, color = "--c0", label = series.name } = {}) {
   const parts = /** @type {{xs: number[], ys: (number | null)[]}[]} */ ([]);
   /** @type {number[]} */
   const gaps = [];
-  let before = /** @type {any} */ (null);
+  let before = /** @type {Api.Point | null} */ (null);
   for (const point of series.points) {
     const x = xOf(point, axis, origin);
     if (!before || (axis !== "step" && before.attempt !== point.attempt)) {
@@ -51,38 +51,38 @@ export function curveOf(series, width, { axis = "step", origin = 0, color = "--c
   const curves = width > 0
     ? [{ label: `${label} (raw)`, xs, ys, faint: true, ...more }, { label, xs, ys: parts.flatMap((part) => smooth(part.xs, part.ys, width)), ...more }]
     : [{ label, xs, ys, ...more }];
-  const old = (series.superseded ?? []).filter((/** @type {any} */ point) => finite(point.value) !== null);
+  const old = (series.superseded ?? []).filter((point) => finite(point.value) !== null);
   if (old.length) {
     curves.push({
-      label: "first value of a redone step that differs", xs: old.map((/** @type {any} */ point) => xOf(point, axis, origin)),
-      ys: old.map((/** @type {any} */ point) => point.value), color: "--bad", dots: true,
+      label: "first value of a redone step that differs", xs: old.map((point) => xOf(point, axis, origin)),
+      ys: old.map((point) => point.value), color: "--bad", dots: true,
     });
   }
   return curves;
 }
 
-/** Steps whose value is not a number, or infinite. @param {any} series @param {Axis} axis @param {number} origin @returns {Mark[]} */
+/** Steps whose value is not a number, or infinite. @param {Api.Series} series @param {Axis} axis @param {number} origin @returns {Mark[]} */
 export const nanMarks = (series, axis = "step", origin = 0) =>
-  series.points.filter((/** @type {any} */ point) => finite(point.value) === null).map((/** @type {any} */ point) => (
+  series.points.filter((point) => finite(point.value) === null).map((point) => (
     { x: xOf(point, axis, origin), tone: "bad", label: `${series.name} is ${point.value ?? "not a number"} at step ${point.step}` }));
 
 /**
  * The ends of attempts as lines, and the steps that they lost as spans.
- * @param {any[]} attempts @param {Axis} [axis] @param {number} [origin] @returns {Mark[]}
+ * @param {Api.Attempt[]} attempts @param {Axis} [axis] @param {number} [origin] @returns {Mark[]}
  */
 export function attemptMarks(attempts, axis = "step", origin = 0) {
   /** @type {Mark[]} */
   const marks = [];
   for (const one of attempts) {
     if (!one.cause || one.cause === "completed") continue;
-    const [from, last, end] = axis === "step" ? [one.last_step - one.steps_lost, one.last_step, one.last_step] : endOf(one, axis, origin);
-    if (one.steps_lost > 0 && last > from) marks.push({ x: from, to: last, tone: "bad", label: `attempt ${one.number} lost ${one.steps_lost} steps` });
+    const [from, last, end] = axis === "step" ? [one.last_step - (one.steps_lost ?? 0), one.last_step, one.last_step] : endOf(one, axis, origin);
+    if (one.steps_lost && last > from) marks.push({ x: from, to: last, tone: "bad", label: `attempt ${one.number} lost ${one.steps_lost} steps` });
     if (Number.isFinite(end)) marks.push({ x: end, tone: causeTone(one.cause), label: `attempt ${one.number} ended: ${causeText(one.cause)}` });
   }
   return marks;
 }
 
-/** Begin of its lost steps, its last step, and its end, over time. @param {any} one @param {Axis} axis @param {number} origin */
+/** Begin of its lost steps, its last step, and its end, over time. @param {Api.Attempt} one @param {Axis} axis @param {number} origin */
 function endOf(one, axis, origin) {
   const end = one.ended_at ? xOf({ step: 0, at: one.ended_at }, axis, origin) : NaN;
   const last = end - (one.goodput?.stopping_seconds ?? 0);
@@ -91,14 +91,14 @@ function endOf(one, axis, origin) {
 
 /** @typedef {[number, number]} Range */
 
-/** The part of the x axis that shows these steps. @param {any[]} list - series @param {Range | null} steps @param {Axis} axis @param {number} origin @returns {Range | null} */
+/** The part of the x axis that shows these steps. @param {Api.Series[]} list @param {Range | null} steps @param {Axis} axis @param {number} origin @returns {Range | null} */
 export function rangeOfSteps(list, steps, axis, origin) {
   if (!steps || axis === "step") return steps;
   const xs = list.flatMap((series) => series.points).filter((point) => point.step >= steps[0] && point.step <= steps[1]).map((point) => xOf(point, axis, origin));
   return xs.length ? span(xs) : null;
 }
 
-/** The steps in a part of the x axis. @param {any[]} list - series @param {Range} range @param {Axis} axis @param {number} origin @returns {Range | null} */
+/** The steps in a part of the x axis. @param {Api.Series[]} list @param {Range} range @param {Axis} axis @param {number} origin @returns {Range | null} */
 export function stepsOfRange(list, [from, to], axis, origin) {
   if (axis === "step") return Math.floor(to) > Math.ceil(from) ? [Math.max(0, Math.ceil(from)), Math.floor(to)] : null;
   const steps = list.flatMap((series) => series.points).filter((point) => xOf(point, axis, origin) >= from && xOf(point, axis, origin) <= to).map((point) => point.step);
@@ -116,13 +116,13 @@ function span(values) {
   return [low, high];
 }
 
-/** First and last x of several series. @param {any[]} list @param {Axis} axis @param {number} origin @returns {Range | null} */
+/** First and last x of several series. @param {Api.Series[]} list @param {Axis} axis @param {number} origin @returns {Range | null} */
 export function extentOf(list, axis, origin) {
-  const ends = list.filter((series) => series.points.length).flatMap((series) => [series.points[0], series.points.at(-1)]);
+  const ends = list.filter((series) => series.points.length).flatMap((series) => [series.points[0], series.points[series.points.length - 1]]);
   return ends.length ? span(ends.map((point) => xOf(point, axis, origin))) : null;
 }
 
-/** What was left out of a series, in words; empty: nothing. ``total`` counts the steps that were asked for. @param {any} series */
+/** What was left out of a series, in words; empty: nothing. ``total`` counts the steps that were asked for. @param {Api.Series} series */
 export function leftOut(series) {
   const parts = [];
   if (series.total > series.points.length) parts.push(`${count(series.points.length)} of ${count(series.total)} points shown`);
@@ -180,9 +180,9 @@ export function smoothingWidths(range) {
   return widths;
 }
 
-/** A series as comma-separated values. The first values of redone steps that differ are marked. @param {any} series */
+/** A series as comma-separated values. The first values of redone steps that differ are marked. @param {Api.Series} series */
 export function csvOf(series) {
-  const line = (/** @type {any} */ point, /** @type {string} */ note) => [point.step, point.value, point.attempt, point.at, note].join(",");
-  return ["step,value,attempt,at,note", ...series.points.map((/** @type {any} */ point) => line(point, "")),
-    ...(series.superseded ?? []).map((/** @type {any} */ point) => line(point, "superseded: the step was done again and differs")), ""].join("\n");
+  const line = (/** @type {Api.Point} */ point, /** @type {string} */ note) => [point.step, point.value, point.attempt, point.at, note].join(",");
+  return ["step,value,attempt,at,note", ...series.points.map((point) => line(point, "")),
+    ...(series.superseded ?? []).map((point) => line(point, "superseded: the step was done again and differs")), ""].join("\n");
 }

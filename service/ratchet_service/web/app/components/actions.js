@@ -16,7 +16,7 @@ import { notify } from "./frame.js";
  */
 
 
-/** @param {any} job @param {string} name @param {string} done @returns {(values: Record<string, string>) => Promise<string>} */
+/** @param {Api.Job} job @param {string} name @param {string} done @returns {(values: Record<string, string>) => Promise<string>} */
 const post = (job, name, done) => async () => {
   await change("POST", `v1/jobs/${job.id}/${name}`);
   return done;
@@ -24,7 +24,7 @@ const post = (job, name, done) => async () => {
 
 /**
  * The actions that make sense in the job's phase, in the order in which they are shown.
- * @param {any} job @returns {Action[]}
+ * @param {Api.Job} job @returns {Action[]}
  */
 export function jobActions(job) {
   const active = ACTIVE.includes(job.phase);
@@ -86,7 +86,7 @@ export function jobActions(job) {
   return /** @type {Action[]} */ (found.filter(Boolean));
 }
 
-/** @param {any} job @param {string} checkpoint @returns {Action} */
+/** @param {Api.Job} job @param {string} checkpoint @returns {Action} */
 export const forkAction = (job, checkpoint) => ({
   key: "fork", title: "Fork", explain: `A new job begins with the state of ${checkpoint}. This one stays as it is.`,
   fields: [{ name: "name", label: "Name", value: `${job.name}-fork` }],
@@ -104,7 +104,7 @@ function parseLabels(text) {
   return Object.fromEntries(lines.map((line) => [line.split("=", 1)[0], line.includes("=") ? line.slice(line.indexOf("=") + 1) : ""]));
 }
 
-/** @param {any} job @param {string} text */
+/** @param {Api.Job} job @param {string} text */
 function labelChanges(job, text) {
   const next = parseLabels(text ?? "");
   const set = Object.entries(next).filter(([key, value]) => !Object.hasOwn(job.labels, key) || job.labels[key] !== value).map(([key, value]) => `${key}=${value}`);

@@ -15,19 +15,18 @@ const NODES = 64;
 const BESIDE = 4;
 const PACKAGES = 400;
 
-/** A checkpoint's id, from its step and attempt. @param {{step: number, attempt: number}} base */
+/** A checkpoint's id, from its step and attempt. @param {{step: number, attempt: number | null}} base */
 export const checkpointId = ({ step, attempt }) => `step-${String(step).padStart(12, "0")}.a${String(attempt).padStart(4, "0")}`;
 
-/** @param {{job: any, number: number, listed: any}} props - listed: what the list has of it, without nodes and components; shown until it is read */
+/** @param {{job: Api.Job, number: number, listed: Api.Attempt | undefined}} props - listed: what the list has of it, without nodes and components; shown until it is read */
 export function Attempt({ job, number, listed }) {
-  const path = `v1/jobs/${encodeURIComponent(job.id)}/attempts/${number}`;
-  const { data, error } = useLive(path, { every: listed?.ended_at ? 15_000 : 2000 });
+  const { data, error } = useLive(`v1/jobs/${encodeURIComponent(job.id)}/attempts/${number}`, { every: listed?.ended_at ? 15_000 : 2000 });
   const attempt = data ?? listed;
   if (!attempt) return error ? html`<${Trouble} error=${error} />` : null;
   const report = data?.resume_report;
   const hasReport = report && (report.components.length > 0 || report.notes.length > 0 || report.differences.length > 0);
-  const broad = hasReport && new Set(report.components.map((/** @type {any} */ one) => one.rank)).size > BESIDE;
-  const matrix = hasReport && html`<${ResumeMatrix} attempt=${attempt} />`;
+  const broad = hasReport && new Set(report.components.map((one) => one.rank)).size > BESIDE;
+  const matrix = hasReport && html`<${ResumeMatrix} attempt=${data} />`;
   return html`<div class="main-side">
     <div class="stack"><${End} job=${job} attempt=${attempt} />
       <${Card} title="Where its time went" aside=${attempt.goodput && `goodput ${percent(attempt.goodput.goodput)} of ${duration(attempt.goodput.wall_seconds)}`}>
@@ -38,7 +37,7 @@ export function Attempt({ job, number, listed }) {
       <${Notice} attempt=${attempt} /></div></div>`;
 }
 
-/** @param {{job: any, attempt: any}} props */
+/** @param {{job: Api.Job, attempt: Api.Attempt}} props */
 function End({ job, attempt }) {
   const advice = adviceFor(attempt.cause);
   const tone = causeTone(attempt.cause);
@@ -64,7 +63,7 @@ function End({ job, attempt }) {
     </div></${Card}>`;
 }
 
-/** The notice that it was given, and what it needed of it. @param {{attempt: any}} props */
+/** The notice that it was given, and what it needed of it. @param {{attempt: Api.Attempt}} props */
 function Notice({ attempt }) {
   const { notice_seconds: given, notice_used: used } = attempt;
   if (!attempt.stop_at || given === null) return null;
@@ -75,7 +74,7 @@ function Notice({ attempt }) {
       <p class="small">${used === null ? "No checkpoint was committed after the stop request." : html`<strong>${duration(used)}</strong> from the stop request until its checkpoint was safe, or to the end if nothing was left to save${share !== null && share > 0.8 ? ": nearly all of it. A larger state or a busy disk would lose the save." : "."}`}</p></div></${Card}>`;
 }
 
-/** What is proved of its beginning. @param {{job: any, attempt: any}} props */
+/** What is proved of its beginning. @param {{job: Api.Job, attempt: Api.Attempt}} props */
 function Proof({ job, attempt }) {
   const found = verdict(attempt);
   const { redone, metrics_differ: differ } = attempt;
@@ -101,14 +100,14 @@ function Proof({ job, attempt }) {
       ${["exact", "proved", "differs", "not-exact"].includes(found) && html`<${Command} line=${`ratchet prove ${job.id}`} />`}</div></${Card}>`;
 }
 
-/** @param {{nodes: any[]}} props */
+/** @param {{nodes: Api.Node[]}} props */
 const Nodes = ({ nodes }) => html`<${Card} title="Nodes" aside=${nodes.length > NODES ? `the first ${NODES} of ${nodes.length}` : plural(nodes.length, "node")} flush>
   ${nodes.length
     ? html`<${Table} caption="Nodes" tight numbers=${[2]} head=${["Node", "Host", "Agent's pid", "GPUs", "Phase", "Address"]}
         rows=${nodes.slice(0, NODES).map((one) => [one.node, one.host ?? "–", one.pid ?? "–", one.gpus.length ? one.gpus.join(", ") : html`<span class="dim">none</span>`, one.phase.toLowerCase(), one.address ?? html`<span class="dim">–</span>`])} />`
     : html`<${Empty}><p>No agent has started yet.</p></${Empty}>`}</${Card}>`;
 
-/** @param {{number: number, environment: any}} props */
+/** @param {{number: number, environment: Api.Environment | null}} props */
 function Software({ number, environment }) {
   const [filter, setFilter] = useState("");
   const title = `Software of attempt ${number}`;

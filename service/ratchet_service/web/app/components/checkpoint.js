@@ -18,7 +18,7 @@ const MOST = 1e9;
 /** @typedef {import("./actions.js").Action} Action */
 
 /**
- * @param {{job: any, id: string, listed: any, best: import("./lineage.js").Best | null, caller: any, refresh: () => void}} props
+ * @param {{job: Api.Job, id: string, listed: Api.Checkpoint | undefined, best: import("./lineage.js").Best | null, caller: Api.Caller | null, refresh: () => void}} props
  */
 export function Checkpoint({ job, id, listed, best, caller, refresh }) {
   const { data, error, refresh: again } = useLive(`v1/jobs/${encodeURIComponent(job.id)}/checkpoints/${encodeURIComponent(id)}`, { every: null });
@@ -47,12 +47,12 @@ export function Checkpoint({ job, id, listed, best, caller, refresh }) {
     </div></${Card}>`;
 }
 
-/** @param {{job: any, one: any, caller: any, done: () => void}} props */
+/** @param {{job: Api.Job, one: Api.Checkpoint, caller: Api.Caller | null, done: () => void}} props */
 function Actions({ job, one, caller, done }) {
   if (one.state !== "committed") return null;
   const path = `v1/jobs/${job.id}/checkpoints/${one.id}`;
   const act = mayAct(caller, job);
-  const keep = Boolean(caller?.scopes.includes("checkpoints:write")) && (!caller.tokens_required || caller.role === "admin" || caller.owner === job.owner);
+  const keep = mayAct(caller, job, "checkpoints:write");
   const stopped = ENDED.includes(job.phase) || job.phase === "SUSPENDED";
   /** @type {(Action | false)[]} */
   const found = [
@@ -99,7 +99,7 @@ const FORMATS = {
   dcp: ["dcp", "model and optimizer for torch.distributed.checkpoint", ".tar"],
 };
 
-/** @param {{job: any, one: any, path: string, caller: any}} props */
+/** @param {{job: Api.Job, one: Api.Checkpoint, path: string, caller: Api.Caller | null}} props */
 function Export({ job, one, path, caller }) {
   const [format, setFormat] = useState("safetensors");
   const [busy, setBusy] = useState(false);
@@ -129,7 +129,7 @@ function Export({ job, one, path, caller }) {
   </div></details>`;
 }
 
-/** What the bytes are: shared by all ranks, private ones, the hook's. @param {{manifest: any, known: boolean, state: string, job: string}} props */
+/** What the bytes are: shared by all ranks, private ones, the hook's. @param {{manifest: Api.CheckpointDetail["manifest"], known: boolean, state: string, job: string}} props */
 function Sizes({ manifest, known, state, job }) {
   if (!manifest) return known ? html`<p class="dim small">${{ deleted: "Its files were deleted. What the database has of it stays.", quarantined: "It is in the quarantine, and no attempt starts from it. The second line deletes all damaged checkpoints, and also every abandoned one that is not pinned. The first line only lists them." }[state] ?? "Its manifest is not on this machine's disk, so what the bytes are is not known here."}</p>
     ${state === "quarantined" && html`<${Command} line=${`ratchet checkpoints prune ${job} --quarantined --dry-run`} /><${Command} line=${`ratchet checkpoints prune ${job} --quarantined`} />`}` : null;

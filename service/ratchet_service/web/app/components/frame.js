@@ -18,7 +18,7 @@ export function notify(text, tone = "good") {
 
 /** Who the caller is, once per sign-in: name, roles and whether tokens are needed at all. Nobody in a report. */
 export function useCaller() {
-  const [caller, setCaller] = useState(/** @type {any} */ (null));
+  const [caller, setCaller] = useState(/** @type {Api.Caller | null} */ (null));
   useEffect(() => {
     if (recorded) return undefined;
     let timer = 0;
@@ -39,7 +39,7 @@ export function useCaller() {
   return caller;
 }
 
-/** @param {{section: string, caller: any, children: any}} props */
+/** @param {{section: string, caller: Api.Caller | null, children: any}} props */
 export function Frame({ section, caller, children }) {
   return html`
     <a class="skip" href="#content" onClick=${(/** @type {Event} */ event) => { event.preventDefault(); document.getElementById("content")?.focus(); }}>Skip to the content</a>

@@ -26,7 +26,7 @@ export const SIGNS = {
  * @typedef {{id: string, whole: boolean}} Best
  */
 
-/** What is to be said of a checkpoint, in the order of SIGNS. @param {any} one @param {Best | null} best */
+/** What is to be said of a checkpoint, in the order of SIGNS. @param {Api.Checkpoint} one @param {Best | null} best */
 export const signsOf = (one, best) => [
   one.pinned && "pinned", best !== null && one.id === best.id && (best.whole ? "best" : "bestHere"), one.uri && one.uploaded_at && "stored", one.verification === "ok" && "verified",
   one.verification === "damaged" && "damaged", one.state === "quarantined" && "quarantined", one.state === "deleted" && "deleted", one.finished && "finished",
@@ -46,7 +46,7 @@ function useWidth(ref, first) {
 }
 
 /**
- * @param {{job: any, items: any[], attempts: any[], forks: {fork: string, checkpoint: string}[], selected: string | null, best: Best | null,
+ * @param {{job: Api.Job, items: Api.Checkpoint[], attempts: Api.Attempt[], forks: {fork: string, checkpoint: string}[], selected: string | null, best: Best | null,
  *          hrefOf: (id: string) => string}} props
  */
 export function Lineage({ job, items, attempts, forks, selected, best, hrefOf }) {
@@ -68,10 +68,10 @@ export function Lineage({ job, items, attempts, forks, selected, best, hrefOf })
   const axis = y(rails - 1) + 30;
   const strips = axis + 46;
   const ends = attempts.filter((one) => one.cause && one.last_step >= steps[0] && one.last_step <= steps[steps.length - 1]);
-  const saves = /** @type {[string, (one: any) => number | null, (value: any) => string, string][]} */ ([
+  const saves = /** @type {[string, (one: Api.Checkpoint) => number | null, (value: any) => string, string][]} */ ([
     ["pause", (one) => one.stall, duration, "held"], ["save time", (one) => one.seconds, duration, "busy"], ["size", (one) => one.size, size, "quiet"],
   ]);
-  const mostOf = (/** @type {(one: any) => number | null} */ of) => Math.max(...items.map((one) => of(one) ?? 0), 1e-9);
+  const mostOf = (/** @type {(one: Api.Checkpoint) => number | null} */ of) => Math.max(...items.map((one) => of(one) ?? 0), 1e-9);
   const baseOf = (/** @type {number} */ n) => strips + (n + 1) * STRIP - 8;
   const height = strips + saves.length * STRIP + 4;
   const { thick, at } = bars(nodes, x);
@@ -150,7 +150,7 @@ function labels(steps, x) {
   return found;
 }
 
-/** @param {{node: any, x: number, y: number, chosen: boolean, signs: Sign[], href: string}} props */
+/** @param {{node: import("../rails.js").Node, x: number, y: number, chosen: boolean, signs: Sign[], href: string}} props */
 function Mark({ node, x, y, chosen, signs, href }) {
   const one = node.item;
   const words = [`step ${one.step}`, `attempt ${one.attempt}`, one.reason, one.lineage, ...signs.map((sign) => sign.word), ...(one.metric === null ? [] : [`metric ${number(one.metric)}`])].join(", ");

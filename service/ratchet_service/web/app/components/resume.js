@@ -15,11 +15,10 @@ const Sign = ({ status, reason }) => html`<span class=${classes("mark", statusTo
 
 /**
  * Components by ranks. With more than 16 ranks: a column that sums up all of them, then those that deviate, then others.
- * @param {{attempt: any}} props
+ * @param {{attempt: {number: number, resume_report: Api.Report}}} props
  */
 export function ResumeMatrix({ attempt }) {
   const report = attempt.resume_report;
-  /** @type {any[]} */
   const all = report.components;
   const names = [...new Set(all.map((one) => one.component))];
   const cell = new Map(all.map((one) => [`${one.component} ${one.rank}`, one]));
@@ -45,14 +44,14 @@ export function ResumeMatrix({ attempt }) {
       ${reasons.length > NOTES && html`<li class="dim">and ${plural(reasons.length - NOTES, "more reason")}</li>`}</ul>`}
     ${report.differences.length > 0 && html`<div class="scroll inset" tabindex="0" role="region" aria-label="Differences of the environment"><table class="tight small"><caption class="hidden">Differences of the environment</caption>
       <thead><tr><th scope="col">Differs</th><th scope="col">in the checkpoint</th><th scope="col">now</th></tr></thead>
-      <tbody>${report.differences.map((/** @type {any} */ one) => html`<tr><th scope="row">${one.key}</th><td><code>${String(one.recorded)}</code></td><td><code>${String(one.current)}</code></td></tr>`)}</tbody></table></div>`}
+      <tbody>${report.differences.map((one) => html`<tr><th scope="row">${one.key}</th><td><code>${String(one.recorded)}</code></td><td><code>${String(one.current)}</code></td></tr>`)}</tbody></table></div>`}
     ${report.quarantined.length > 0 && html`<p class="notice bad"><strong>Quarantined:</strong> ${report.quarantined.join(", ")}. The attempt began from an older checkpoint.</p>`}
     ${report.notes.length > 0 && html`<ul class="plain-list small dim">${report.notes.slice(0, NOTES).map((/** @type {string} */ note) => html`<li>${note}</li>`)}
       ${report.notes.length > NOTES && html`<li>and ${plural(report.notes.length - NOTES, "more note")}</li>`}</ul>`}
     </div></${Card}>`;
 }
 
-/** @param {{of: any[]}} props */
+/** @param {{of: Api.Component[]}} props */
 function Summary({ of }) {
   /** @type {Map<string, number>} */
   const found = new Map();
@@ -60,14 +59,14 @@ function Summary({ of }) {
   return html`${[...found].map(([status, number], n) => html`${n ? ", " : ""}<span class=${classes("word", statusTone(status))}>${count(number)} ${status}</span>`)}`;
 }
 
-/** The reasons, with the ranks that share one. @param {any[]} all @returns {{component: string, reason: string, ranks: string}[]} */
+/** The reasons, with the ranks that share one. @param {Api.Component[]} all @returns {{component: string, reason: string, ranks: string}[]} */
 function reasonsOf(all) {
-  /** @type {Map<string, {component: string, reason: string, of: any[]}>} */
+  /** @type {Map<string, {component: string, reason: string, of: number[]}>} */
   const found = new Map();
   for (const one of all) {
     if (!one.reason) continue;
     const key = `${one.component}\n${one.reason}`;
-    const same = found.get(key) ?? { component: one.component, reason: one.reason, of: /** @type {any[]} */ ([]) };
+    const same = found.get(key) ?? { component: one.component, reason: one.reason, of: /** @type {number[]} */ ([]) };
     same.of.push(one.rank);
     found.set(key, same);
   }

@@ -12,7 +12,7 @@ import { PartsLegend, partsOf } from "./spent.js";
 /**
  * One bar per attempt on a common time axis, in the order in which its parts came. Its cap has the colour of its cause. Long pauses
  * between attempts are folded. ``selected``: the number of the attempt that is shown below; ``query``: kept in its address.
- * @param {{job: any, attempts: any[], selected?: number | null, limit?: number, query?: Record<string, any>, footer?: any}} props
+ * @param {{job: Api.Job, attempts: Api.Attempt[], selected?: number | null, limit?: number, query?: Record<string, any>, footer?: any}} props
  */
 export function Timeline({ job, attempts, selected = null, limit = 12, query = {}, footer }) {
   const shown = [...attempts].sort((a, b) => a.number - b.number).slice(-limit);
@@ -41,14 +41,14 @@ export function Timeline({ job, attempts, selected = null, limit = 12, query = {
     <div class="row spread timeline-foot"><${PartsLegend} />${footer}${!footer && shown.length < job.attempt && html`<a class="small" href=${link(["jobs", job.id, "attempts"])}>all attempts</a>`}</div></${Card}>`;
 }
 
-/** When it ended, or how far it is. @param {any} attempt */
+/** When it ended, or how far it is. @param {Api.Attempt} attempt */
 const endOf = (attempt) => {
   if (attempt.ended_at) return Date.parse(attempt.ended_at);
   const begin = Date.parse(attempt.created_at);
   return attempt.goodput ? begin + 1000 * attempt.goodput.wall_seconds : Math.max(begin, serverNow());
 };
 
-/** @param {{attempt: any, axis: any[], marks: {at: number}[], folds: any[]}} props */
+/** @param {{attempt: Api.Attempt, axis: any[], marks: {at: number}[], folds: any[]}} props */
 function Lane({ attempt, axis, marks, folds }) {
   const begin = place(axis, Date.parse(attempt.created_at));
   const end = place(axis, endOf(attempt));

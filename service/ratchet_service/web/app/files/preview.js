@@ -59,7 +59,7 @@ export function Download({ path, name, bytes, children }) {
     : html`<button type="button" disabled=${busy} onClick=${fetchIt}>${busy ? "Fetching …" : children}</button>`;
 }
 
-/** @param {{job: any, file: any, onClose: () => void}} props - file: as the API lists it */
+/** @param {{job: Api.Job, file: Api.File, onClose: () => void}} props - file: as the API lists it */
 export function Preview({ job, file, onClose }) {
   const { path } = file;
   const name = path.slice(path.lastIndexOf("/") + 1);

@@ -32,7 +32,7 @@ const ATTEMPTS = 20;
  * @typedef {{job: string, attempt: number | null, rank: number | null, search: string, from: string, attempts: number[], ranks: number}} View
  */
 
-/** @param {any} item @param {number} time @returns {Line} */
+/** @param {Api.Line} item @param {number} time @returns {Line} */
 const line = (item, time) => ({ ...item, time, offset: Number(item.id.slice(item.id.lastIndexOf(".") + 1)) });
 
 /** Lines that belong to the one before. */
@@ -41,7 +41,7 @@ const CONTINUES = /^(\s|$|[\w.]*(Error|Exception|Interrupt|Exit)\b|During handli
 /**
  * The API's times are upper bounds that many lines of a log have in common. To merge logs, such lines are spread over the second before,
  * but a traceback stays in one piece.
- * @param {any[]} items - of one log @returns {Line[]}
+ * @param {Api.Line[]} items - of one log @returns {Line[]}
  */
 function lines(items) {
   /** @type {Line[]} */
@@ -52,7 +52,8 @@ function lines(items) {
     let end = begin + 1;
     while (end < items.length && items[end].at === items[begin].at) end += 1;
     const before = known;
-    known = items[begin].at ? Math.max(known, Date.parse(items[begin].at)) : known;
+    const { at } = items[begin];
+    known = at ? Math.max(known, Date.parse(at)) : known;
     const span = Math.min(1000, known - before);
     for (let n = begin; n < end; n += 1) {
       const time = known - (span * (end - 1 - n)) / (end - begin);
@@ -63,9 +64,9 @@ function lines(items) {
   return out;
 }
 
-/** Lines of several logs. @param {any[]} items */
+/** Lines of several logs. @param {Api.Line[]} items */
 function linesOf(items) {
-  /** @type {Map<string, any[]>} */
+  /** @type {Map<string, Api.Line[]>} */
   const logs = new Map();
   for (const item of items) {
     const key = `${item.attempt}.${item.rank}`;
@@ -117,7 +118,7 @@ export class LogReader {
     this.stop.abort();
   }
 
-  /** @param {Record<string, any>} query */
+  /** @param {Record<string, any>} query @returns {`v1/jobs/${string}/logs?${string}`} */
   path(query) {
     const { job, rank } = this.view;
     /** @type {[string, any][]} */
@@ -166,15 +167,17 @@ export class LogReader {
   async readAttempt(attempt) {
     const tail = Math.max(10, Math.min(STEP, Math.floor(2000 / Math.max(1, this.view.rank === null ? this.view.ranks : 1))));
     const found = [];
+    /** @type {string | null} */
     let cursor = null;
     do {
+      /** @type {{data: {items: Api.Line[], next_cursor: string | null}}} */
       const { data } = await read(this.path({ attempt, tail, limit: PAGE, cursor }), { signal: this.stop.signal });
       found.push(...data.items);
       cursor = data.next_cursor;
     } while (cursor && found.length < 2 * HELD);
     if (cursor && !this.sources.size) this.partial = true;
-    for (const rank of new Set(found.map((/** @type {any} */ item) => item.rank))) {
-      const held = lines(found.filter((/** @type {any} */ item) => item.rank === rank));
+    for (const rank of new Set(found.map((item) => item.rank))) {
+      const held = lines(found.filter((item) => item.rank === rank));
       this.sources.set(`${attempt}.${rank}`, {
         attempt, rank, first: held[0].offset, last: /** @type {Line} */ (held.at(-1)).offset, behind: held.length, done: held.length < tail, held,
       });
@@ -249,7 +252,7 @@ export class LogReader {
     let ranks = [this.view.rank];
     if (this.view.rank === null) {
       const { data } = await read(this.path({ attempt, tail: 1, limit: PAGE }), { signal: this.stop.signal });
-      const found = /** @type {number[]} */ ([...new Set(data.items.map((/** @type {any} */ item) => item.rank))]);
+      const found = /** @type {number[]} */ ([...new Set(data.items.map((item) => item.rank))]);
       this.unmerged = found.length > MERGED_RANKS || Boolean(data.next_cursor);
       ranks = this.unmerged ? [null] : found.length ? found.sort((a, b) => a - b) : [0];
     }

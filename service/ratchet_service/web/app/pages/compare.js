@@ -22,7 +22,7 @@ const FIGURES = 30;
 const ROWS = 10;
 const EVERY = 5000;
 
-/** A job as it is compared. @typedef {{id: string, letter: string, color: string, job: any, names: string[], metrics: any[], attempts: any[], sent: number | null, error: Error | null}} Side */
+/** A job as it is compared. @typedef {{id: string, letter: string, color: string, job: Api.Job, names: string[], metrics: Api.Series[], attempts: Api.Attempt[], sent: number | null, error: Error | null}} Side */
 
 /** @param {{route: import("../route.js").Route}} props */
 export default function Compare({ route }) {
@@ -81,7 +81,7 @@ function useSides(ids, steps, most) {
   return ids.map((id, n) => ({ names: [], metrics: [], attempts: [], sent: null, job: null, error: null, ...known[id], id, letter: "ABCDEFGH"[n], color: curveColor(n) }));
 }
 
-/** Whether nothing changed since an ended job was read. @param {any} job @param {any} before - what was read of it, if anything */
+/** Whether nothing changed since an ended job was read. @param {Api.Job} job @param {any} before - what was read of it, if anything */
 const isSettled = (job, before) => ENDED.includes(job.phase) && before?.job && before.job.updated_at === job.updated_at;
 
 /** @param {unknown} error */
@@ -92,12 +92,12 @@ function nothing(error) {
 
 /** The job, and the names of its metrics. @param {string} id @param {any} before @param {AbortSignal} signal @returns {Promise<any>} */
 async function readHead(id, before, signal) {
-  const path = `v1/jobs/${encodeURIComponent(id)}`;
+  const path = /** @type {const} */ (`v1/jobs/${encodeURIComponent(id)}`);
   try {
     const { data: job } = await read(path, { signal });
     if (isSettled(job, before)) return { job, names: before.names };
     const index = await read(`${path}/metrics?max_points=2`, { signal });
-    return { job, names: index.data.series.map((/** @type {any} */ one) => one.name) };
+    return { job, names: index.data.series.map((one) => one.name) };
   } catch (error) {
     return nothing(error);
   }
@@ -107,14 +107,14 @@ async function readHead(id, before, signal) {
 async function readValues(id, head, before, asked, signal) {
   if (!head.job) return head;
   if (isSettled(head.job, before) && before.asked === asked && !before.error) return { ...before, job: head.job };
-  const path = `v1/jobs/${encodeURIComponent(id)}`;
+  const path = /** @type {const} */ (`v1/jobs/${encodeURIComponent(id)}`);
   try {
-    const [metrics, attempts, hook] = (await Promise.all([
-      asked.includes("&name=") ? read(`${path}/metrics?max_points=${POINTS}${asked}`, { signal }) : { data: { series: [] } }, read(`${path}/attempts?limit=100`, { signal }),
+    const [metrics, attempts, { data: hook }] = await Promise.all([
+      asked.includes("&name=") ? read(`${path}/metrics?max_points=${POINTS}${asked}`, { signal }) : { data: { series: [] } }, read(`${path}/attempts?exclude=components&exclude=nodes&limit=100`, { signal }),
       read(`${path}/hook/history?rank=0&limit=100&max_points=100`, { signal }).catch(() => ({ data: null })),
-    ])).map((answer) => answer.data);
+    ]);
     const sent = !hook || hook.next_cursor ? null : bytesSent(hook.items);
-    return { ...head, metrics: metrics.series, attempts: attempts.items, sent, asked, error: null };
+    return { ...head, metrics: metrics.data.series, attempts: attempts.data.items, sent, asked, error: null };
   } catch (error) {
     return nothing(error);
   }
@@ -140,7 +140,7 @@ function Add({ taken, onAdd }) {
     return () => clearTimeout(timer);
   }, [text]);
   const { data, error } = useLive(asked ? `v1/jobs?limit=8&search=${encodeURIComponent(asked)}` : null, { every: null });
-  const jobs = (data?.items ?? []).filter((/** @type {any} */ job) => !taken.includes(job.id));
+  const jobs = (data?.items ?? []).filter((job) => !taken.includes(job.id));
   const add = (/** @type {string} */ id) => {
     onAdd(id);
     setText("");
@@ -151,7 +151,7 @@ function Add({ taken, onAdd }) {
     ${asked && (data || error) && html`<div class="found card">
       <${Trouble} error=${error} />
       ${data && !jobs.length && html`<p class="small dim">No other job has such a name or id.</p>`}
-      ${jobs.map((/** @type {any} */ job) => html`<button type="button" key=${job.id} class="plain" onClick=${() => add(job.id)}><strong>${job.name}</strong> <span class="dim small">${job.phase.toLowerCase()} · ${job.id}</span></button>`)}
+      ${jobs.map((job) => html`<button type="button" key=${job.id} class="plain" onClick=${() => add(job.id)}><strong>${job.name}</strong> <span class="dim small">${job.phase.toLowerCase()} · ${job.id}</span></button>`)}
       ${data?.next_cursor && html`<p class="small dim">More jobs match: type more of the name.</p>`}</div>`}</form>`;
 }
 

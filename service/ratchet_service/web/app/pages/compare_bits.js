@@ -8,9 +8,9 @@ import { link } from "../route.js";
 
 const ROWS = 10;
 
-/** Asks only on a click: the service reads whole checkpoints. @param {{sides: {id: string, letter: string, job: any}[]}} props */
+/** Asks only on a click: the service reads whole checkpoints. @param {{sides: {id: string, letter: string, job: Api.Job}[]}} props */
 export function Bits({ sides: [a, b] }) {
-  const [found, setFound] = useState(/** @type {any} */ (null));
+  const [found, setFound] = useState(/** @type {Api.Comparison | null} */ (null));
   const [error, setError] = useState("");
   const [busy, setBusy] = useState(false);
   const stop = useRef(/** @type {AbortController | null} */ (null));
@@ -38,11 +38,11 @@ export function Bits({ sides: [a, b] }) {
     </div></${Card}>`;
 }
 
-/** @param {{found: any, a: {letter: string, id: string}, b: {letter: string, id: string}}} props */
+/** @param {{found: Api.Comparison, a: {letter: string, id: string}, b: {letter: string, id: string}}} props */
 function Result({ found, a, b }) {
   const [all, setAll] = useState(false);
   const shown = all ? found.differences : found.differences.slice(0, ROWS);
-  const place = (/** @type {any} */ side, /** @type {string} */ id) => html`${side.letter} <a href=${link(["jobs", side.id, "checkpoints"])}><code>${id}</code></a>`;
+  const place = (/** @type {{letter: string, id: string}} */ side, /** @type {string} */ id) => html`${side.letter} <a href=${link(["jobs", side.id, "checkpoints"])}><code>${id}</code></a>`;
   return html`<div class="stack" style=${{ gap: ".7rem" }}>
     <p><${Badge} tone=${found.identical ? "good" : "bad"}>${found.identical ? "identical" : "different"}</${Badge}> <strong>${found.identical
       ? `All ${count(found.tensors)} tensors and every rank's state have the same bits at step ${count(found.step)}.`
@@ -53,7 +53,7 @@ function Result({ found, a, b }) {
         ...(found.first_step !== null ? [["First difference after", `step ${count(found.first_step)}${found.first_part ? `: ${found.first_part}` : ""}`]] : [])])]} />
     ${found.advice && html`<p class="notice wait sentence">${found.advice}</p>`}
     ${found.differences.length > 0 && html`<${Table} caption="Differences, causes before consequences" tight head=${["Component", "Rank", "Place", "Difference"]}
-      rows=${shown.map((/** @type {any} */ one) => [one.component, one.rank ?? "all", html`<code>${one.place}</code>`, one.detail])} />`}
+      rows=${shown.map((one) => [one.component, one.rank ?? "all", html`<code>${one.place}</code>`, one.detail])} />`}
     ${found.different > shown.length && html`<p class="small dim">${shown.length < found.differences.length && html`<button type="button" class="plain" onClick=${() => setAll(true)}>Show ${count(found.differences.length)}</button> `}${count(found.different - shown.length)} more differences are left out.</p>`}
     ${found.unsaved.length > 0 && html`<p class="small">Changed by training, but in no checkpoint, so not compared: <code>${found.unsaved.join(", ")}</code></p>`}</div>`;
 }

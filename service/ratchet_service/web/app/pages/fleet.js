@@ -34,7 +34,7 @@ export default function Fleet({ route }) {
   </div>`;
 }
 
-/** @param {{fleet: any, days: string}} props */
+/** @param {{fleet: Api.Fleet, days: string}} props */
 function Goodput({ fleet, days }) {
   const spent = fleet.goodput;
   const parts = partsOf(spent);
@@ -89,7 +89,7 @@ function Resumes({ resumes }) {
       : html`<p class="dim">No attempt was resumed in this time.</p>`}</${Card}>`;
 }
 
-/** @param {{owners: any[], days: string}} props */
+/** @param {{owners: Api.Owner[], days: string}} props */
 const Owners = ({ owners, days }) => html`<${Card} title="Owners" aside=${owners.length > ROWS ? `${ROWS} of ${owners.length}` : `GPU-hours of ${days} days`} flush>
   ${owners.length
     ? html`<${Table} caption="Owners: what runs now, and GPU-hours" tight numbers=${[1, 2, 3, 4]} head=${["Owner", "Jobs", "Ranks", "GPUs", "GPU-hours"]}

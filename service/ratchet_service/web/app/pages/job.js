@@ -25,17 +25,17 @@ const TABS = [
   ["spec", "Spec", () => import("./job/spec.js")],
 ];
 
-/** @param {{route: import("../route.js").Route, caller: any}} props */
+/** @param {{route: import("../route.js").Route, caller: Api.Caller | null}} props */
 export default function JobPage({ route, caller }) {
   const [, id, tab = "overview"] = route.path;
   const [ended, setEnded] = useState(false);
   const { data: job, error, refresh } = useLive(`v1/jobs/${encodeURIComponent(id)}`, { every: ended ? 10_000 : EVERY });
   const limit = ["metrics", "hook"].includes(tab) ? MARKED_ATTEMPTS : ATTEMPTS;
   const attempts = useLive(`v1/jobs/${encodeURIComponent(id)}/attempts?exclude=components&exclude=nodes&limit=${limit}`, { every: ended ? 30_000 : job?.phase === "RUNNING" ? 5000 : EVERY });
-  const kept = useRef({ id: "", items: /** @type {any[]} */ ([]) });
+  const kept = useRef({ id: "", items: /** @type {Api.Attempt[]} */ ([]) });
   if (attempts.data) kept.current = { id, items: attempts.data.items };
   const known = kept.current.id === id ? kept.current.items : []; // also while another number of them is read
-  useEffect(() => setEnded(ENDED.includes(job?.phase)), [job?.phase]);
+  useEffect(() => setEnded(ENDED.includes(job?.phase ?? "")), [job?.phase]);
   useEffect(() => { if (job) attempts.refresh(); }, [job?.attempt, job?.phase]);
   useEffect(() => {
     if (job) document.title = `${job.name} · ${job.phase.toLowerCase()} · Ratchet`;
@@ -52,7 +52,7 @@ export default function JobPage({ route, caller }) {
   </div>`;
 }
 
-/** @param {{tab: string, job: any, attempts: any[], route: any, refresh: () => void, caller: any}} props */
+/** @param {{tab: string, job: Api.Job, attempts: Api.Attempt[], route: any, refresh: () => void, caller: Api.Caller | null}} props */
 function Tab({ tab, ...props }) {
   const [found, setFound] = useState(/** @type {{part: any} | null} */ (null));
   const [failed, setFailed] = useState(/** @type {Error | null} */ (null));
@@ -64,7 +64,7 @@ function Tab({ tab, ...props }) {
   return error || failed ? html`<${Broken} error=${/** @type {Error} */ (error ?? failed)} />` : found && html`<${found.part} ...${props} />`;
 }
 
-/** @param {{job: any, attempts: any[], refresh: () => void, caller: any}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], refresh: () => void, caller: Api.Caller | null}} props */
 function Head({ job, attempts, refresh, caller }) {
   const now = useNow();
   const { progress, goodput } = job;
@@ -94,7 +94,7 @@ function Head({ job, attempts, refresh, caller }) {
   </div>`;
 }
 
-/** Steps since the last committed checkpoint. @param {any} job @returns {[string, any, string]} */
+/** Steps since the last committed checkpoint. @param {Api.Job} job @returns {[string, any, string]} */
 function atRisk(job) {
   const steps = job.progress.steps_at_risk;
   if (isUnmanaged(job)) return ["At risk", "–", "The script has no Session: its steps are not known."];

@@ -18,7 +18,7 @@ const LIMIT = 50;
 const LABELS = 3;
 const MARKS = 8;
 
-/** @param {{route: import("../route.js").Route, caller: any}} props */
+/** @param {{route: import("../route.js").Route, caller: Api.Caller | null}} props */
 export default function Jobs({ route, caller }) {
   const { query } = route;
   const [selected, setSelected] = useState(/** @type {string[]} */ ([]));
@@ -29,7 +29,7 @@ export default function Jobs({ route, caller }) {
   }
   const { data, error, refresh } = useLive(`v1/jobs?${asked}`);
   const jobs = data?.items ?? [];
-  const chosen = jobs.filter((/** @type {any} */ job) => selected.includes(job.id));
+  const chosen = jobs.filter((job) => selected.includes(job.id));
   const toggle = (/** @type {string} */ id) => setSelected(selected.includes(id) ? selected.filter((one) => one !== id) : [...selected, id]);
   return html`<div class="stack">
     <div class="row spread"><h1>Jobs</h1><${Bulk} jobs=${chosen} caller=${caller} onDone=${(/** @type {string[]} */ left) => { setSelected(left); refresh(); }} /></div>
@@ -46,7 +46,7 @@ export default function Jobs({ route, caller }) {
   </div>`;
 }
 
-/** @param {{query: URLSearchParams, caller: any}} props */
+/** @param {{query: URLSearchParams, caller: Api.Caller | null}} props */
 function Filters({ query, caller }) {
   const phases = query.getAll("phase");
   const group = Object.entries(GROUPS).find(([, of]) => of.length === phases.length && of.every((one) => phases.includes(one)))?.[0] ?? "";
@@ -64,10 +64,10 @@ function Filters({ query, caller }) {
   </div>`;
 }
 
-/** @param {{job: any, now: number, selected: boolean, onSelect: () => void}} props */
+/** @param {{job: Api.Job, now: number, selected: boolean, onSelect: () => void}} props */
 function Row({ job, now, selected, onSelect }) {
   const { progress } = job;
-  const more = job.summary ?? { attempts: [] };
+  const more = job.summary ?? /** @type {Partial<Api.Job["summary"]> & {attempts: []}} */ ({ attempts: [] });
   const labels = Object.entries(job.labels);
   const share = progress.total_steps ? progress.step / progress.total_steps : null;
   return html`<tr class=${selected ? "selected" : ""}>
@@ -80,14 +80,14 @@ function Row({ job, now, selected, onSelect }) {
         ${progress.steps_per_second ? html`<span class="dim"> · ${number(progress.steps_per_second)}/s</span>` : ""}</div>
       ${share !== null && html`<${Bar} share=${share} label=${`Progress of ${job.name}`} tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />`}</td>
     <td>${more.metric ? html`<${Sparkline} points=${more.metric.points} label=${`${more.metric.name} over steps`} /><div class="small dim">${more.metric.name} ${number(lastValue(more.metric.points))}</div>` : html`<span class="dim">–</span>`}</td>
-    <td class="small nowrap">${job.hook}${more.hook?.phase && html`<div class="dim">${more.hook.phase}${more.hook.compression_rate > 1 ? ` · ${number(more.hook.compression_rate)}×` : ""}</div>`}</td>
+    <td class="small nowrap">${job.hook}${more.hook?.phase && html`<div class="dim">${more.hook.phase}${(more.hook.compression_rate ?? 0) > 1 ? ` · ${number(more.hook.compression_rate)}×` : ""}</div>`}</td>
     <td class="small">${ENDED.includes(job.phase) || isUnmanaged(job) ? html`<span class="dim">–</span>` : html`<span class=${progress.steps_at_risk ? "" : "dim"}>${plural(progress.steps_at_risk, "step")}${job.phase === "QUEUED" && progress.steps_at_risk > 0 ? " will be done again" : ""}<span class="phone"> at risk</span></span>
       <div class="dim nowrap">${more.last_checkpoint_at ? `saved ${ago(more.last_checkpoint_at, now)}` : job.last_checkpoint ? stepOf(job.last_checkpoint) : "no checkpoint"}</div>`}</td>
     <td class="small"><${Dots} job=${job} attempts=${more.attempts} />${job.attempt > 0 && html`<div class="dim nowrap">goodput ${percent(more.goodput)}</div>`}</td>
     <td class="small dim late"><span class="nowrap">${ago(job.created_at, now)}</span><div class="one-line" title=${job.owner}>${job.owner}</div></td></tr>`;
 }
 
-/** One mark per attempt, in the colour of its end: filled is proved, hollow is not, a square ended badly, ! was not exact. @param {{job: any, attempts: any[]}} props */
+/** One mark per attempt, in the colour of its end: filled is proved, hollow is not, a square ended badly, ! was not exact. @param {{job: Api.Job, attempts: Api.AttemptSummary[]}} props */
 function Dots({ job, attempts }) {
   const shown = attempts.slice(-MARKS);
   const earlier = Math.max(0, job.attempt - shown.length);
@@ -102,7 +102,7 @@ function Dots({ job, attempts }) {
     })}</a>`;
 }
 
-/** @param {[number, number | null][]} points */
+/** @param {Api.MetricSummary["points"]} points */
 const lastValue = (points) => points.at(-1)?.[1];
 
 /** @param {{query: URLSearchParams, next: string | null}} props */
@@ -119,7 +119,7 @@ const NoJobs = ({ filtered }) => html`<${Empty}>${filtered
   ? html`<p>No job matches.</p><p><a href="#/jobs">Show all jobs</a></p>`
   : html`<h2>No job yet</h2><p>Submit a spec, and follow the job here:</p><${Command} line="ratchet init python train.py" /><${Command} line="ratchet submit train.yaml" />`}</${Empty}>`;
 
-/** Actions on all selected jobs. ``onDone`` gets the ids of those that it failed for. @param {{jobs: any[], caller: any, onDone: (left: string[]) => void}} props */
+/** Actions on all selected jobs. ``onDone`` gets the ids of those that it failed for. @param {{jobs: Api.Job[], caller: Api.Caller | null, onDone: (left: string[]) => void}} props */
 function Bulk({ jobs, caller, onDone }) {
   const [open, setOpen] = useState(/** @type {import("../components/actions.js").Action | null} */ (null));
   if (!jobs.length) return null;

@@ -18,7 +18,7 @@ const REASONS = {
   "attempt-ending": ["wait", "its last attempt ends"], backoff: ["quiet", "pauses after a failure"], "disk-full": ["bad", "the disk is full"],
 };
 
-/** @param {{route: import("../route.js").Route, caller: any}} props */
+/** @param {{route: import("../route.js").Route, caller: Api.Caller | null}} props */
 export default function Queue({ route, caller }) {
   const cursor = route.query.get("cursor");
   const asked = new URLSearchParams({ limit: String(PAGE), ...(cursor && { cursor }) });
@@ -34,10 +34,9 @@ export default function Queue({ route, caller }) {
         ${quotas.data && html`<${Quotas} data=${quotas.data} caller=${caller} />`}</div></div></div>`;
 }
 
-/** @param {{data: any, cursor: string | null}} props */
+/** @param {{data: Api.Queue, cursor: string | null}} props */
 function Waiting({ data, cursor }) {
   const now = useNow();
-  /** @type {any[]} */
   const items = data.items;
   const gpus = items.some((one) => one.gpus > 0);
   if (!items.length) {
@@ -65,13 +64,12 @@ function Why({ reason, message }) {
   return html`<${Badge} tone=${tone} title=${reason}>${words}</${Badge}>${message && html`<div class="small dim">${message}</div>`}`;
 }
 
-/** Use against limit, by owner. @param {{data: any, caller: any}} props */
+/** Use against limit, by owner. @param {{data: {items: Api.Quota[], next_cursor: string | null}, caller: Api.Caller | null}} props */
 function Quotas({ data, caller }) {
-  const own = (/** @type {any} */ one) => Number(one.owner === caller?.owner);
-  /** @type {any[]} */
+  const own = (/** @type {Api.Quota} */ one) => Number(one.owner === caller?.owner);
   const items = [...data.items].sort((a, b) => own(b) - own(a));
   const admin = caller?.scopes.includes("quotas:write");
-  const kinds = /** @type {[string, string][]} */ ([["queued", "unfinished jobs"], ["jobs", "running jobs"], ["ranks", "ranks"], ["gpus", "GPUs"]]);
+  const kinds = /** @type {["queued" | "jobs" | "ranks" | "gpus", string][]} */ ([["queued", "unfinished jobs"], ["jobs", "running jobs"], ["ranks", "ranks"], ["gpus", "GPUs"]]);
   if (!items.length) {
     return html`<${Card} title="Quotas"><${Empty}><p>No quota: every owner may use all slots.${admin ? " Limit each owner:" : ""}</p>
       ${admin && html`<${Command} line="ratchet quota set '*' --jobs 8 --ranks 16" />`}</${Empty}></${Card}>`;

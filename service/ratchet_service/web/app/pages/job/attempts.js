@@ -11,7 +11,7 @@ import { link } from "../../route.js";
 
 const PAGE = 30;
 
-/** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], route: import("../../route.js").Route}} props */
 export default function Attempts({ job, attempts, route }) {
   const cursor = route.query.get("cursor");
   const asked = `exclude=components&exclude=nodes&limit=${PAGE}${cursor ? `&cursor=${encodeURIComponent(cursor)}` : ""}`;
@@ -32,6 +32,6 @@ export default function Attempts({ job, attempts, route }) {
   return html`<div class="stack">
     <${Trouble} error=${error} />
     <${Timeline} job=${job} attempts=${shown} limit=${PAGE} selected=${number} query=${{ cursor }} footer=${pages || html`<span></span>`} />
-    <${Attempt} key=${number} job=${job} number=${number} listed=${shown.find((/** @type {any} */ one) => one.number === number) ?? attempts.find((one) => one.number === number)} />
+    <${Attempt} key=${number} job=${job} number=${number} listed=${shown.find((one) => one.number === number) ?? attempts.find((one) => one.number === number)} />
   </div>`;
 }

@@ -11,20 +11,20 @@ import { go, link, setQuery } from "../../route.js";
 
 const PAGE = 50;
 
-/** @param {{job: any, attempts: any[], route: import("../../route.js").Route, refresh: () => void, caller: any}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], route: import("../../route.js").Route, refresh: () => void, caller: Api.Caller | null}} props */
 export default function Checkpoints({ job, attempts, route, refresh: refreshJob, caller }) {
   const { query } = route;
   const [cursor, selected, all] = [query.get("cursor"), query.get("checkpoint"), query.get("state") === "all"];
   const asked = new URLSearchParams([["limit", String(PAGE)], ...(all ? ["committed", "quarantined", "deleted"].map((state) => ["state", state]) : []), ...(cursor ? [["cursor", cursor]] : [])]);
-  const path = `v1/jobs/${encodeURIComponent(job.id)}`;
+  const path = /** @type {const} */ (`v1/jobs/${encodeURIComponent(job.id)}`);
   const { data, error, refresh } = useLive(`${path}/checkpoints?${asked}`, { every: ENDED.includes(job.phase) || cursor ? 15_000 : 3000 });
   const events = useLive(`${path}/events?type=forked&limit=100`, { every: 15_000 });
   const items = data?.items ?? [];
   const keep = job.spec.checkpoint?.keep_best;
   const best = bestOf(items, keep?.mode ?? "min", !cursor && !data?.next_cursor);
-  const forks = (events.data?.items ?? []).map((/** @type {any} */ one) => ({ fork: String(one.data.fork ?? ""), checkpoint: /forked from (\S+)/.exec(one.message)?.[1] ?? "" })).filter((/** @type {any} */ one) => one.fork);
+  const forks = (events.data?.items ?? []).map((one) => ({ fork: String(one.data.fork ?? ""), checkpoint: /forked from (\S+)/.exec(one.message)?.[1] ?? "" })).filter((one) => one.fork);
   const hrefOf = (/** @type {string} */ id) => link(["jobs", job.id, "checkpoints"], { checkpoint: id, state: all ? "all" : null, cursor });
-  const listed = items.find((/** @type {any} */ one) => one.id === selected);
+  const listed = items.find((one) => one.id === selected);
   if (!data) return html`<${Trouble} error=${error} />`;
   const filter = html`<${Choice} label="Which checkpoints" value=${all ? "all" : "stored"} options=${[["stored", "Stored"], ["all", "Deleted ones too"]]}
     onChange=${(/** @type {string} */ key) => setQuery({ state: key === "all" ? "all" : null, cursor: null })} />`;
@@ -46,16 +46,17 @@ export default function Checkpoints({ job, attempts, route, refresh: refreshJob,
 
 /**
  * The best of these by the metric of keep_best.
- * @param {any[]} items @param {"min" | "max"} mode @param {boolean} whole - they are all that are stored
+ * @param {Api.Checkpoint[]} items @param {"min" | "max"} mode @param {boolean} whole - they are all that are stored
  * @returns {import("../../components/lineage.js").Best | null}
  */
 export function bestOf(items, mode, whole) {
   const found = items.filter((one) => one.state === "committed" && typeof one.metric === "number");
   if (!found.length) return null;
-  return { id: found.reduce((a, b) => ((mode === "max" ? b.metric > a.metric : b.metric < a.metric) ? b : a)).id, whole };
+  const value = (/** @type {Api.Checkpoint} */ one) => /** @type {number} */ (one.metric);
+  return { id: found.reduce((a, b) => ((mode === "max" ? value(b) > value(a) : value(b) < value(a)) ? b : a)).id, whole };
 }
 
-/** @param {{job: any, items: any[], selected: string | null, best: import("../../components/lineage.js").Best | null, metric: string | null, hrefOf: (id: string) => string}} props */
+/** @param {{job: Api.Job, items: Api.Checkpoint[], selected: string | null, best: import("../../components/lineage.js").Best | null, metric: string | null, hrefOf: (id: string) => string}} props */
 function List({ job, items, selected, best, metric, hrefOf }) {
   const now = useNow();
   return html`<section class="card flush"><div class="scroll" tabindex="0" role="region" aria-label="Checkpoints"><table class="tight stored">

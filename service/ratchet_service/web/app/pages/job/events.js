@@ -18,7 +18,7 @@ const LATER = 2000;
 
 /**
  * Events, the newest first; ``cursor``: of the page before them, null if there is none.
- * @typedef {import("../../types").Event} JobEvent @typedef {{events: JobEvent[], cursor: string | null}} Held
+ * @typedef {Api.Event} JobEvent @typedef {{events: JobEvent[], cursor: string | null}} Held
  */
 
 /** @type {Held} */
@@ -39,10 +39,10 @@ export function withLater(held, found) {
   return later.length ? { ...held, events: [...later.reverse(), ...held.events] } : held;
 }
 
-/** A reader for ``useLive``: the newest page, with the id ``last`` after which the stream goes on. @param {string} all - path of all events */
+/** A reader for ``useLive``: the newest page, with the id ``last`` after which the stream goes on. @param {`v1/jobs/${string}/events`} all - path of all events */
 const newest = (all) => async (/** @type {string} */ path, /** @type {{signal?: AbortSignal}} */ { signal } = {}) => {
   const last = await read(`${all}?sort=-id&limit=1`, { signal }); // first, so that no event is between the page and the stream
-  const { data } = await read(path, { signal });
+  const { data } = await read(/** @type {`v1/jobs/${string}/events?`} */ (path), { signal });
   return { data: { ...data, last: last.data.items[0]?.id ?? 0 }, etag: "" };
 };
 
@@ -52,8 +52,8 @@ const newest = (all) => async (/** @type {string} */ path, /** @type {{signal?: 
  * @param {URLSearchParams} filter @param {(event: JobEvent) => boolean} fits
  */
 function useEvents(id, live, filter, fits) {
-  const all = `v1/jobs/${encodeURIComponent(id)}/events`;
-  const path = `${all}?${new URLSearchParams([["sort", "-id"], ["limit", String(PAGE)], ...filter])}`;
+  const all = /** @type {const} */ (`v1/jobs/${encodeURIComponent(id)}/events`);
+  const path = /** @type {const} */ (`${all}?${new URLSearchParams([["sort", "-id"], ["limit", String(PAGE)], ...filter])}`);
   const load = useMemo(() => newest(all), [all]);
   const { data, error, refresh } = useLive(path, { every: null, load });
   const kept = useRef({ held: /** @type {Held} */ (NONE), last: 0, came: 0, state: "", busy: false, error: /** @type {Error | null} */ (null) });
@@ -137,7 +137,7 @@ export function toneOf(type, data) {
 /** What to do, where the event has it. @param {Record<string, any>} data */
 const adviceOf = (data) => [data.advice, data.remedy, data.hint, data.next_step].filter((one) => typeof one === "string" && one);
 
-/** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], route: import("../../route.js").Route}} props */
 export default function Events({ job, route }) {
   const attempt = route.query.get("attempt") ?? "";
   const types = route.query.getAll("type");
@@ -160,7 +160,7 @@ export default function Events({ job, route }) {
   </div>`;
 }
 
-/** @param {{job: any, live: boolean, attempt: string, types: string[], onTypes: (types: string[]) => void}} props */
+/** @param {{job: Api.Job, live: boolean, attempt: string, types: string[], onTypes: (types: string[]) => void}} props */
 function List({ job, live, attempt, types, onTypes }) {
   const filter = new URLSearchParams([...(attempt ? [["attempt", attempt]] : []), ...types.map((one) => ["type", one])]);
   const fits = (/** @type {JobEvent} */ one) => (!attempt || String(one.attempt ?? 0) === attempt) && (!types.length || types.includes(one.type));
@@ -182,7 +182,7 @@ function List({ job, live, attempt, types, onTypes }) {
 /** @param {string | undefined} at */
 const dayOf = (at) => (at ? new Date(at).toDateString() : "");
 
-/** @param {{job: any, event: JobEvent, day: boolean}} props */
+/** @param {{job: Api.Job, event: JobEvent, day: boolean}} props */
 function Row({ job, event, day }) {
   const [open, setOpen] = useState(false);
   const { data } = event;

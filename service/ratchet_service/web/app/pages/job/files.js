@@ -15,19 +15,19 @@ const PAGE = 1000;
 const SHOWN = 5000;
 /** The ages of more names change every half minute, not every second. */
 const MANY = 200;
-/** What no further page has: one list, so that it is the same at every drawing. @type {any[]} */
+/** What no further page has: one list, so that it is the same at every drawing. @type {Api.File[]} */
 const NONE = [];
 
 /** @type {Record<string, string>} */
 const ICONS = { directory: "▸", file: "·", symlink: "↪", special: "◇" };
 
-/** @param {{job: any, route: import("../../route.js").Route}} props */
+/** @param {{job: Api.Job, route: import("../../route.js").Route}} props */
 export default function Files({ job, route }) {
   const folder = route.query.get("dir") ?? "";
   const chosen = route.query.get("file") ?? "";
   const all = route.query.get("all") === "true";
   const asked = new URLSearchParams({ ...(folder && { path: folder }), ...(all && { all: "true" }), recursive: "false", limit: String(PAGE) });
-  const base = `v1/jobs/${encodeURIComponent(job.id)}/files?${asked}`;
+  const base = /** @type {const} */ (`v1/jobs/${encodeURIComponent(job.id)}/files?${asked}`);
   const { data, error } = useLive(base, { every: ACTIVE.includes(job.phase) ? 10_000 : null });
   const more = useMore(base, data?.next_cursor ?? null);
   const items = useMemo(() => [...(data?.items ?? []), ...more.items], [data, more.items]);
@@ -61,16 +61,16 @@ export default function Files({ job, route }) {
   </div>`;
 }
 
-/** @param {any[]} folders @param {any[]} rest */
+/** @param {Api.File[]} folders @param {Api.File[]} rest */
 function contents(folders, rest) {
   const files = rest.filter((one) => one.kind === "file").length;
   return [[folders.length, "folder"], [files, "file"], [rest.length - files, "other name"]].filter(([n]) => n).map(([n, noun]) => plural(Number(n), String(noun))).join(", ");
 }
 
-/** @param {any[]} files */
+/** @param {Api.File[]} files */
 const sum = (files) => files.reduce((bytes, one) => bytes + (one.size ?? 0), 0);
 
-/** Further pages, on request. @param {string} base @param {string | null} first */
+/** Further pages, on request. @param {`v1/jobs/${string}/files?${string}`} base @param {string | null} first */
 function useMore(base, first) {
   const none = { base, items: NONE, next: /** @type {string | null} */ (null), read: false, busy: false, error: /** @type {Error | null} */ (null) };
   const [kept, setState] = useState(none);
@@ -88,9 +88,9 @@ function useMore(base, first) {
   return { items: state.items, next, busy: state.busy, error: state.error, load };
 }
 
-/** The chosen file: from the folder's list, or asked for. @param {string} id @param {string} path @param {any} known */
+/** The chosen file: from the folder's list, or asked for. @param {string} id @param {string} path @param {Api.File | undefined} known */
 function useFile(id, path, known) {
-  const [found, setFound] = useState({ path: "", file: /** @type {any} */ (null), error: /** @type {Error | null} */ (null) });
+  const [found, setFound] = useState({ path: "", file: /** @type {Api.File | null} */ (null), error: /** @type {Error | null} */ (null) });
   useEffect(() => {
     if (!path || known) return;
     fileView(id, path).then((file) => setFound({ path, file, error: null }), (error) => setFound({ path, file: null, error }));
@@ -99,7 +99,7 @@ function useFile(id, path, known) {
   return found.path === path ? found : { file: null, error: null };
 }
 
-/** @param {{job: any, folder: string, all: boolean}} props */
+/** @param {{job: Api.Job, folder: string, all: boolean}} props */
 function Crumbs({ job, folder, all }) {
   const parts = folder.split("/").filter(Boolean);
   const to = (/** @type {string} */ dir) => link(["jobs", job.id, "files"], { dir, all: all ? "true" : null });
@@ -107,7 +107,7 @@ function Crumbs({ job, folder, all }) {
     ${parts.map((part, n) => html`<span class="sep" aria-hidden="true">/</span><a href=${to(parts.slice(0, n + 1).join("/"))} aria-current=${n === parts.length - 1 ? "page" : undefined}><bdi>${shownName(part)}</bdi></a>`)}</nav>`;
 }
 
-/** @param {{job: any, file: any, all: boolean, folder: string, chosen: boolean, now: number}} props */
+/** @param {{job: Api.Job, file: Api.File, all: boolean, folder: string, chosen: boolean, now: number}} props */
 function Row({ job, file, all, folder, chosen, now }) {
   const name = html`<bdi>${shownName(file.path.slice(file.path.lastIndexOf("/") + 1))}</bdi>`;
   const query = { all: all ? "true" : null };

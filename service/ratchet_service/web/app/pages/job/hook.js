@@ -17,7 +17,7 @@ const PAGE = 1000;
 const PAGES = 6;
 const ROWS = 16;
 
-/** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], route: import("../../route.js").Route}} props */
 export default function Hook({ job, attempts, route }) {
   const active = ACTIVE.includes(job.phase);
   const { data: hook, error } = useLive(`v1/jobs/${job.id}/hook`, { every: active ? 2000 : 30_000 });
@@ -35,7 +35,7 @@ export default function Hook({ job, attempts, route }) {
     </div></div>`;
 }
 
-/** @param {{job: any, hook: any}} props */
+/** @param {{job: Api.Job, hook: Api.Hook}} props */
 function Now({ job, hook }) {
   const now = useNow();
   const [tone, word] = hook.phase ? phaseOf(hook.phase) : ["quiet", "no figures yet"];
@@ -58,7 +58,7 @@ function Now({ job, hook }) {
       <${Command} line=${`ratchet fork ${job.id} --hook powerSGD --set hook.start_powerSGD_iter=500`} /></div>`}</${Card}>`;
 }
 
-/** @param {{job: any, attempts: any[], hook: any, steps: [number, number] | null, history: {items: any[], next_cursor: string | null} | null}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], hook: Api.Hook, steps: [number, number] | null, history: {items: Api.HookSample[], next_cursor: string | null} | null}} props */
 function Curves({ job, attempts, hook, steps, history }) {
   const ranks = useMemo(() => byRank(history?.items ?? []), [history]);
   const first = ranks.get(0) ?? [...ranks.values()][0] ?? [];
@@ -88,7 +88,7 @@ function Curves({ job, attempts, hook, steps, history }) {
     <p class="small dim">Samples of ${plural(ranks.size, "rank")}, ${plural(first.length, "step")} each${history.next_cursor ? "; later samples are left out, a zoom into fewer steps shows them" : ""}.</p>`;
 }
 
-/** @param {{hook: any}} props */
+/** @param {{hook: Api.Hook}} props */
 function Ranks({ hook }) {
   const [all, setAll] = useState(false);
   const rows = byNorm(hook.ranks);
@@ -111,7 +111,7 @@ function Ranks({ hook }) {
     ${rows.length > shown.length && html`<p class="small lead-in"><button type="button" class="plain" onClick=${() => setAll(true)}>Show all ${count(rows.length)} ranks</button> <span class="dim">${count(rows.length - shown.length)} with smaller residuals left out</span></p>`}</${Card}>`;
 }
 
-/** What the newest checkpoint has of the hook. @param {{job: any, hook: any}} props */
+/** What the newest checkpoint has of the hook. @param {{job: Api.Job, hook: Api.Hook}} props */
 function Stored({ job, hook }) {
   // A manifest may be large, so it is not read again for every checkpoint.
   const [id, setId] = useState(/** @type {string | null} */ (null));
@@ -135,7 +135,7 @@ function Stored({ job, hook }) {
     <div style=${{ marginTop: ".7rem" }}><${Command} line=${`ratchet hook ${job.id}`} /></div></${Card}>`;
 }
 
-/** @param {{hook: any}} props */
+/** @param {{hook: Api.Hook}} props */
 function Parameters({ hook }) {
   const entries = Object.entries(hook.parameters ?? {});
   if (!entries.length) return null;

@@ -14,7 +14,7 @@ import { setQuery } from "../../route.js";
 /** Lists side by side. */
 const PANES = 2;
 
-/** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], route: import("../../route.js").Route}} props */
 export default function Logs({ job, attempts, route }) {
   const { query } = route;
   const numbers = recorded?.log_attempts ?? Array.from({ length: job.attempt }, (_, n) => n + 1);
@@ -37,20 +37,20 @@ export default function Logs({ job, attempts, route }) {
   </div>`;
 }
 
-/** @param {any} job @param {any[]} attempts */
+/** @param {Api.Job} job @param {Api.Attempt[]} attempts */
 function worldSize(job, attempts) {
   const found = attempts.map((one) => one.resume_report?.world_size ?? 0);
   const { nodes = 1, ranks_per_node: each } = job.spec.world ?? {};
   return Math.max(1, ...found, Number(each) ? nodes * Number(each) : 1);
 }
 
-/** @param {any} job @param {{attempt: number | null, rank: number | null, search: string, since: string, live: boolean}} chosen */
+/** @param {Api.Job} job @param {{attempt: number | null, rank: number | null, search: string, since: string, live: boolean}} chosen */
 export function commandLine(job, { attempt, rank, search, since, live }) {
   return ["ratchet logs", job.id, `--attempt ${attempt ?? "all"}`, rank !== null && `--rank ${rank}`, since && `--since ${since}`,
     search && `--grep '${search.replaceAll("'", "'\\''")}'`, live && "--follow"].filter(Boolean).join(" ");
 }
 
-/** @param {{job: any, numbers: number[], attempt: number | null, ranks: number[], search: string, from: string, world: number, attempts: any[]}} props */
+/** @param {{job: Api.Job, numbers: number[], attempt: number | null, ranks: number[], search: string, from: string, world: number, attempts: Api.Attempt[]}} props */
 function Pickers({ job, numbers, attempt, ranks, search, from, world, attempts }) {
   const place = from === "end" || from === "start" ? from : "time";
   const local = place === "time" ? new Date(Date.parse(from) - 60_000 * new Date(from).getTimezoneOffset()).toISOString().slice(0, 19) : "";
@@ -82,7 +82,7 @@ function Pickers({ job, numbers, attempt, ranks, search, from, world, attempts }
   </div>`;
 }
 
-/** All chosen lines as a file for each chosen rank. @param {{job: any, attempt: number | null, ranks: number[], search: string}} props */
+/** All chosen lines as a file for each chosen rank. @param {{job: Api.Job, attempt: number | null, ranks: number[], search: string}} props */
 function Save({ job, attempt, ranks, search }) {
   const [busy, setBusy] = useState(false);
   const fetchAll = async () => {

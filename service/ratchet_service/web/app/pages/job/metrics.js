@@ -22,20 +22,20 @@ const LARGE_POINTS = 2000;
 const CSV_POINTS = 10_000;
 const NAN_MARKS = 50;
 
-/** @param {{job: any, attempts: any[], route: import("../../route.js").Route}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], route: import("../../route.js").Route}} props */
 export default function Metrics({ job, attempts, route }) {
   const { query } = route;
   const every = ACTIVE.includes(job.phase) ? 3000 : 30_000;
   const index = useLive(`v1/jobs/${job.id}/metrics?max_points=2`, { every: 2 * every });
   const text = query.get("name") ?? "";
   const large = query.get("chart");
-  const all = /** @type {any[]} */ (index.data?.series ?? []);
+  const all = index.data?.series ?? [];
   const matches = nameFilter(text);
   const names = all.map((one) => one.name).filter(matches).sort(byUse);
   const limit = Number(query.get("show")) || PAGE;
   const now = chosen(query);
   const found = useKept(useLive(names.length ? metricsPath(job, names.slice(0, limit), POINTS, now.steps) : null, { every }));
-  const series = names.slice(0, limit).flatMap((name) => found.data?.series.filter((/** @type {any} */ one) => one.name === name) ?? []);
+  const series = names.slice(0, limit).flatMap((name) => found.data?.series.filter((one) => one.name === name) ?? []);
   const origin = originOf(job, attempts);
   const whole = now.steps ? null : extentOf(series, now.axis, origin);
   const known = useRef(/** @type {any} */ ({}));
@@ -67,27 +67,28 @@ export default function Metrics({ job, attempts, route }) {
 /** Losses first, then the others by name. @param {string} a @param {string} b */
 const byUse = (a, b) => Number(/loss/i.test(b)) - Number(/loss/i.test(a)) || a.localeCompare(b);
 
-/** @param {any} job @param {string[]} names @param {number} points @param {[number, number] | null} steps */
+/** @param {Api.Job} job @param {string[]} names @param {number} points @param {[number, number] | null} steps
+ *  @returns {`v1/jobs/${string}/metrics?${string}`} */
 const metricsPath = (job, names, points, steps) =>
   `v1/jobs/${job.id}/metrics?max_points=${points}${names.map((name) => `&name=${encodeURIComponent(name)}`).join("")}${zoomQuery(steps)}`;
 
-/** @param {{job: any}} props */
+/** @param {{job: Api.Job}} props */
 const NoMetrics = ({ job }) => html`<${Empty}><p>No metric yet. A script sends a value per step with</p>
   <${Command} line=${'session.log({"loss": loss})'} /><p>The command line shows the same curves:</p><${Command} line=${`ratchet metrics ${job.id}`} /></${Empty}>`;
 
-/** What the lines and spans in the charts are. @param {{job: any, attempts: any[]}} props */
+/** What the lines and spans in the charts are. @param {{job: Api.Job, attempts: Api.Attempt[]}} props */
 function Ends({ job, attempts }) {
   const ended = attempts.filter((one) => one.cause && one.cause !== "completed").sort((a, b) => a.number - b.number);
   if (!ended.length) return null;
   const lost = ended.reduce((sum, one) => sum + (one.steps_lost ?? 0), 0);
   return html`<div class="row small ends"><span class="dim">Lines: ends of ${attempts.length < job.attempt ? `the newest ${count(attempts.length)} attempts` : "attempts"}.${lost > 0 ? " Shaded: steps that were lost and done again." : ""}</span>
     ${ended.slice(-6).map((one) => html`<a class=${classes("badge", causeTone(one.cause))} key=${one.number} href=${link(["jobs", job.id, "attempts"], { attempt: one.number })}
-      title=${causeText(one.cause)}>${one.number}: ${one.cause} at step ${count(one.last_step)}${one.steps_lost > 0 ? `, ${count(one.steps_lost)} lost` : ""}</a>`)}
+      title=${causeText(one.cause)}>${one.number}: ${one.cause} at step ${count(one.last_step)}${one.steps_lost ? `, ${count(one.steps_lost)} lost` : ""}</a>`)}
     ${ended.length > 6 && html`<a href=${link(["jobs", job.id, "attempts"])}>${count(ended.length - 6)} earlier ones</a>`}</div>`;
 }
 
 /**
- * @typedef {{job: any, attempts: any[], now: import("../../components/chart_tools.js").Chosen, origin: number, list: any[],
+ * @typedef {{job: Api.Job, attempts: Api.Attempt[], now: import("../../components/chart_tools.js").Chosen, origin: number, list: Api.Series[],
  *            whole: [number, number] | null}} Shared
  */
 
@@ -100,7 +101,7 @@ function Large({ name, every, ...shared }) {
   return html`<div class="wide" ref=${place}>${series ? html`<${Series} series=${series} height=${420} large ...${shared} />` : html`<${Card} title=${name}><div style=${{ height: "30rem" }}></div></${Card}>`}</div>`;
 }
 
-/** @param {Shared & {series: any, height: number, large?: boolean}} props */
+/** @param {Shared & {series: Api.Series, height: number, large?: boolean}} props */
 function Series({ job, attempts, now, origin, list, whole, series, height, large = false }) {
   const { axis, width, scale, steps } = now;
   const curves = useMemo(() => curveOf(series, width, { axis, origin }), [series, width, axis, origin]);
@@ -133,14 +134,14 @@ function Series({ job, attempts, now, origin, list, whole, series, height, large
 /** @param {any} value */
 const showValue = (value) => (typeof value === "number" ? number(value) : String(value ?? "–"));
 
-/** An alarm: values of steps that were done again and differ. @param {{job: any, series: any, attempts: any[]}} props */
+/** An alarm: values of steps that were done again and differ. @param {{job: Api.Job, series: Api.Series, attempts: Api.Attempt[]}} props */
 function Differs({ job, series, attempts }) {
   const old = series.superseded ?? [];
   if (!old.length) return null;
   const inexact = attempts.some((one) => ["differs", "not-exact"].includes(verdict(one)));
   const harmless = !inexact && attempts.some((one) => one.metrics_differ.includes(series.name));
   const first = old[0];
-  const redone = series.points.find((/** @type {any} */ point) => point.step === first.step);
+  const redone = series.points.find((point) => point.step === first.step);
   return html`<div class=${classes("notice small", inexact ? "bad" : "wait")} style=${{ marginBottom: ".6rem" }}>
     <strong>${plural(old.length, "redone value")} ${old.length === 1 ? "differs" : "differ"}.</strong> Step ${count(first.step)} gave ${showValue(first.value)} in attempt ${first.attempt}${redone ? `, then ${showValue(redone.value)} in attempt ${redone.attempt}` : ""}.
     ${inexact
@@ -148,7 +149,7 @@ function Differs({ job, series, attempts }) {
       : harmless ? " The state of the ranks was identical in these steps: this metric is probably a measured time." : " Whether the state differed is not known."}</div>`;
 }
 
-/** Reads the series whole, as far as one answer goes, and hands it to the browser as a file. @param {any} job @param {any} shown */
+/** Reads the series whole, as far as one answer goes, and hands it to the browser as a file. @param {Api.Job} job @param {Api.Series} shown */
 async function saveCsv(job, shown) {
   try {
     const { data } = await read(metricsPath(job, [shown.name], CSV_POINTS, null));

@@ -17,7 +17,7 @@ const EVENTS = 8;
 /** Points from which on the curve is smoothed. */
 const SMOOTHED = 100;
 
-/** @param {{job: any, attempts: any[], refresh: () => void}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[], refresh: () => void}} props */
 export default function Overview({ job, attempts }) {
   const newest = attempts.find((one) => one.number === job.attempt);
   return html`<div class="stack">
@@ -25,13 +25,13 @@ export default function Overview({ job, attempts }) {
     ${["QUEUED", "SUSPENDED"].includes(job.phase) && html`<${Waiting} job=${job} />`}
     <div class="main-side">
       <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /><${Recent} job=${job} />
-        ${job.warnings?.length > 0 && html`<${Card} title="Warnings of the submission">${job.warnings.map((/** @type {any} */ one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}</div>
+        ${job.warnings?.length > 0 && html`<${Card} title="Warnings of the submission">${job.warnings.map((one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}</div>
       <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} />
         ${newest?.resume_report && html`<${Resume} key=${newest.number} job=${job} attempt=${newest} />`}</div>
     </div></div>`;
 }
 
-/** The cause in words, the guilty rank's last lines, and what to do. @param {{job: any, attempt: any}} props */
+/** The cause in words, the guilty rank's last lines, and what to do. @param {{job: Api.Job, attempt: Api.Attempt | undefined}} props */
 function Failed({ job, attempt }) {
   const rank = attempt?.rank ?? 0;
   const { data } = useLive(attempt ? `v1/jobs/${job.id}/logs?attempt=${attempt.number}&rank=${rank}&tail=30` : null, { every: null });
@@ -39,20 +39,20 @@ function Failed({ job, attempt }) {
     <div class="stack" style=${{ gap: ".7rem" }}>
       <p>${job.message ?? attempt?.message}</p>
       ${attempt?.message && !job.message?.includes(attempt.message) && html`<pre>${attempt.message}</pre>`}
-      ${data?.items?.length > 0 && html`<div><p class="dim small">Last lines of rank ${rank} · <a href=${link(["jobs", job.id, "logs"], { attempt: attempt.number, rank })}>all of them</a></p>
-        <div class="log quote" ref=${(/** @type {HTMLElement | null} */ box) => box?.scrollTo(0, box.scrollHeight)} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((/** @type {any} */ line) => html`<div><span class="text">${spans(lastVersion(line.text).text).map((span) => (span.tone ? html`<span class=${span.tone}>${span.text}</span>` : span.text))}</span></div>`)}</div></div>`}
+      ${attempt && data && data.items.length > 0 && html`<div><p class="dim small">Last lines of rank ${rank} · <a href=${link(["jobs", job.id, "logs"], { attempt: attempt.number, rank })}>all of them</a></p>
+        <div class="log quote" ref=${(/** @type {HTMLElement | null} */ box) => box?.scrollTo(0, box.scrollHeight)} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((line) => html`<div><span class="text">${spans(lastVersion(line.text).text).map((span) => (span.tone ? html`<span class=${span.tone}>${span.text}</span>` : span.text))}</span></div>`)}</div></div>`}
       <div class="stack" style=${{ gap: ".4rem" }}><p class="dim small">After the cause is mended, continue from ${job.last_checkpoint ? stepOf(job.last_checkpoint) : "the beginning"}:</p>
         <${Command} line=${`ratchet resume ${job.id}`} /><${Command} line=${`ratchet resume ${job.id} --code .`} /></div>
     </div></${Card}>`;
 }
 
-/** In words; a reason such as no-progress may follow an end that was no failure. @param {any} job @param {any} attempt */
+/** In words; a reason such as no-progress may follow an end that was no failure. @param {Api.Job} job @param {Api.Attempt | undefined} attempt */
 function failure(job, attempt) {
   if (!attempt?.cause || attempt.cause === job.reason) return reasonText(job.reason);
   return causeTone(attempt.cause) === "bad" ? `${causeText(attempt.cause).replace(/\.$/, "")} (${reasonText(job.reason)})` : reasonText(job.reason);
 }
 
-/** Why it waits, its place, what is ahead. @param {{job: any}} props */
+/** Why it waits, its place, what is ahead. @param {{job: Api.Job}} props */
 function Waiting({ job }) {
   const now = useNow();
   const held = job.phase === "SUSPENDED";
@@ -64,13 +64,13 @@ function Waiting({ job }) {
     <p class="dim">${isUnmanaged(job) ? "" : job.progress.steps_at_risk > 0 ? `${plural(job.progress.steps_at_risk, "step")} will be done again. ` : job.attempt ? "No step is lost. " : ""}${job.last_checkpoint ? `It will continue from ${stepOf(job.last_checkpoint)}.` : "It has no checkpoint yet."}</p></${Card}>`;
 }
 
-/** @param {{job: any, attempts: any[]}} props */
+/** @param {{job: Api.Job, attempts: Api.Attempt[]}} props */
 function Curve({ job, attempts }) {
   const every = ACTIVE.includes(job.phase) ? 3000 : 15_000;
   const [name, setName] = useState(/** @type {string | null} */ (null));
   const index = useLive(`v1/jobs/${job.id}/metrics?max_points=2`, { every: name === null ? every : 30_000 });
   const all = index.data?.series ?? [];
-  const wanted = (all.find((/** @type {any} */ one) => one.name === "loss") ?? all[0])?.name ?? null;
+  const wanted = (all.find((one) => one.name === "loss") ?? all[0])?.name ?? null;
   useEffect(() => setName(wanted), [wanted]);
   const { data } = useLive(wanted === null ? null : `v1/jobs/${job.id}/metrics?max_points=600&name=${encodeURIComponent(wanted)}`, { every });
   const first = data?.series[0];
@@ -84,9 +84,9 @@ function Curve({ job, attempts }) {
       note=${[width > 0 && `Smoothed over ${plural(width, "step")}, in front of the raw values.`, attempts.some((one) => one.cause && one.cause !== "completed") && "Lines: ends of attempts, coloured by cause. Shaded: steps that were lost and done again.", attempts.length < job.attempt && `Marked are the newest ${count(attempts.length)} attempts.`, leftOut(first)].filter(Boolean).join(" ")} /></${Card}>`;
 }
 
-/** Were the resumes exact? @param {{job: any, attempts: any[]}} props */
+/** Were the resumes exact? @param {{job: Api.Job, attempts: Api.Attempt[]}} props */
 function Proof({ job, attempts }) {
-  const resumed = attempts.filter((one) => one.base && one.base.step > 0);
+  const resumed = attempts.filter((one) => one.base?.step);
   const equal = attempts.reduce((sum, one) => sum + one.redone.equal, 0);
   const compared = attempts.reduce((sum, one) => sum + one.redone.compared, 0);
   const bad = attempts.filter((one) => ["not-exact", "differs"].includes(verdict(one)));
@@ -102,26 +102,26 @@ function Proof({ job, attempts }) {
     <div class="stack small" style=${{ marginTop: ".6rem", gap: ".2rem" }}>${resumed.slice(0, 6).map((one) => {
       const later = proofTone(one.proof ?? "") === "wait";
       return html`<div class="row spread" title=${one.proof}><a href=${link(["jobs", job.id, "attempts"], { attempt: one.number })}>attempt ${one.number}</a>
-        <span class=${classes("word", later ? "wait" : verdictTone(verdict(one)), verdict(one))}>${verdictText(verdict(one))}${later && `; ${one.proof.slice(one.proof.indexOf("not exact since"))}`}</span></div>`;
+        <span class=${classes("word", later ? "wait" : verdictTone(verdict(one)), verdict(one))}>${verdictText(verdict(one))}${later && `; ${one.proof?.slice(one.proof.indexOf("not exact since"))}`}</span></div>`;
     })}</div>
     <div style=${{ marginTop: ".7rem" }}><${Command} line=${`ratchet prove ${job.id}`} /></div></${Card}>`;
 }
 
-/** What the ends of attempts cost. @param {{job: any}} props */
-const Cost = ({ job }) => job.goodput?.wall_seconds > 0 && html`<${Card} title="Where its time went" aside=${`goodput ${percent(job.goodput.goodput)}`}>
+/** What the ends of attempts cost. @param {{job: Api.Job}} props */
+const Cost = ({ job }) => job.goodput && job.goodput.wall_seconds > 0 && html`<${Card} title="Where its time went" aside=${`goodput ${percent(job.goodput.goodput)}`}>
   <${SpentBar} spent=${job.goodput} label="The job" /></${Card}>`;
 
-/** How the newest attempt was restored. The components are read once: they do not change. @param {{job: any, attempt: any}} props */
+/** How the newest attempt was restored. The components are read once: they do not change. @param {{job: Api.Job, attempt: Api.Attempt}} props */
 function Resume({ job, attempt }) {
   const { data } = useLive(`v1/jobs/${job.id}/attempts/${attempt.number}`, { every: null });
   const components = data?.resume_report?.components ?? [];
   return components.length > 0 && html`<${ResumeMatrix} attempt=${{ ...attempt, resume_report: { ...attempt.resume_report, components } }} />`;
 }
 
-/** The newest events. @param {{job: any}} props */
+/** The newest events. @param {{job: Api.Job}} props */
 function Recent({ job }) {
   const now = useNow();
   const { data } = useLive(`v1/jobs/${job.id}/events?sort=-id&limit=${EVENTS}`, { every: 5000 });
   return html`<${Card} title="Latest events" aside=${html`<a href=${link(["jobs", job.id, "events"])}>all events</a>`}>
-    <div class="latest">${data?.items.map((/** @type {any} */ one) => html`<span class="dim" title=${moment(one.at)}>${ago(one.at, now)}</span><strong>${one.type}</strong><span>${one.message}</span>`)}</div></${Card}>`;
+    <div class="latest">${data?.items.map((one) => html`<span class="dim" title=${moment(one.at)}>${ago(one.at, now)}</span><strong>${one.type}</strong><span>${one.message}</span>`)}</div></${Card}>`;
 }

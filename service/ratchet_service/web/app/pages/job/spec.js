@@ -9,14 +9,14 @@ import { link, setQuery } from "../../route.js";
 import { save } from "../../api.js";
 import { differences, leaves, rounded, scalar, yaml, yamlLines } from "../../yaml.js";
 
-/** @param {{job: any, route: import("../../route.js").Route}} props */
+/** @param {{job: Api.Job, route: import("../../route.js").Route}} props */
 export default function Spec({ job, route }) {
   const parent = job.forked_from?.split("/")[0] ?? "";
   const other = recorded ? "" : route.query.get("with") ?? parent;
   const { data: base, error } = useLive(other && other !== job.id ? `v1/jobs/${encodeURIComponent(other)}` : null, { every: null });
   const changed = base ? differences(base.spec, job.spec) : [];
   return html`<div class="stack">
-    ${(job.warnings ?? []).length > 0 && html`<${Card} title=${plural(job.warnings.length, "warning") + " of the submission"} tone="wait">${job.warnings.map((/** @type {any} */ one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}
+    ${(job.warnings ?? []).length > 0 && html`<${Card} title=${plural(job.warnings.length, "warning") + " of the submission"} tone="wait">${job.warnings.map((one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}
     <div class="main-side">
       <div class="stack"><${Text} job=${job} changed=${new Set(changed.map((one) => one.path))} /></div>
       <div class="stack">
@@ -26,11 +26,11 @@ export default function Spec({ job, route }) {
       </div></div></div>`;
 }
 
-/** @param {{job: any, changed: Set<string>}} props */
+/** @param {{job: Api.Job, changed: Set<string>}} props */
 function Text({ job, changed }) {
   const text = yaml(job.spec);
   const hidden = (job.spec.secret_env ?? []).length > 0;
-  const warned = /** @type {Record<string, string>} */ (Object.fromEntries((job.warnings ?? []).map((/** @type {any} */ one) => [one.pointer, one.detail])));
+  const warned = /** @type {Record<string, string>} */ (Object.fromEntries((job.warnings ?? []).map((one) => [one.pointer, one.detail])));
   return html`<${Card} title="Spec" flush aside=${html`<${Copy} text=${text}>copy as YAML</${Copy}><${Copy} text=${JSON.stringify(job.spec, null, 2)}>copy as JSON</${Copy}>
       <button type="button" class="plain" onClick=${() => save(new Blob([text], { type: "application/yaml" }), `${job.name}.yaml`)}>save</button>`}>
     <div class="scroll yaml" tabindex="0" role="region" aria-label="Spec as YAML">${yamlLines(job.spec).map((one) => {
@@ -55,15 +55,15 @@ const AUTO = {
   "/trial/end_at": null,
 };
 
-/** What ``auto`` at ``path`` became; null: it is only a text there. @param {any} job @param {string} path */
+/** What ``auto`` at ``path`` became; null: it is only a text there. @param {Api.Job} job @param {string} path */
 export function decided(job, path) {
   if (!Object.hasOwn(AUTO, path)) return null;
   const name = AUTO[path];
-  const found = name && job.resolved?.[name];
+  const found = name && /** @type {Record<string, any> | null} */ (job.resolved)?.[name];
   return found ? String(found) : "decided when it runs";
 }
 
-/** @param {{job: any}} props */
+/** @param {{job: Api.Job}} props */
 function Decided({ job }) {
   const spec = leaves(job.spec);
   const open = new Map(Object.entries({ device: "/world/device", backend: "/ddp/backend", python: "/python" }).map(([name, path]) => /** @type {[string, any]} */ ([name, spec.get(path)])).filter(([, value]) => value === "auto" || value === null));
@@ -73,7 +73,7 @@ function Decided({ job }) {
       <dd>${open.has(name) && html`<span class="dim">${open.get(name) === "auto" ? "auto" : "not set"} → </span>`}${name.endsWith("digest") ? html`<code title=${value}>${String(value).slice(0, 12)}…</code> <${Copy} text=${String(value)}>copy</${Copy}>` : html`<code>${String(value)}</code>`}</dd></div>`)}</dl></${Card}>`;
 }
 
-/** @param {{job: any, parent: string, other: string, base: any, error: Error | null, changed: {path: string, before: any, after: any}[]}} props */
+/** @param {{job: Api.Job, parent: string, other: string, base: Api.Job | null, error: Error | null, changed: {path: string, before: any, after: any}[]}} props */
 function Against({ job, parent, other, base, error, changed }) {
   const shown = (/** @type {any} */ value) => (value === undefined ? html`<span class="dim">not set</span>` : value !== null && typeof value === "object" ? html`<pre>${yaml(value).trim() || JSON.stringify(value)}</pre>` : html`<code>${scalar(value)}</code>`);
   return html`<${Card} title="Changes" aside=${parent && html`forked from <a href=${link(["jobs", parent])}>${job.forked_from}</a>`}>
@@ -89,7 +89,7 @@ function Against({ job, parent, other, base, error, changed }) {
     </div></${Card}>`;
 }
 
-/** @param {{job: any, base: any}} props */
+/** @param {{job: Api.Job, base: Api.Job | null}} props */
 function Software({ job, base }) {
   const found = job.environment;
   const [wanted, setWanted] = useState("");
