@@ -108,7 +108,10 @@ def usual(server: Server, camera: Camera, code: Path) -> str:
         )
     )  # fmt: skip
     wait_for(lambda: server.job(failed)["phase"] == "FAILED", "the failure", 120)
-    endless = {"task": {"entrypoint": "paced:Paced", "args": {"epochs": 900}}, "code": {"path": str(code)}}
+    endless: dict[str, Any] = {
+        "task": {"entrypoint": "paced:Paced", "args": {"epochs": 900}},
+        "code": {"path": str(code)},
+    }
     running = server.submit(spec("digits-long", labels={"team": "vision"}, **endless))
     server.wait_step(running, 120)
     waiting = server.submit(spec("digits-wide", 4, priority=-1, labels={"team": "speech"}))
