@@ -531,7 +531,7 @@ def test_report_shows_what_a_job_wrote_as_text(scene: Scene, reports: dict[str, 
 
 
 VALUES = {
-    "overview": ("main h1 ~ .badge", ".facts dd", ".card:has(h2:text('exact')) p", "section:has(h2:text('time')) td"),
+    "overview": ("main h1 ~ .badge", ".facts dd", ".card:has(h2:text('exact')) p", "section:has(h2:text('time'))"),
     "metrics": (".lead", ".chart figcaption", ".ends"),
     "hook": ("table tbody tr", ".terms", ".chart figcaption"),
     "attempts": ("table.timeline tbody tr", ".card dl", ".matrix tr"),
