@@ -149,7 +149,7 @@ class Crowd:
         known = dict.fromkeys(one["component"] for one in self._report["components"])
         parts = [{"component": c, "rank": r, "status": "exact", "reason": None} for c in known for r in range(ranks)]
         origin = {"step": base, "attempt": number - 1 if base else None, "digest": "d" * 64 if base else None}
-        report = {"components": parts, "base": origin, "verdict": "exact" if base else "fresh"}
+        report: dict[str, Any] = {"components": parts, "base": origin, "verdict": "exact" if base else "fresh"}
         report |= {"world_size": ranks, "recorded_world_size": ranks}
         compared = {str(rank): [redone, redone] for rank in range(ranks)}
         begun = self._ago(ago)
