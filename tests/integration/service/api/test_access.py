@@ -25,7 +25,7 @@ from tests.support.team import Team, problem_status_and_code, team, token_requir
 from tests.support.tokens import bearer, make_token
 
 __all__ = ["team", "token_required_service"]
-OPEN = ("/healthz", "/readyz", "/", "/docs", "/docs/{name}", "/web/{path:path}")
+OPEN = ("/healthz", "/readyz", "/", "/docs", "/docs/{name}", "/web/{name}")
 ACTIONS = ("suspend", "cancel", "preempt", "checkpoint", "resume", "fork")
 
 
