@@ -221,6 +221,10 @@ def test_resumed_job_shows_what_the_kill_cost_and_that_the_resume_was_exact(scen
     text = page.inner_text("main")
     assert f"{redone['equal']} of {redone['compared']}" in text
     assert "rank-killed" in text and "exact, proved" in text
+    lost = sum(attempt["steps_lost"] for attempt in scene.server.attempts(scene.resumed))
+    assert f"{lost} steps lost" in text and "ended early" in text
+    page.get_by_role("button", name="Fork", exact=True).wait_for()
+    assert page.get_by_role("button", name="Resume", exact=True).count() == 0, "a job that has succeeded is not resumed"
     page.get_by_role("region", name="Resume of attempt 2").get_by_role("row", name="optimizer").wait_for()
     page = seen.open(f"#/jobs/{scene.resumed}/attempts")
     page.get_by_role("region", name="Resume of attempt 2").get_by_role("row", name="optimizer").wait_for()
@@ -276,7 +280,14 @@ def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) ->
         server.wait_step(job, 12, after_attempt=1)
         confirm(page, "Suspend", f"ratchet suspend {job}")
         server.wait_phase(job, "SUSPENDED")
-        page.get_by_role("button", name="Resume", exact=True).wait_for()
+        page.get_by_role("button", name="Resume", exact=True).click()
+        stored = [one["step"] for one in server.call("GET", f"/v1/jobs/{job}/checkpoints").json()["items"]]
+        offered = page.get_by_role("dialog").get_by_label("From").locator("option[value]:not([value=''])")
+        offered.first.wait_for(state="attached")
+        assert sorted(int(str(one.get_attribute("value"))) for one in offered.all()) == sorted(stored)
+        page.get_by_role("dialog").get_by_label("From").select_option(str(max(stored)))
+        assert f"ratchet resume {job} --from-step {max(stored)}" in page.get_by_role("dialog").inner_text()
+        page.get_by_role("button", name="Back").click()
         confirm(page, "Resume", f"ratchet resume {job}")
         server.wait_step(job, 12, after_attempt=2)
         page.get_by_role("button", name="Cancel", exact=True).wait_for()

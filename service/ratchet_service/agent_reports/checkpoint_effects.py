@@ -140,6 +140,7 @@ class Checkpoints:
         attempt.last_step = max(attempt.last_step, message.step)
         if attempt.number == job.attempt and message.step >= job.committed_step:
             job.committed_step, job.committed_attempt = message.step, message.attempt
+            job.step = max(job.step, message.step)  # the progress is reported later
         self.has_commits = True
         data = {"checkpoint": name, "step": message.step, "reason": message.reason, "size": message.size}
         text = "is the job's last" if ended else f"committed ({message.reason})"

@@ -59,6 +59,8 @@ def check_transition(job: Job, event: Event) -> Step:
         text = _DETAILS[step.code].format(phase=job.phase.value, event=event.value)
         if job.phase is JobPhase.STOPPING and job.desired is Desired.CANCEL:
             text = f"the job is being cancelled; {event.value} comes too late"
+        if job.phase is JobPhase.SUCCEEDED and event is Event.RESUME:
+            text += f"; a fork continues from a checkpoint: ratchet fork {job.id}"
         raise Conflict(text, code=step.code, phase=job.phase.value)
     return step
 

@@ -1,5 +1,6 @@
 // @ts-check
 /** What phases, causes and verdicts mean: their tone (a class name of style.css) and words. */
+import { count } from "./format.js";
 
 /** @typedef {"good" | "busy" | "wait" | "held" | "bad" | "quiet"} Tone */
 
@@ -14,6 +15,14 @@ export const phaseTone = (phase) => PHASES[phase] ?? "quiet";
 
 export const ENDED = ["SUCCEEDED", "FAILED", "CANCELLED"];
 export const ACTIVE = ["STARTING", "RUNNING", "STOPPING"];
+/** Phases in which a job can be resumed: one that has succeeded can only be forked. */
+export const RESUMABLE = ["FAILED", "CANCELLED", "SUSPENDED"];
+
+/** Its share of all steps, null if their number is not known: 1 if it has succeeded, as a trial does before its last step. @param {Api.Job} job */
+export const shareDone = ({ phase, progress }) => (progress.total_steps ? (phase === "SUCCEEDED" ? 1 : progress.step / progress.total_steps) : null);
+
+/** The number of all steps, behind that of those done. @param {Api.Job} job */
+export const ofTotal = ({ phase, progress: { step, total_steps } }) => (total_steps ? ` of ${count(total_steps)}${phase === "SUCCEEDED" && step < total_steps ? ", ended early" : ""}` : "");
 
 /** Whether the caller may act on the job. @param {Api.Caller | null} caller @param {Api.Job} job @param {Api.Caller["scopes"][number]} [scope] */
 export const mayAct = (caller, job, scope = "jobs:write") =>

@@ -257,6 +257,12 @@ def test_checkpoint_states_follow_the_workers_reports(api: Api, job: str) -> Non
     assert told == {f"{name} committed (schedule)", f"{name} is the job's last"}
 
 
+def test_progress_is_never_before_the_last_checkpoint(api: Api, job: str) -> None:
+    api.report(job, (0, 1, [training_message(), message("progress", step=9), checkpoint_message(12)]))
+    found = api.job(job)
+    assert found["progress"]["step"] == 12 and found["progress"]["steps_at_risk"] == 0
+
+
 def test_training_report_of_the_next_attempt_resets_progress_to_its_base(api: Api, job: str) -> None:
     api.report(job, (0, 1, [training_message(), checkpoint_message(5), message("progress", step=9)]))
     assert api.job(job)["progress"]["steps_at_risk"] == 4

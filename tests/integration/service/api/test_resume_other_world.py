@@ -113,7 +113,8 @@ def test_resume_with_the_same_rank_count_is_a_plain_resume(api: Api) -> None:
     assert resume(api, job_id, world_spec(2))["phase"] == "QUEUED"
     assert "world-changed" not in {e["type"] for e in events(api, job_id)}
     api.set_phase(job_id, JobPhase.SUCCEEDED)
-    assert resume(api, job_id, world_spec(3), 409)["code"] == "job-ended"
+    refused = resume(api, job_id, world_spec(3), 409)
+    assert refused["code"] == "job-ended" and f"ratchet fork {job_id}" in refused["detail"]
 
 
 def test_resume_with_other_ranks_recomputes_hook_warnings(api: Api) -> None:

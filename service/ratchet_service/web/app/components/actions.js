@@ -1,9 +1,9 @@
 // @ts-check
 /** Actions on jobs and checkpoints. Each shows the command line that does the same. */
-import { Unreachable, change } from "../api.js";
-import { html, useState } from "../dom.js";
-import { quoted } from "../format.js";
-import { ACTIVE, ENDED } from "../meaning.js";
+import { Unreachable, change, read } from "../api.js";
+import { html, useEffect, useState } from "../dom.js";
+import { count, quoted } from "../format.js";
+import { ACTIVE, ENDED, RESUMABLE } from "../meaning.js";
 import { go, link } from "../route.js";
 import { Command, Dialog } from "./basics.js";
 import { notify } from "./frame.js";
@@ -12,7 +12,7 @@ import { notify } from "./frame.js";
  * ``send``: does it, and returns what is announced; empty: nothing. ``ready``: whether there is something to do. ``fields``: inputs, by name. ``danger``: it ends or deletes something.
  * @typedef {{key: string, title: string, explain: string, danger?: boolean, fields?: Field[], ready?: (values: Record<string, string>) => boolean,
  *            line: (values: Record<string, string>) => string, send: (values: Record<string, string>) => Promise<string>}} Action
- * @typedef {{name: string, label: string, value?: string, type?: string, optional?: boolean, hint?: string}} Field
+ * @typedef {{name: string, label: string, value?: string, type?: string, optional?: boolean, hint?: string, options?: () => Promise<[string, string][]>}} Field
  */
 
 
@@ -43,11 +43,11 @@ export function jobActions(job) {
       key: "suspend", title: "Suspend", explain: "Save and stop. The job holds no resources until it is resumed.",
       line: () => `ratchet suspend ${job.id}`, send: post(job, "suspend", "The job saves and stops."),
     },
-    (ended || job.phase === "SUSPENDED") && {
+    RESUMABLE.includes(job.phase) && {
       key: "resume", title: "Resume", explain: "Continue from the last checkpoint. With another number of ranks the state is redistributed, and the resume is not exact.",
       fields: [
         { name: "ranks", label: "Ranks per node", type: "number", optional: true, hint: `now ${job.spec.world?.ranks_per_node ?? "auto"}` },
-        { name: "step", label: "From step", type: "number", optional: true, hint: "the last checkpoint" },
+        { name: "step", label: "From", optional: true, hint: "the last checkpoint", options: () => storedSteps(job) },
       ],
       line: ({ ranks, step }) => `ratchet resume ${job.id}${step ? ` --from-step ${step}` : ""}${ranks ? ` --world ${ranks}` : ""}`,
       send: async ({ ranks, step }) => {
@@ -84,6 +84,12 @@ export function jobActions(job) {
     },
   ];
   return /** @type {Action[]} */ (found.filter(Boolean));
+}
+
+/** The newest steps that a resume can begin from. @param {Api.Job} job @returns {Promise<[string, string][]>} */
+async function storedSteps(job) {
+  const { data } = await read(`v1/jobs/${job.id}/checkpoints?limit=100`);
+  return data.items.filter((one) => one.state === "committed" && one.lineage === "current").map((one) => [String(one.step), `step ${count(one.step)}`]);
 }
 
 /** @param {Api.Job} job @param {string} checkpoint @returns {Action} */
@@ -144,10 +150,19 @@ export function ActionDialog({ action, onClose, onDone }) {
       ${(action.fields ?? []).map((field) => html`<label class="field" key=${field.name}>${field.label}
         ${field.type === "lines"
           ? html`<textarea rows="5" value=${values[field.name]} onInput=${set(field.name)}></textarea>`
+          : field.options
+          ? html`<${Options} field=${field} value=${values[field.name]} onChange=${set(field.name)} />`
           : html`<input type=${field.type ?? "text"} value=${values[field.name]} placeholder=${field.hint ?? ""} required=${!field.optional} onInput=${set(field.name)} />`}</label>`)}
       ${error && html`<p class="notice bad" role="alert">${error}</p>`}
       <${Command} line=${action.line(values)} />
       <div class="row end"><button type="button" onClick=${onClose}>Back</button>
         <button class=${action.danger ? "danger" : "primary"} disabled=${busy || action.ready?.(values) === false}>${action.title}</button></div>
     </form></${Dialog}>`;
+}
+
+/** A choice whose options are read when the dialog opens. @param {{field: Field, value: string, onChange: (event: any) => void}} props */
+function Options({ field, value, onChange }) {
+  const [found, setFound] = useState(/** @type {[string, string][]} */ ([]));
+  useEffect(() => void field.options?.().then(setFound, () => {}), []); // without them the first one is left, as the service says when it is sent
+  return html`<select value=${value} onChange=${onChange}><option value="">${field.hint}</option>${found.map(([key, text]) => html`<option value=${key}>${text}</option>`)}</select>`;
 }

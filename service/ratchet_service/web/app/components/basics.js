@@ -1,5 +1,6 @@
 // @ts-check
 /** Small parts that all pages use. */
+import { TokenNeeded } from "../api.js";
 import { classes, html, useEffect, useRef, useState } from "../dom.js";
 import { phaseTone } from "../meaning.js";
 
@@ -34,7 +35,7 @@ export const Empty = ({ children }) => html`<div class="empty">${children}</div>
 
 /** An error above what is shown, or in its place. @param {{error: Error | null}} props */
 export const Trouble = ({ error }) =>
-  error && html`<p class="notice bad" role="status">${error.message}</p>`;
+  error && !(error instanceof TokenNeeded) && html`<p class="notice bad" role="status">${error.message}</p>`;
 
 /** In the place of a page or tab that could not be loaded or drawn. @param {{error: Error}} props */
 export const Broken = ({ error }) => html`<div class="stack"><${Trouble} error=${new Error(`This page failed: ${error.message}`)} />

@@ -4,7 +4,7 @@ import { change, download, save } from "../api.js";
 import { html, useState } from "../dom.js";
 import { count, duration, moment, number, percent, plural, size } from "../format.js";
 import { useLive } from "../live.js";
-import { ENDED, mayAct } from "../meaning.js";
+import { ENDED, RESUMABLE, mayAct } from "../meaning.js";
 import { recorded } from "../recorded.js";
 import { link } from "../route.js";
 import { ActionButton, forkAction } from "./actions.js";
@@ -53,7 +53,7 @@ function Actions({ job, one, caller, done }) {
   const path = `v1/jobs/${job.id}/checkpoints/${one.id}`;
   const act = mayAct(caller, job);
   const keep = mayAct(caller, job, "checkpoints:write");
-  const stopped = ENDED.includes(job.phase) || job.phase === "SUSPENDED";
+  const stopped = RESUMABLE.includes(job.phase);
   /** @type {(Action | false)[]} */
   const found = [
     keep && {
@@ -89,7 +89,7 @@ function Actions({ job, one, caller, done }) {
   const shown = /** @type {Action[]} */ (found.filter(Boolean));
   return html`<div class="stack" style=${{ gap: ".7rem" }}>
     ${shown.length > 0 && html`<div class="row" role="group" aria-label="Actions on this checkpoint">${shown.map((action) => html`<${ActionButton} key=${action.key} action=${action} onDone=${done} />`)}
-      ${act && !stopped && one.lineage === "current" && html`<span class="small dim">To resume from here, suspend the job first.</span>`}</div>`}
+      ${act && !stopped && one.lineage === "current" && html`<span class="small dim">${ENDED.includes(job.phase) ? "The job has succeeded: a fork goes on from here." : "To resume from here, suspend the job first."}</span>`}</div>`}
     <${Export} job=${job} one=${one} path=${path} caller=${caller} /></div>`;
 }
 

@@ -5,7 +5,7 @@ import { Badge, Bar, Broken, Facts, Phase, Trouble } from "../components/basics.
 import { html, useEffect, useErrorBoundary, useRef, useState } from "../dom.js";
 import { ago, count, duration, number, percent, plural, stepOf } from "../format.js";
 import { EVERY, useLive, useNow } from "../live.js";
-import { ACTIVE, ENDED, isUnmanaged, mayAct, proofTone } from "../meaning.js";
+import { ACTIVE, ENDED, isUnmanaged, mayAct, ofTotal, proofTone, shareDone } from "../meaning.js";
 import { link } from "../route.js";
 
 /** Attempts that are read: tabs whose charts mark the ends of attempts show more of them. */
@@ -68,7 +68,6 @@ function Tab({ tab, ...props }) {
 function Head({ job, attempts, refresh, caller }) {
   const now = useNow();
   const { progress, goodput } = job;
-  const share = progress.total_steps ? progress.step / progress.total_steps : null;
   const rate = progress.steps_per_second;
   const active = ACTIVE.includes(job.phase);
   const left = rate && progress.total_steps ? (progress.total_steps - progress.step) / rate : null;
@@ -79,9 +78,9 @@ function Head({ job, attempts, refresh, caller }) {
         ${newest?.proof && html`<${Badge} tone=${proofTone(newest.proof)} title=${`Attempt ${newest.number}: ${newest.proof}`}>${newest.proof.replace(/ \(.*?\)/, "")}</${Badge}>`}</div>
       ${mayAct(caller, job) && html`<div class="row actions">${jobActions(job).map((action) => html`<${ActionButton} key=${action.key} action=${action} onDone=${refresh} plain=${["priority", "labels"].includes(action.key)} />`)}</div>`}
     </div>
-    <${Bar} share=${share} label="Progress" tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />
+    <${Bar} share=${shareDone(job)} label="Progress" tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />
     <${Facts} items=${[
-      ["Step", html`${count(progress.step)}${progress.total_steps ? html`<span class="dim"> of ${count(progress.total_steps)}</span>` : ""}`],
+      ["Step", html`${count(progress.step)}<span class="dim">${ofTotal(job)}</span>`],
       ...(active ? [["Steps/s", number(rate)], ["Time left", duration(left)]] : []),
       ...(ENDED.includes(job.phase) ? [["Took", duration(goodput?.wall_seconds)]] : [atRisk(job)]),
       ["Last checkpoint", job.last_checkpoint ? html`<a title=${job.last_checkpoint} href=${link(["jobs", job.id, "checkpoints"])}>${stepOf(job.last_checkpoint)}</a>` : "none"],

@@ -7,7 +7,7 @@ import { Sparkline } from "../components/sparkline.js";
 import { classes, html, useState } from "../dom.js";
 import { ago, count, number, percent, plural, stepOf } from "../format.js";
 import { useLive, useNow } from "../live.js";
-import { ACTIVE, ENDED, causeText, causeTone, isUnmanaged, mayAct, verdict, verdictText, verdictTone } from "../meaning.js";
+import { ACTIVE, ENDED, causeText, causeTone, isUnmanaged, mayAct, ofTotal, shareDone, verdict, verdictText, verdictTone } from "../meaning.js";
 import { link, setQuery } from "../route.js";
 
 /** @type {Record<string, string[]>} */
@@ -41,6 +41,7 @@ export default function Jobs({ route, caller }) {
           <thead><tr><th><span class="hidden">Select</span></th><th>Job</th><th>Phase</th><th>Progress</th><th>Metric</th><th>Hook</th><th>At risk</th><th>Attempts</th><th>Created</th></tr></thead>
           <tbody>${jobs.map((/** @type {any} */ job) => html`<${Row} key=${job.id} job=${job} now=${now} selected=${selected.includes(job.id)} onSelect=${() => toggle(job.id)} />`)}</tbody>
         </table></div></section>
+        <p class="small dim" aria-hidden="true">Attempts: <span class="dot"></span> resume proved exact · <span class="dot hollow"></span> not proved · <span class="dot bad square"></span> ended badly · <span class="mark bad">!</span> not exact</p>
         <${Pages} query=${query} next=${data.next_cursor} />`
       : html`<section class="card"><${NoJobs} filtered=${[...query.keys()].length > 0} /></section>`)}
   </div>`;
@@ -69,14 +70,14 @@ function Row({ job, now, selected, onSelect }) {
   const { progress } = job;
   const more = job.summary ?? /** @type {Partial<Api.Job["summary"]> & {attempts: []}} */ ({ attempts: [] });
   const labels = Object.entries(job.labels);
-  const share = progress.total_steps ? progress.step / progress.total_steps : null;
+  const share = shareDone(job);
   return html`<tr class=${selected ? "selected" : ""}>
     <td><input type="checkbox" checked=${selected} onChange=${onSelect} aria-label=${`Select ${job.name}`} /></td>
     <td class="name"><a href=${link(["jobs", job.id])}><strong>${job.name}</strong></a>
       <div class="small dim labels one-line">${labels.slice(0, LABELS).map(([key, value]) => html`<a class="dim" href=${link(["jobs"], { label: `${key}=${value}` })}>${key}=${String(value)}</a>`)}
         ${labels.length > LABELS && html`<span title=${labels.map((pair) => pair.join("=")).join(", ")}>+${labels.length - LABELS}</span>`}</div></td>
     <td><${Phase} phase=${job.phase} />${!ACTIVE.includes(job.phase) && job.reason && html`<div class="small dim" title=${job.message}>${job.reason}</div>`}</td>
-    <td style=${{ minWidth: "8rem" }}><div class="small nowrap">${count(progress.step)}${progress.total_steps ? html`<span class="dim"> of ${count(progress.total_steps)}</span>` : ""}
+    <td style=${{ minWidth: "8rem" }}><div class="small nowrap">${count(progress.step)}<span class="dim">${ofTotal(job)}</span>
         ${progress.steps_per_second ? html`<span class="dim"> · ${number(progress.steps_per_second)}/s</span>` : ""}</div>
       ${share !== null && html`<${Bar} share=${share} label=${`Progress of ${job.name}`} tone=${job.phase === "SUCCEEDED" ? "good" : job.phase === "FAILED" ? "bad" : ""} />`}</td>
     <td>${more.metric ? html`<${Sparkline} points=${more.metric.points} label=${`${more.metric.name} over steps`} /><div class="small dim">${more.metric.name} ${number(lastValue(more.metric.points))}</div>` : html`<span class="dim">–</span>`}</td>

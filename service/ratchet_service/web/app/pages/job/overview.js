@@ -26,7 +26,7 @@ export default function Overview({ job, attempts }) {
     <div class="main-side">
       <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /><${Recent} job=${job} />
         ${job.warnings?.length > 0 && html`<${Card} title="Warnings of the submission">${job.warnings.map((one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}</div>
-      <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} />
+      <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} attempts=${attempts} />
         ${newest?.resume_report && html`<${Resume} key=${newest.number} job=${job} attempt=${newest} />`}</div>
     </div></div>`;
 }
@@ -107,9 +107,15 @@ function Proof({ job, attempts }) {
     <div style=${{ marginTop: ".7rem" }}><${Command} line=${`ratchet prove ${job.id}`} /></div></${Card}>`;
 }
 
-/** What the ends of attempts cost. @param {{job: Api.Job}} props */
-const Cost = ({ job }) => job.goodput && job.goodput.wall_seconds > 0 && html`<${Card} title="Where its time went" aside=${`goodput ${percent(job.goodput.goodput)}`}>
-  <${SpentBar} spent=${job.goodput} label="The job" /></${Card}>`;
+/** What the ends of attempts cost. @param {{job: Api.Job, attempts: Api.Attempt[]}} props */
+function Cost({ job, attempts }) {
+  const spent = job.goodput;
+  if (!spent || spent.wall_seconds === 0) return null;
+  const lost = attempts.reduce((sum, one) => sum + (one.steps_lost ?? 0), 0);
+  return html`<${Card} title="Where its time went" aside=${`goodput ${percent(spent.goodput)}`}>
+    ${lost > 0 && attempts.length >= job.attempt && html`<p><strong>${plural(lost, "step")} lost</strong>, ${duration(spent.lost_seconds)}, at the ends of ${plural(attempts.length, "attempt")}.</p>`}
+    <${SpentBar} spent=${spent} label="The job" /></${Card}>`;
+}
 
 /** How the newest attempt was restored. The components are read once: they do not change. @param {{job: Api.Job, attempt: Api.Attempt}} props */
 function Resume({ job, attempt }) {
