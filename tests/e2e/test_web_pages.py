@@ -232,6 +232,34 @@ def test_resumed_job_shows_what_the_kill_cost_and_that_the_resume_was_exact(scen
     assert lists and all("exclude=components" in url for url in lists)
 
 
+def test_nothing_is_said_of_a_resume_whose_report_is_missing(scene: Scene, chromium: Any) -> None:
+    def without_report(route: Any) -> None:
+        answer = route.fetch()
+        found = answer.json()
+        for one in found["items"]:
+            one |= {"resume_report": None, "proof": None, "redone": one["redone"] | {"compared": 0, "equal": 0}}
+        route.fulfill(response=answer, json=found)
+
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    seen.page.route("**/attempts?*", without_report)
+    page = seen.open(f"#/jobs/{scene.resumed}")
+    page.get_by_text("not known").first.wait_for()
+    assert "restored exactly" not in page.inner_text("main")
+    assert page.locator(".card.good", has_text="Were the resumes exact?").count() == 0
+    seen.assert_clean()
+
+
+def test_attempt_that_cannot_be_read_is_named_with_the_error(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    seen.expected = ("500",)
+    broken = {"status": 500, "json": {"detail": "the database is locked"}}
+    seen.page.route("**/attempts/2", lambda route: route.fulfill(**broken))
+    page = seen.open(f"#/jobs/{scene.resumed}/attempts")
+    page.get_by_text("the database is locked").wait_for()
+    page.get_by_role("heading", name="Attempt 2:").wait_for()
+    seen.assert_clean()
+
+
 def test_kill_and_resume_are_seen_live(scene: Scene, chromium: Any) -> None:
     seen = watch(chromium, str(scene.server.url), token=scene.token)
     page = seen.open(f"#/jobs/{scene.running}")
@@ -410,6 +438,31 @@ def test_newest_events_are_shown_at_once_later_ones_live_and_earlier_ones_on_req
     page.get_by_text("event 3 of many").wait_for()
     assert messages.count() == 1 and "type=note.rare" in page.url
     add_events(database, job, range(1003, 1004))
+    add_events(database, job, range(3, 4))
+    messages.nth(1).wait_for()
+    assert messages.all_inner_texts() == ["event 3 of many"] * 2
+    seen.assert_clean()
+
+
+def test_event_that_comes_while_the_newest_page_is_read_is_shown_once(
+    waiting_job: tuple[Server, Database, str], chromium: Any
+) -> None:
+    server, database, job = waiting_job
+    seen = watch(chromium, str(server.url))
+    page = seen.open(f"#/jobs/{job}/events?type=note.rare")
+    messages = page.locator(".events .message")
+    page.get_by_text("No event has the chosen").wait_for()
+    page.evaluate(HIDE % "true")
+    add_events(database, job, range(1))  # of another type
+    held: list[tuple[Any, Any]] = []
+    page.route("**/events?*type=note.rare", lambda route: held.append((route, route.fetch())))
+    page.evaluate(HIDE % "false")
+    wait_for(lambda: page.wait_for_timeout(50) or held, "the newest page", 30)
+    add_events(database, job, range(3, 4))
+    messages.wait_for()
+    for route, answer in held:
+        route.fulfill(response=answer)
+    page.unroute_all()
     add_events(database, job, range(3, 4))
     messages.nth(1).wait_for()
     assert messages.all_inner_texts() == ["event 3 of many"] * 2

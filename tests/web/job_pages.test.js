@@ -18,15 +18,24 @@ test("tones of events", () => {
 
 const events = (/** @type {number[]} */ ...ids) => ids.map((id) => /** @type {any} */ ({ id }));
 
+const all = () => true;
+
 test("a list of events takes the newest page, and each later event once", () => {
-  const first = withNewest({ events: [], cursor: null }, { items: events(9, 8, 7), next_cursor: "a" });
-  assert.deepEqual(first, { events: events(9, 8, 7), cursor: "a" });
-  assert.deepEqual(withLater(first, events(9, 10, 12)), { events: events(12, 10, 9, 8, 7), cursor: "a" });
-  assert.deepEqual(withNewest(first, { items: events(10, 9, 8), next_cursor: "b" }), { events: events(10, 9, 8, 7), cursor: "a" });
+  const first = withNewest({ events: [], cursor: null, last: 0 }, { items: events(9, 8, 7), next_cursor: "a", last: 9 });
+  assert.deepEqual(first, { events: events(9, 8, 7), cursor: "a", last: 9 });
+  assert.deepEqual(withLater(first, events(9, 10, 12), all), { events: events(12, 10, 9, 8, 7), cursor: "a", last: 12 });
+  assert.deepEqual(withLater(first, events(10, 11), () => false), { ...first, last: 11 });
+  assert.deepEqual(withNewest(first, { items: events(10, 9, 8), next_cursor: "b", last: 10 }), { events: events(10, 9, 8, 7), cursor: "a", last: 10 });
 });
 
 test("a list of events begins again if more came than a page has", () =>
-  assert.deepEqual(withNewest({ events: events(3, 2), cursor: "a" }, { items: events(9, 8), next_cursor: "b" }), { events: events(9, 8), cursor: "b" }));
+  assert.deepEqual(withNewest({ events: events(3, 2), cursor: "a", last: 3 }, { items: events(9, 8), next_cursor: "b", last: 9 }), { events: events(9, 8), cursor: "b", last: 9 }));
+
+test("what the stream sent after the page was read is sent again to a list that begins again with the page", () => {
+  const again = withNewest({ events: [], cursor: null, last: 0 }, { items: events(9, 8), next_cursor: "b", last: 9 });
+  assert.equal(again.last, 9);
+  assert.deepEqual(withNewest(withLater({ events: [], cursor: null, last: 9 }, events(10), all), { items: [], next_cursor: null, last: 9 }), { events: [], cursor: null, last: 9 });
+});
 
 test("the best checkpoint of a page is not called the best of all", () => {
   const items = [3, 1, 2].map((metric, n) => ({ id: `c${n}`, state: "committed", metric }));

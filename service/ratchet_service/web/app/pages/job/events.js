@@ -17,26 +17,27 @@ const MORE = 5;
 const LATER = 2000;
 
 /**
- * Events, the newest first; ``cursor``: of the page before them, null if there is none.
- * @typedef {Api.Event} JobEvent @typedef {{events: JobEvent[], cursor: string | null}} Held
+ * Events, the newest first; ``cursor``: of the page before them, null if there is none; ``last``: the id after which the stream goes on.
+ * @typedef {Api.Event} JobEvent @typedef {{events: JobEvent[], cursor: string | null, last: number}} Held
  */
 
 /** @type {Held} */
-const NONE = { events: [], cursor: null };
+const NONE = { events: [], cursor: null, last: 0 };
 
 /**
- * With the newest page. If more events came than it has, the list begins again with it: what lies between is read on request.
- * @param {Held} held @param {{items: JobEvent[], next_cursor: string | null}} page @returns {Held}
+ * With the newest page. If more events came than it has, the list begins again with it: what lies between is read on request, and
+ * the stream sends again what came after it.
+ * @param {Held} held @param {{items: JobEvent[], next_cursor: string | null, last: number}} page @returns {Held}
  */
 export function withNewest(held, page) {
   const later = page.items.filter((one) => one.id > (held.events[0]?.id ?? 0));
-  return later.length === page.items.length ? { events: page.items, cursor: page.next_cursor } : { ...held, events: [...later, ...held.events] };
+  return later.length === page.items.length ? { events: page.items, cursor: page.next_cursor, last: page.last } : { ...held, events: [...later, ...held.events], last: Math.max(held.last, page.last) };
 }
 
-/** With those of the stream that it has not yet. @param {Held} held @param {JobEvent[]} found - the oldest first @returns {Held} */
-export function withLater(held, found) {
-  const later = found.filter((one) => one.id > (held.events[0]?.id ?? 0));
-  return later.length ? { ...held, events: [...later.reverse(), ...held.events] } : held;
+/** With those of the stream that fit and that it has not yet. @param {Held} held @param {JobEvent[]} found - the oldest first @param {(event: JobEvent) => boolean} fits @returns {Held} */
+export function withLater(held, found, fits) {
+  const later = found.filter((one) => fits(one) && one.id > (held.events[0]?.id ?? 0));
+  return { ...held, events: later.length ? [...later.reverse(), ...held.events] : held.events, last: Math.max(held.last, ...found.map((one) => one.id)) };
 }
 
 /** A reader for ``useLive``: the newest page, with the id ``last`` after which the stream goes on. @param {`v1/jobs/${string}/events`} all - path of all events */
@@ -56,7 +57,7 @@ function useEvents(id, live, filter, fits) {
   const path = /** @type {const} */ (`${all}?${new URLSearchParams([["sort", "-id"], ["limit", String(PAGE)], ...filter])}`);
   const load = useMemo(() => newest(all), [all]);
   const { data, error, refresh } = useLive(path, { every: null, load });
-  const kept = useRef({ held: /** @type {Held} */ (NONE), last: 0, came: 0, state: "", busy: false, error: /** @type {Error | null} */ (null) });
+  const kept = useRef({ held: /** @type {Held} */ (NONE), came: 0, state: "", busy: false, error: /** @type {Error | null} */ (null) });
   const [, render] = useReducer((/** @type {number} */ n) => n + 1, 0);
   const [woken, wake] = useReducer((/** @type {number} */ n) => n + 1, 0);
   useEffect(() => {
@@ -69,7 +70,6 @@ function useEvents(id, live, filter, fits) {
     if (!data) return;
     now.held = withNewest(now.came > LATER ? NONE : now.held, data);
     now.came = 0;
-    now.last = Math.max(now.last, data.last);
     render(undefined);
   }, [data]);
   useEffect(() => {
@@ -78,20 +78,17 @@ function useEvents(id, live, filter, fits) {
     let timer = 0;
     const soon = () => { timer ||= window.setTimeout(() => { timer = 0; render(undefined); }, 100); };
     follow(`${all}?follow=true`, {
-      signal: stop.signal, lastId: String(now.last),
+      signal: stop.signal, lastId: String(now.held.last),
       onState: (state) => {
         now.state = state;
         if (state === "open") now.error = null;
         soon();
       },
       onEvents: (found) => {
-        /** @type {JobEvent[]} */
-        const events = found.map((one) => JSON.parse(one.data));
-        now.last = Math.max(now.last, ...events.map((one) => one.id));
-        const before = now.held.events.length;
-        now.held = withLater(now.held, events.filter(fits));
-        now.came += now.held.events.length - before;
-        if (now.came > LATER) refresh();
+        const before = { came: now.came, length: now.held.events.length };
+        now.held = withLater(now.held, found.map((one) => JSON.parse(one.data)), fits);
+        now.came += now.held.events.length - before.length;
+        if (now.came > LATER && before.came <= LATER) refresh(); // once: what comes until it is read, the stream sends again
         soon();
       },
     }).catch((wrong) => {
@@ -110,7 +107,7 @@ function useEvents(id, live, filter, fits) {
         const { cursor } = now.held;
         const found = (await read(`${path}&cursor=${encodeURIComponent(cursor)}`)).data;
         if (now.held.cursor !== cursor) break; // the list has begun again
-        now.held = { events: [...now.held.events, ...found.items], cursor: found.next_cursor };
+        now.held = { ...now.held, events: [...now.held.events, ...found.items], cursor: found.next_cursor };
       }
       now.error = null;
     } catch (wrong) {
