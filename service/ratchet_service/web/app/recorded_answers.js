@@ -17,7 +17,7 @@ export function answerFrom(from, path) {
 function partOf(from, part, name, asked) {
   switch (part) {
     case "": return from.job;
-    case "attempts": return name ? from.attempts.find((one) => String(one.number) === name && "environment" in one) : page(from.attempts, asked);
+    case "attempts": return name ? from.attempts.find((one) => String(one.number) === name) : page(from.attempts, asked);
     case "checkpoints": return name ? from.checkpoints.find((one) => one.id === name && "manifest" in one) : page(checkpointsOf(from, asked), asked);
     case "hook": return name ? page(inSteps(from.hook_history, asked, (one) => one.summary.step), asked) : from.hook;
     case "metrics": return { series: seriesOf(from, asked) };

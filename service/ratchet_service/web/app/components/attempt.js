@@ -22,12 +22,12 @@ export const checkpointId = ({ step, attempt }) => `step-${String(step).padStart
 export function Attempt({ job, number, listed }) {
   const { data, error } = useLive(`v1/jobs/${encodeURIComponent(job.id)}/attempts/${number}`, { every: listed?.ended_at ? 15_000 : 2000 });
   const attempt = data ?? listed;
-  if (!attempt) return error ? html`<${Trouble} error=${error} />` : null;
+  if (!attempt) return html`<${Trouble} error=${error} />`;
   const report = data?.resume_report;
   const hasReport = report && (report.components.length > 0 || report.notes.length > 0 || report.differences.length > 0);
   const broad = hasReport && new Set(report.components.map((one) => one.rank)).size > BESIDE;
   const matrix = hasReport && html`<${ResumeMatrix} attempt=${data} />`;
-  return html`<div class="main-side">
+  return html`<${Trouble} error=${error} /><div class="main-side">
     <div class="stack"><${End} job=${job} attempt=${attempt} />
       <${Card} title="Where its time went" aside=${attempt.goodput && `goodput ${percent(attempt.goodput.goodput)} of ${duration(attempt.goodput.wall_seconds)}`}>
         ${attempt.goodput && partsOf(attempt.goodput).length ? html`<${SpentBar} spent=${attempt.goodput} label=${`Attempt ${number}`} />` : html`<${Empty}><p>No time has passed yet.</p></${Empty}>`}</${Card}>
@@ -107,11 +107,11 @@ const Nodes = ({ nodes }) => html`<${Card} title="Nodes" aside=${nodes.length > 
         rows=${nodes.slice(0, NODES).map((one) => [one.node, one.host ?? "–", one.pid ?? "–", one.gpus.length ? one.gpus.join(", ") : html`<span class="dim">none</span>`, one.phase.toLowerCase(), one.address ?? html`<span class="dim">–</span>`])} />`
     : html`<${Empty}><p>No agent has started yet.</p></${Empty}>`}</${Card}>`;
 
-/** @param {{number: number, environment: Api.Environment | null}} props */
+/** @param {{number: number, environment: Api.Environment | null | undefined}} props - undefined: a report does not have it */
 function Software({ number, environment }) {
   const [filter, setFilter] = useState("");
   const title = `Software of attempt ${number}`;
-  if (!environment) return html`<${Card} title=${title}><p class="dim">It is recorded when training begins.</p></${Card}>`;
+  if (!environment) return html`<${Card} title=${title}><p class="dim">${environment === null ? "It is recorded when training begins." : "Not in this report."}</p></${Card}>`;
   const { git } = environment;
   const found = environment.packages.filter((/** @type {string} */ one) => one.toLowerCase().includes(filter.toLowerCase()));
   const torch = environment.packages.find((/** @type {string} */ one) => one.startsWith("torch=="));

@@ -90,15 +90,16 @@ function Proof({ job, attempts }) {
   const equal = attempts.reduce((sum, one) => sum + one.redone.equal, 0);
   const compared = attempts.reduce((sum, one) => sum + one.redone.compared, 0);
   const bad = attempts.filter((one) => ["not-exact", "differs"].includes(verdict(one)));
+  const unknown = resumed.some((one) => verdict(one) === "unknown"); // its report has not come, or was lost
   const later = attempts.some((one) => proofTone(one.proof ?? "") === "wait"); // exact copies of a state that was not
-  const tone = bad.length ? "bad" : later ? "wait" : compared || resumed.length ? "good" : "quiet";
+  const tone = bad.length ? "bad" : later ? "wait" : compared || (resumed.length && !unknown) ? "good" : "quiet";
   const part = attempts.length < job.attempt ? `of the newest ${count(attempts.length)} attempts` : "";
   return html`<${Card} tone=${tone} title="Were the resumes exact?" aside=${part}>
     ${bad.length
       ? html`<p><strong class="word bad">No: ${plural(bad.length, "attempt")}.</strong></p>${bad.map((one) => html`<p class="small">Attempt ${one.number}: ${one.proof}</p>`)}`
       : compared
         ? html`<p class="huge">${count(equal)} of ${count(compared)}</p><p class="dim small">steps that were done again gave the same bits on every rank</p>`
-        : html`<p>${resumed.length ? "Every component was restored exactly. No step was done again, so nothing could be compared." : "It was not resumed yet."}</p>`}
+        : html`<p>${unknown ? "What the resumes restored is not known yet." : resumed.length ? "Every component was restored exactly. No step was done again, so nothing could be compared." : "It was not resumed yet."}</p>`}
     <div class="stack small" style=${{ marginTop: ".6rem", gap: ".2rem" }}>${resumed.slice(0, 6).map((one) => {
       const later = proofTone(one.proof ?? "") === "wait";
       return html`<div class="row spread" title=${one.proof}><a href=${link(["jobs", job.id, "attempts"], { attempt: one.number })}>attempt ${one.number}</a>
