@@ -129,6 +129,7 @@ class Job:
         return self._client.follow_events(self.id) if follow else self._client.events(self.id)
 
     def attempts(self) -> list[views.AttemptView]:
+        """Return all attempts, oldest first."""
         return self._client.attempts(self.id)
 
     def checkpoints(self) -> Iterator[views.CheckpointView]:
