@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
+from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
 from ratchet_service.db.engine import Database, sqlite_url, utc_now
-from ratchet_service.db.models import Event
+from ratchet_service.db.models import Attempt, Event, Job
 from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.support.browser import Watched, chromium, watch
 from tests.support.cli import Cli
@@ -406,6 +407,29 @@ def waiting_job(tmp_path: Path) -> Iterator[tuple[Server, Database, str]]:
         server.stop()
         if database is not None:
             database.dispose()
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_long_message_of_a_failure_leaves_the_page_its_width_and_what_to_do_in_sight(
+    waiting_job: tuple[Server, Database, str], chromium: Any, width: int
+) -> None:
+    server, database, job = waiting_job
+    text = "\n".join(f"line {n}" for n in range(300)) + "x" * 3000
+    with database.write() as session:
+        row = session.get_one(Job, job)
+        row.phase, row.attempt, row.message = JobPhase.FAILED, 1, f"1 failure, 0 allowed: {text[:9000]}"
+        attempt = Attempt(job_id=job, number=1, report_token_hash="-", last_step=5, created_at=utc_now())
+        attempt.phase, attempt.cause, attempt.rank = AttemptPhase.ENDED, Cause.EXCEPTION, 0
+        attempt.message, attempt.ended_at = f"raised {text}", utc_now()
+        ended = Event(job_id=job, at=utc_now(), type="attempt-ended", attempt=1, message=attempt.message, data={})
+        session.add_all([attempt, ended])
+    seen = watch(chromium, str(server.url), viewport={"width": width, "height": 900})
+    page = seen.open(f"#/jobs/{job}")
+    page.locator(".latest").get_by_text("raised line 0").wait_for()
+    page.get_by_text("After the cause is mended").wait_for()
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.locator(".card.bad").bounding_box()["height"] < 1000
+    assert page.locator(".latest").bounding_box()["height"] < 600
 
 
 def add_events(database: Database, job: str, numbers: range) -> None:
