@@ -185,12 +185,11 @@ def test_events_newest_first_are_paged_while_new_ones_come(api: Api, job: str, q
         cursor = page["next_cursor"]
         api.report(job, (0, 2 + len(seen), [message("note", type="n", message="later")]))
     assert seen == ids[::-1]
-    wrong = api.client.get(path, params={"limit": 10, "cursor": _first_cursor(api, path), **query})
-    assert wrong.status_code == 400 and wrong.json()["code"] == "bad-cursor", "it belongs to the other order"
-
-
-def _first_cursor(api: Api, path: str) -> str:
-    return str(api.client.get(path, params={"sort": "-id", "limit": 2}).json()["next_cursor"])
+    newest = {"sort": "-id", "limit": 2, **query}
+    cursor = api.client.get(path, params=newest).json()["next_cursor"]
+    for other in ({"sort": "id"}, {"attempt": 0}, {"type": ["note.n", "other"]}):
+        wrong = api.client.get(path, params={**newest, **other, "cursor": cursor})
+        assert (wrong.status_code, wrong.json().get("code")) == (400, "bad-cursor"), other
 
 
 @pytest.mark.parametrize(("query", "accept"), [("follow=true&", "*/*"), ("", "text/event-stream")])
