@@ -45,7 +45,7 @@ function End({ job, attempt }) {
   const guilty = tone === "bad" || attempt.cause === "sigterm";
   return html`<${Card} tone=${tone} title=${`Attempt ${attempt.number}: ${causeText(attempt.cause)}`} aside=${html`<${Badge} tone=${tone}>${attempt.cause ?? attempt.phase.toLowerCase()}</${Badge}>`}>
     <div class="stack" style=${{ gap: ".85rem" }}>
-      ${attempt.message && html`<pre class="quote">${attempt.message}</pre>`}
+      ${attempt.message && html`<pre class="quote" tabindex="0">${attempt.message}</pre>`}
       ${advice && html`<p>${advice.text} ${attempt.cause !== "completed" && html`<span class="dim small">docs/troubleshooting.md, under <code>${attempt.cause}</code>, has more.</span>`}</p>
         ${advice.lines?.(job.id, attempt.number).map((line) => html`<${Command} key=${line} line=${line} />`)}`}
       <${Facts} items=${[

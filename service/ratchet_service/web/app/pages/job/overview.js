@@ -37,8 +37,8 @@ function Failed({ job, attempt }) {
   const { data } = useLive(attempt ? `v1/jobs/${job.id}/logs?attempt=${attempt.number}&rank=${rank}&tail=30` : null, { every: null });
   return html`<${Card} tone="bad" title=${`Failed: ${failure(job, attempt)}`} aside=${attempt && html`<${Badge} tone="bad">${job.reason}</${Badge}> attempt ${attempt.number}${attempt.rank !== null ? `, rank ${attempt.rank}` : ""}, after step ${count(attempt.last_step)}`}>
     <div class="stack" style=${{ gap: ".7rem" }}>
-      <p class="said">${job.message ?? attempt?.message}</p>
-      ${attempt?.message && !job.message?.includes(attempt.message) && html`<pre class="said">${attempt.message}</pre>`}
+      <p class="said" tabindex="0">${job.message ?? attempt?.message}</p>
+      ${attempt?.message && !job.message?.includes(attempt.message) && html`<pre class="said" tabindex="0">${attempt.message}</pre>`}
       ${attempt && data && data.items.length > 0 && html`<div><p class="dim small">Last lines of rank ${rank} · <a href=${link(["jobs", job.id, "logs"], { attempt: attempt.number, rank })}>all of them</a></p>
         <div class="log quote" ref=${(/** @type {HTMLElement | null} */ box) => box?.scrollTo(0, box.scrollHeight)} tabindex="0" role="region" aria-label=${`Last lines of rank ${rank}`}>${data.items.map((line) => html`<div><span class="text">${spans(lastVersion(line.text).text).map((span) => (span.tone ? html`<span class=${span.tone}>${span.text}</span>` : span.text))}</span></div>`)}</div></div>`}
       <div class="stack" style=${{ gap: ".4rem" }}><p class="dim small">After the cause is mended, continue from ${job.last_checkpoint ? stepOf(job.last_checkpoint) : "the beginning"}:</p>
@@ -58,7 +58,7 @@ function Waiting({ job }) {
   const held = job.phase === "SUSPENDED";
   const place = job.position ? `It is number ${count(job.position)} in the queue.` : job.ahead_at_least ? `At least ${count(job.ahead_at_least)} jobs are ahead of it.` : "";
   return html`<${Card} tone=${held ? "held" : "wait"} title=${held ? "Suspended" : "Waiting"} aside=${job.reason}>
-    <p class="sentence said">${job.message?.replace(/[^.!?]$/, "$&.") ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
+    <p class="sentence said" tabindex="0">${job.message?.replace(/[^.!?]$/, "$&.") ?? (held ? "It holds no resources until it is resumed." : "The scheduler has not looked at it yet.")} ${place}
       ${job.not_before && Date.parse(job.not_before) > now ? `The next attempt starts in ${duration((Date.parse(job.not_before) - now) / 1000)}.` : ""}
       ${!held && html` <a href=${elsewhere(["queue"])}>The queue</a>`}</p>
     <p class="dim">${isUnmanaged(job) ? "" : job.progress.steps_at_risk > 0 ? `${plural(job.progress.steps_at_risk, "step")} will be done again. ` : job.attempt ? "No step is lost. " : ""}${job.last_checkpoint ? `It will continue from ${stepOf(job.last_checkpoint)}.` : "It has no checkpoint yet."}</p></${Card}>`;
