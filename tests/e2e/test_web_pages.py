@@ -74,7 +74,7 @@ from ratchet_worker.tasks.digits import DigitsTask
 
 class Paced(DigitsTask):
     def loss(self, model, batch):
-        time.sleep(0.02)  # the browser needs the processors too
+        time.sleep(0.06)  # the browser needs the processors too
         return super().loss(model, batch)
 """
 TABS_WITH_OWN_STATE = {
@@ -124,6 +124,16 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         yield Scene(server, str(server.token), code, resumed, failed, running, waiting)
     finally:
         server.stop()
+
+
+@pytest.fixture(autouse=True)
+def closed_afterwards(chromium: Any) -> Iterator[None]:
+    """A page that stays open polls and draws for the rest of the module."""
+    yield
+    for context in chromium.contexts:
+        for page in context.pages:
+            page.unroute_all(behavior="ignoreErrors")
+        context.close()
 
 
 def violations(page: Any) -> list[str]:
@@ -591,8 +601,8 @@ def test_report_opens_from_the_disk_without_any_request(
     seen = watch(chromium, "file://", viewport={"width": width, "height": 900}, color_scheme=scheme)
     wrong = []
     files = [reports[getattr(scene, job)] for job in jobs]
-    for file in files:
-        for tab in TABS:
+    for job, file in zip(jobs, files, strict=True):
+        for tab in TABS_WITH_OWN_STATE.get(job, TABS):
             page = open_report(seen, file, tab)
             wrong += [f"{file.stem} {tab}: {text}" for text in violations(page)]
             if page.evaluate("document.documentElement.scrollWidth > document.documentElement.clientWidth"):

@@ -167,7 +167,9 @@ class _Recorder:
         steps = max(2, min(_STEPS, _SAMPLES // max(1, ranks)))
         found = self._fitting(self._items("hook/history", max_points=steps), _HISTORY, "later samples of the hook")
         if len({one["summary"]["step"] for one in found}) == steps:
-            self._left_out.append(f"samples of the hook: those of {steps} steps, evenly spaced, are in this report")
+            self._left_out.append(
+                f"samples of the hook: those of {pluralize(steps, 'step')}, evenly spaced, are in this report"
+            )
         return found
 
     def _events(self) -> Items:

@@ -29,7 +29,7 @@ from tests.support.sim.processes import STORM, Faults, SimDatabase
 from tests.support.sim.stage_pool import stage_directory
 from tests.support.sim.world import Broken, play
 
-SCHEDULES = int(os.environ.get("RATCHET_TEST_SCHEDULES", "40"))
+SCHEDULES = int(os.environ.get("RATCHET_TEST_SCHEDULES", "30"))
 RARE = ("nothing_adopted", "restarts_deadlines")
 """Planted faults that take dozens of schedules: ``make simulate`` looks for them."""
 
