@@ -328,8 +328,20 @@ def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) ->
         page.get_by_role("dialog").get_by_label("From").select_option(str(max(stored)))
         assert f"ratchet resume {job} --from-step {max(stored)}" in page.get_by_role("dialog").inner_text()
         page.get_by_role("button", name="Back").click()
-        confirm(page, "Resume", f"ratchet resume {job}")
-        server.wait_step(job, 12, after_attempt=2)
+        confirm(
+            page, "Resume", f"ratchet resume {job} --world 2 --on-hook-mismatch redistribute", **{"Ranks per node": "2"}
+        )
+        server.wait_step(job, max(stored) + 2, after_attempt=2)
+        assert server.attempts(job)[-1]["resume_report"]["world_size"] == 2
+        page.get_by_role("button", name="Suspend", exact=True).wait_for()
+        confirm(page, "Suspend", f"ratchet suspend {job}")
+        server.wait_phase(job, "SUSPENDED")
+        stored = [one["step"] for one in server.call("GET", f"/v1/jobs/{job}/checkpoints").json()["items"]]
+        page.get_by_role("link", name="Checkpoints", exact=True).click()
+        page.get_by_role("link", name=str(min(stored)), exact=True).click()
+        confirm(page, "Resume from here", f"ratchet resume {job} --from-step {min(stored)}")
+        server.wait_step(job, min(stored) + 2, after_attempt=3)
+        assert server.attempts(job)[-1]["base"]["step"] == min(stored)
         page.get_by_role("button", name="Cancel", exact=True).wait_for()
         confirm(page, "Cancel", f"ratchet cancel {job}")
         server.wait_phase(job, "CANCELLED")
@@ -345,6 +357,57 @@ def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) ->
     finally:
         if server.job(job)["phase"] not in ("CANCELLED", "SUCCEEDED"):
             server.call("POST", f"/v1/jobs/{job}/cancel")
+
+
+def test_search_in_long_logs_goes_on_until_it_has_found_the_line(scene: Scene, chromium: Any) -> None:
+    """One answer of the service covers 16 MiB of a log."""
+    (scene.code / "chatty.py").write_text("for n in range(400): print('x' * 99_999)\nprint('a needle')\n")
+    long = digits("chatty", task=None, code={"path": str(scene.code)}, script=["chatty.py"], hook={"name": "allreduce"})
+    job = scene.server.submit(long | {"world": {"ranks_per_node": 1, "device": "cpu"}})
+    scene.server.wait_phase(job, "SUCCEEDED")
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open(f"#/jobs/{job}/logs?search=needle")
+    page.locator(".line", has_text="a needle").wait_for()
+    page.get_by_text("End of the log.").wait_for()
+    seen.assert_clean()
+
+
+def test_checkpoint_is_verified_and_pinned_by_the_page(scene: Scene, chromium: Any) -> None:
+    checkpoints = f"/v1/jobs/{scene.resumed}/checkpoints"
+    [newest, *_] = scene.server.call("GET", checkpoints).json()["items"]
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open(f"#/jobs/{scene.resumed}/checkpoints?checkpoint={newest['id']}")
+    confirm(page, "Verify", f"ratchet checkpoints verify {scene.resumed} {newest['id']}")
+    page.get_by_text("Every byte is as it was written").wait_for()
+    confirm(page, "Pin", f"ratchet checkpoints pin {scene.resumed} {newest['id']}")
+    wait_for(lambda: scene.server.call("GET", checkpoints).json()["items"][0]["pinned"], "the pin")
+    confirm(page, "Unpin", f"ratchet checkpoints unpin {scene.resumed} {newest['id']}")
+    wait_for(lambda: not scene.server.call("GET", checkpoints).json()["items"][0]["pinned"], "the pin's end")
+    page.get_by_text("The job has succeeded: a fork goes on from here.").wait_for()
+    seen.assert_clean()
+
+
+def test_selected_jobs_are_cancelled_together_after_a_question(chromium: Any, tmp_path: Path) -> None:
+    server = Server(tmp_path / "home", "--no-reconciler")
+    try:
+        server.start()
+        first, second, other = (server.submit(digits(name)) for name in ("first", "second", "other"))
+        seen = watch(chromium, str(server.url))
+        page = seen.open("#/jobs")
+        for name in ("first", "second"):
+            page.get_by_label(f"Select {name}").check()
+        page.get_by_role("button", name="Cancel (2)").click()
+        assert {server.job(job)["phase"] for job in (first, second)} == {"QUEUED"}, (
+            "nothing is done before the question"
+        )
+        dialog = page.get_by_role("dialog")
+        assert "Jobs: " in dialog.inner_text() and 'do ratchet cancel "$job"' in dialog.inner_text()
+        dialog.get_by_role("button", name="Cancel (2)").click()
+        page.get_by_text("Cancel: 2 of 2 done.").wait_for()
+        assert [server.job(job)["phase"] for job in (first, second, other)] == ["CANCELLED", "CANCELLED", "QUEUED"]
+        seen.assert_clean()
+    finally:
+        server.stop()
 
 
 def test_viewer_sees_no_actions(scene: Scene, chromium: Any) -> None:

@@ -44,14 +44,14 @@ export function jobActions(job) {
       line: () => `ratchet suspend ${job.id}`, send: post(job, "suspend", "The job saves and stops."),
     },
     RESUMABLE.includes(job.phase) && {
-      key: "resume", title: "Resume", explain: "Continue from the last checkpoint. With another number of ranks the state is redistributed, and the resume is not exact.",
+      key: "resume", title: "Resume", explain: "Continue from the last checkpoint. With another number of ranks the hook's state is redistributed, now and on later resumes, and the resume is not exact.",
       fields: [
         { name: "ranks", label: "Ranks per node", type: "number", optional: true, hint: `now ${job.spec.world?.ranks_per_node ?? "auto"}` },
         { name: "step", label: "From", optional: true, hint: "the last checkpoint", options: () => storedSteps(job) },
       ],
-      line: ({ ranks, step }) => `ratchet resume ${job.id}${step ? ` --from-step ${step}` : ""}${ranks ? ` --world ${ranks}` : ""}`,
+      line: ({ ranks, step }) => `ratchet resume ${job.id}${step ? ` --from-step ${step}` : ""}${ranks ? ` --world ${ranks} --on-hook-mismatch redistribute` : ""}`,
       send: async ({ ranks, step }) => {
-        const body = { ...(step && { from_step: Number(step) }), ...(ranks && { world: { ranks_per_node: Number(ranks) } }) };
+        const body = { ...(step && { from_step: Number(step) }), ...(ranks && { world: { ranks_per_node: Number(ranks) }, on_hook_mismatch: "redistribute" }) };
         await change("POST", `v1/jobs/${job.id}/resume`, body);
         return "The job is queued and continues from its checkpoint.";
       },

@@ -2,7 +2,7 @@
 /** The lines of a LogReader: a bounded list that reads on where its reader scrolls, and follows what is written. */
 import { Command, Empty, Trouble } from "../components/basics.js";
 import { classes, html, useEffect, useLayoutEffect, useMemo, useReducer, useRef, useState } from "../dom.js";
-import { count, moment, size } from "../format.js";
+import { count, moment, plural, size } from "../format.js";
 import { lastVersion, marked, spans } from "./ansi.js";
 import { HELD, LogReader } from "./reader.js";
 
@@ -57,6 +57,11 @@ export function LogList({ view, live, over, title, showRank, onView, height }) {
       if (row) place.scrollTop += row.getBoundingClientRect().top - anchor.current.top;
     }
     anchor.current = null;
+  });
+
+  useEffect(() => {
+    const place = box.current; // a list that does not fill it is never scrolled
+    if (place && !reader.backwards && !reader.busy && !reader.paused && !reader.error && place.scrollHeight - place.clientHeight < NEAR) reader.newer();
   });
 
   const scrolled = () => {
@@ -122,7 +127,7 @@ function State({ reader, following }) {
   const words = reader.busy ? "reading …" : !following || reader.state === "ended" ? "" : reader.state === "lost" ? "connection lost, trying again" : reader.state === "open" ? "live" : "";
   const tone = reader.state === "lost" ? "wait" : "good";
   return html`<small class="row" style=${{ gap: ".5rem" }}>${words === "live" || reader.state === "lost" ? html`<span class=${classes("word", tone)}><span class="dot"></span> ${words}</span>` : html`<span>${words}</span>`}
-    <span>${count(reader.lines.length)} lines shown${reader.lines.length >= HELD ? ", the most at one time" : ""}</span></small>`;
+    <span>${plural(reader.lines.length, "line")} shown${reader.lines.length >= HELD ? ", the most at one time" : ""}</span></small>`;
 }
 
 /** What is before the first line. @param {{reader: LogReader, onView: (values: Record<string, any>) => void, onAgain: () => void}} props */
