@@ -10,12 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_service.db.engine import Database
+from ratchet_worker.ipc.child_processes import die_with_parent
 from tests.support.tokens import make_token
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -71,12 +73,13 @@ def admin_token(database_url: str | None) -> str | None:
 
 @contextlib.contextmanager
 def process(command: Sequence[str], log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[bytes]]:
-    """``python -m ...`` while the block runs; asked to end, then killed."""
+    """``python -m ...`` while the block runs; asked to end, then killed; killed with this process, too."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")} | (env or {})
     with log.open("ab") as out:
         running = subprocess.Popen(
-            [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=clean
-        )
+            [sys.executable, "-m", *command], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=clean,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )  # fmt: skip
     try:
         yield running
     finally:

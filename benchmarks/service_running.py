@@ -59,7 +59,7 @@ def running(engine: str, url: str | None, folder: Path, jobs: int) -> None:
 
 
 def until_running(link: Link, jobs: int, log: Path, farm_log: Path) -> None:
-    """Wait until so many jobs are running. Raises ``RuntimeError`` with the ends of both logs."""
+    """Wait until ``jobs`` jobs are running. Raises ``RuntimeError`` with the ends of both logs."""
     end = time.monotonic() + _DEADLINE
     while True:
         text = link.call("GET", "/metrics")[1]
