@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -99,9 +99,7 @@ def bundle(web: Path, chunks: Mapping[str, Collection[str]], without: Collection
 
     def scope(path: str, home: str) -> str:
         body = _LATER.sub(lambda found: loaded(found[1], home), read(path).body)
-        exports = ", ".join(
-            name if name == inside else f"{name}: {inside}" for name, inside in read(path).exports.items()
-        )
+        exports = _members(read(path).exports.items())
         return f'$modules["{path}"] = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();\n'
 
     # in the name of what chunks share, so that a page from before an upgrade of the service fails to load one from after it
@@ -171,8 +169,7 @@ def _parse(web: Path, path: str) -> _Module:
 
         def imported(source: str, pairs: list[tuple[str, str]]) -> str:
             module.imports += [(target(source), name, line) for name, _ in pairs]
-            names = ", ".join(name if name == inside else f"{name}: {inside}" for name, inside in pairs)
-            return f'const {{ {names} }} = $modules["{target(source)}"];'
+            return f'const {{ {_members(pairs)} }} = $modules["{target(source)}"];'
 
         if refused := found["unknown"] or found["computed"]:
             raise ValueError(f"{path}:{line}: the bundle of the web pages does not know this form: {refused}")
@@ -196,6 +193,12 @@ def _parse(web: Path, path: str) -> _Module:
 
     module.body = _MARGIN.sub("\n", _SYNTAX.sub(rewrite, text))
     return module
+
+
+def _members(pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the members of an object or of its destructuring: ``a, b: c`` for the names ``a`` and ``b``, here called ``a`` and
+    ``c``."""
+    return ", ".join(name if name == inside else f"{name}: {inside}" for name, inside in pairs)
 
 
 def _pairs(names: str) -> list[tuple[str, str]]:

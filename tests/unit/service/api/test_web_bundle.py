@@ -19,7 +19,7 @@ from tests.support.docs import ROOT
 WEB = ROOT / "service" / "ratchet_service" / "web"
 TESTS = ROOT / "tests" / "web"
 NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(NODE is None, reason="needs node")
+needs_node = pytest.mark.skipif(NODE is None, reason="needs node: apt-get install nodejs")
 needs_acorn = pytest.mark.skipif(
     NODE is None or not (TESTS / "node_modules" / "acorn").is_dir(), reason="needs node and npm ci in tests/web"
 )
