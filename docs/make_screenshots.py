@@ -15,6 +15,7 @@ from typing import Any, Final
 from PIL import Image
 
 from ratchet_service.db.engine import Database, sqlite_url
+from tests.support import paced_digits
 from tests.support.browser import ARGUMENTS, CHROMIUM, playwright
 from tests.support.crowd import Crowd, add_files
 from tests.support.server import Server, wait_for
@@ -30,15 +31,6 @@ README_VIEW: Final = {"width": 1440, "height": 990}
 README_COLOURS: Final = 256
 """Fewer lose the colours of small parts, such as the amber of a preemption."""
 TASK: Final = "ratchet_worker.tasks.digits:DigitsTask"
-PACED: Final = f"""
-import time
-from {TASK.partition(":")[0]} import DigitsTask
-
-class Paced(DigitsTask):
-    def loss(self, model, batch):
-        time.sleep(0.05)
-        return super().loss(model, batch)
-"""
 FAILING: Final = """
 import torch
 from ratchet import Session
@@ -89,7 +81,7 @@ def usual(server: Server, camera: Camera, code: Path) -> str:
     """A job that was killed twice and preempted, a fork of it, one that failed, one that runs and one that waits; return the
     first one."""
     (code / "train.py").write_text(FAILING)
-    (code / "paced.py").write_text(PACED)
+    (code / paced_digits.FILE).write_text(paced_digits.source(0.05))
     interrupted = spec("digits-powersgd", 4, trial={"end_at": 660, "faults": FAULTS}, labels={"team": "vision"})
     job = server.submit(interrupted)
     server.wait_phase(job, "SUCCEEDED", deadline=300)
@@ -109,7 +101,7 @@ def usual(server: Server, camera: Camera, code: Path) -> str:
     )  # fmt: skip
     wait_for(lambda: server.job(failed)["phase"] == "FAILED", "the failure", 120)
     endless: dict[str, Any] = {
-        "task": {"entrypoint": "paced:Paced", "args": {"epochs": 900}},
+        "task": {"entrypoint": paced_digits.ENTRYPOINT, "args": {"epochs": 900}},
         "code": {"path": str(code)},
     }
     running = server.submit(spec("digits-long", labels={"team": "vision"}, **endless))

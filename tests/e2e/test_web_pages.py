@@ -19,6 +19,7 @@ from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
 from ratchet_service.db.engine import Database, sqlite_url, utc_now
 from ratchet_service.db.models import Attempt, Event, Job
 from ratchet_worker.ipc.progress_counter import CounterReader
+from tests.support import paced_digits
 from tests.support.browser import Watched, chromium, watch
 from tests.support.cli import Cli
 from tests.support.docs import ROOT
@@ -67,16 +68,7 @@ def digits(name: str, **changes: Any) -> dict[str, Any]:
 
 
 KILLED = {"end_at": 60, "faults": [{"attempt": 1, "rank": 1, "step": 25, "kind": "kill-rank"}]}
-LONG = {"entrypoint": "paced:Paced", "args": {"epochs": 9999}}
-PACED = """
-import time
-from ratchet_worker.tasks.digits import DigitsTask
-
-class Paced(DigitsTask):
-    def loss(self, model, batch):
-        time.sleep(0.06)  # the browser needs the processors too
-        return super().loss(model, batch)
-"""
+LONG = {"entrypoint": paced_digits.ENTRYPOINT, "args": {"epochs": 9999}}
 TABS_WITH_OWN_STATE = {
     "failed": ("overview", "logs", "files", "events"),
     "running": ("overview", "metrics", "hook", "checkpoints", "logs"),
@@ -104,7 +96,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     code = folder / "code"
     code.mkdir()
     (code / "train.py").write_text(SCRIPT)
-    (code / "paced.py").write_text(PACED)
+    (code / paced_digits.FILE).write_text(paced_digits.source(0.06))
     server = Server(folder / "home", "--auth", "token", "--code-root", str(folder), cpu_slots=4)
     try:
         server.start().use_admin_token()
