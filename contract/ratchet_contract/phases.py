@@ -193,7 +193,6 @@ class EventType(StrEnum):
     NOT_PROVED_DEAD = "not-proved-dead"  # some time after the kill, a part of the attempt is still alive
     ENGINE_UNREACHABLE = "engine-unreachable"
     RECONCILE_ERROR = "reconcile-error"
-    CLOCK_JUMPED = "clock-jumped"
 
     CHECKPOINT = "checkpoint"  # committed; ``Event.CHECKPOINT``, a request for one, has the same name
     CHECKPOINT_FAILED = "checkpoint-failed"

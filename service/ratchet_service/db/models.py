@@ -383,18 +383,6 @@ class Quota(Base):
     updated_at: Mapped[datetime]
 
 
-class ClockLevel(Base):
-    """What a machine's processes know about a clock that can be set: one row for each clock and boot."""
-
-    __tablename__ = "clock_levels"
-
-    boot: Mapped[str] = mapped_column(sa.String(64), primary_key=True)
-    clock: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
-    level: Mapped[float] = mapped_column(sa.Double())  # seconds by which it was ahead of the monotonic clock
-    rests_until: Mapped[float | None] = mapped_column(sa.Double())  # monotonic time until which the clock is not used
-    seen_at: Mapped[datetime]
-
-
 class SlotHost(Base):
     """The lease of this database's slots by the host whose GPUs and cores they are. There is at most one row; on SQLite none."""
 

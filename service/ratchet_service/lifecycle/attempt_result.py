@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.phases import Cause, Desired, Outcome
@@ -18,8 +18,10 @@ from ratchet_service.launchers.base import AttemptState
 from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.lifecycle.decide import decide
 from ratchet_service.lifecycle.decision import AttemptEnd, Decision, Limits, view_of
-from ratchet_service.lifecycle.monotonic_deadlines import TOLERANCE
 from ratchet_service.lifecycle.repeated_error import repeated_error_step
+
+_CLOCK_TOLERANCE: Final = 5.0
+"""Seconds. The wall clock was set while an attempt ran if its measure differs from the monotonic clock's by more."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ def _running_seconds(attempt: Attempt, ended_at: datetime, ran_seconds: float | 
     if ran_seconds is None:
         return wall_seconds
     counted = max(0.0, ran_seconds - max(0.0, (now - ended_at).total_seconds()))
-    return wall_seconds if abs(wall_seconds - counted) <= TOLERANCE else counted
+    return wall_seconds if abs(wall_seconds - counted) <= _CLOCK_TOLERANCE else counted
 
 
 def job_values(job: Job, attempt: Attempt, decision: Decision, facts: Facts, seconds: float) -> dict[str, Any]:

@@ -5,19 +5,14 @@ be read is replaced by the wall clock's time."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from ratchet_service.db.clock import Clock
 
-TOLERANCE: Final = 5.0
-"""Seconds by which a wall clock may depart from the monotonic one, at once or gradually, before that counts as a jump."""
 KEEP_SECONDS: Final = 30.0
 """Interval at which the counts of attempts with a ``policy.timeout`` are stored. A reconciler on another machine may count this
 much too little."""
-_MAX_READINGS: Final = 3
-_MAX_READING_GAP: Final = 0.5
 
 
 class Count(NamedTuple):
@@ -55,20 +50,3 @@ def carried_seconds(stored: Any, clock: Clock, max_gap: float) -> float | None:
         return None
     since = clock.monotonic() - count.monotonic if count.boot == clock.boot_id() else 0.0
     return count.seconds + min(max(0.0, since), max_gap)
-
-
-def wall_offset(clock: Clock, wall: Callable[[], datetime]) -> float:
-    """Return by how many seconds the clock ``wall`` is ahead of the monotonic one: seconds since 1970 less monotonic seconds."""
-    for _ in range(_MAX_READINGS):
-        before = clock.monotonic()
-        wall_seconds = wall().timestamp()
-        after = clock.monotonic()
-        if after - before < _MAX_READING_GAP:
-            break
-    return wall_seconds - after
-
-
-def jump_seconds(level: float, before: float) -> float:
-    """Return by how many seconds a wall clock has jumped. The result is positive for a jump forwards, and 0.0 for a change within
-    ``TOLERANCE``. ``level``: the clock's ``wall_offset`` now. ``before``: its earlier ``wall_offset``."""
-    return level - before if abs(level - before) > TOLERANCE else 0.0

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final, Generic, Literal, TypeVar, cast
 
@@ -69,7 +68,6 @@ class ReconcilerHeartbeat:
     failures: int = 0
     """Number of failed rounds since the last successful one. ``error``: class name of the latest failure's error."""
     error: str = ""
-    jump_note: str = ""
     finishing_seconds: Collection[float] = ()
     """Seconds taken so far by each attempt that was being finished at the end of the last successful round."""
     _marked_at: float | None = None
@@ -89,10 +87,6 @@ class ReconcilerHeartbeat:
     def record_failure(self, error: Exception) -> None:
         """Record a round that ``error`` ended: the reconciler's thread runs, but the round may have done nothing."""
         self.failures, self.error = self.failures + 1, type(error).__name__
-
-    def record_jump(self, seconds: float) -> None:
-        """Record that the wall clock has jumped by ``seconds`` (forwards if positive), to be mentioned in readiness reports."""
-        self.jump_note = f"; at {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC the wall clock had jumped by {seconds:+.0f} s"
 
     def silence_seconds(self) -> float:
         """Return the seconds since the last successful round ended, or since this object was made if there was none."""
@@ -225,7 +219,7 @@ def _check_reconciler(heartbeat: ReconcilerHeartbeat | None, paths: HomePaths) -
         if slow:
             text = f"in this process, {last}; ends of attempts take long: {len(slow)}, the longest {max(slow):.0f} s so far"
             return Component(status="warning", detail=text)
-        return Component(detail=f"in this process, {last}{heartbeat.jump_note}")
+        return Component(detail=f"in this process, {last}")
     try:
         age = max(0.0, time.time() - paths.reconciler_marker.stat().st_mtime)
     except OSError:

@@ -34,7 +34,6 @@ from ratchet_service.db.transitions import apply
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.launch_file import build_launch_file, read_launch_file
 from ratchet_service.launchers.registry import Launchers
-from ratchet_service.lifecycle.decide import MAX_BACKOFF_AHEAD
 from ratchet_service.reconciler import adopt_attempt, persisted_deadlines
 from ratchet_service.reconciler.apply_schedule import (
     apply_ends,
@@ -271,20 +270,6 @@ class AttemptLauncher:
         if self._lends_slots and not self._database.is_sqlite:
             with self._database.write() as session:
                 slot_host_lease.acquire(session, self._lease_seconds)
-
-    def shift_backoffs(self, session: Session, seconds: float) -> None:
-        """Move the ends of queued jobs' back-offs by ``seconds``, by which the wall clock has jumped, so that they last about
-        as long as before, and those that had ended stay ended. Jobs whose rows are locked are skipped. A back-off stored between
-        the jump and this call is moved, too."""
-        now, jump = self._database.clock.now(), timedelta(seconds=seconds)
-        # after a jump backwards, also the ends that lie ahead again
-        due = (Job.not_before > min(now, now - jump)) & (Job.not_before <= now - jump + MAX_BACKOFF_AHEAD)
-        # jobs of other launchers may belong to another machine
-        own_jobs = sa.true() if self._database.is_sqlite else queue_queries.launched_by(self._launchers)
-        backing_off = (Job.phase == JobPhase.QUEUED) & due & own_jobs
-        for job in session.scalars(sa.select(Job).where(backing_off).with_for_update(skip_locked=True)):
-            assert job.not_before is not None
-            job.not_before = min(job.not_before + jump, now + MAX_BACKOFF_AHEAD)
 
     def shorten_slot_lease(self) -> None:
         """Shorten this host's lease of the slots at a clean exit, so that another host can soon take them."""

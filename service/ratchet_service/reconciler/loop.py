@@ -38,7 +38,6 @@ from ratchet_service.observability import disk_space
 from ratchet_service.observability.health import ReconcilerHeartbeat
 from ratchet_service.observability.logging import log_fields
 from ratchet_service.observability.metrics import Instruments
-from ratchet_service.reconciler import clock_jumps
 from ratchet_service.reconciler.attempt_watch import Watch, read_desired_states
 from ratchet_service.reconciler.background_work import Background, Start, in_thread
 from ratchet_service.reconciler.launch import AttemptLauncher, Launched
@@ -119,7 +118,6 @@ class Reconciler:
         self._watches: dict[str, Watch] = {}
         self._stopping = threading.Event()
         self._changed = threading.Event()
-        self._jumps = clock_jumps.Jumps(database.clock, clock_jumps.MACHINE, database.clock.now)
         self._renewed_at = 0.0
         self._counts_stored_at = 0.0
         self._slots_renewed_at = 0.0
@@ -177,7 +175,6 @@ class Reconciler:
         woken = self._changed.is_set()
         self._changed.clear()
         self._renew_leases(now)
-        self._handle_jump(self._jumps.observed_jump())
         if not self._swept:  # before slots are lent that a process unknown to the database still uses
             self._sweep()
             self._swept = True
@@ -230,29 +227,6 @@ class Reconciler:
         self._background.ensure_lease_renewal()
         if keeps:
             self._counts_stored_at = now
-
-    def _handle_jump(self, seconds: float | None) -> None:
-        """Handle a jump of the wall clock by ``seconds``, as by moving the ends of back-offs; None: it is unknown whether
-        there was one."""
-        if seconds == 0.0:
-            return
-        if seconds is None:
-            with self._database.read() as session:
-                if self._jumps.load(session):
-                    return
-        with self._database.write() as session:
-            seen = self._jumps.handle(session)
-            if seen.jump_seconds != 0.0:
-                self._attempt_launcher.shift_backoffs(session, seen.jump_seconds)
-            lost = self._watcher.record_jump(session, self._watches.values(), seconds) if seconds is not None else []
-        self._jumps.mark_handled(seen)
-        for watch in lost:
-            log.info("%s: now supervised by another reconciler", watch.ref.name)
-            del self._watches[watch.lease.job_id]
-        jump = seen.jump_seconds if seconds is None else seconds
-        if jump != 0.0:
-            log.warning("the wall clock jumped by %+.0f s: deadlines continue on the monotonic clock", jump)
-            self.heartbeat.record_jump(jump)
 
     def _take_over(self) -> None:
         """Take the leases of active jobs of this process's launchers that no reconciler holds, and start to watch these jobs."""

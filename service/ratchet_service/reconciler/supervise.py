@@ -5,7 +5,7 @@ how an attempt ended. A reported result only wakes a reconciler of the same proc
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -425,18 +425,6 @@ class Watcher:
         watch.stored_reason = why
         if why is not None:
             watch.supervision_error = None  # which the row no longer has
-
-    def record_jump(self, session: Session, watches: Collection[Watch], seconds: float) -> list[Watch]:
-        """Add to each attempt's history that the wall clock jumped. Return the watches whose lease is lost."""
-        held_leases = leases.lock_held(session, [watch.lease for watch in watches])
-        text = f"the wall clock of the reconciler's machine jumped by {seconds:+.0f} s: deadlines ignore that"
-        for watch in watches:
-            if watch.lease in held_leases:
-                data = {"seconds": round(seconds, 3)}
-                add_event(
-                    session, watch.lease.job_id, EventType.CLOCK_JUMPED, text, attempt=watch.lease.attempt, data=data
-                )
-        return [watch for watch in watches if watch.lease not in held_leases]
 
     def store_deadlines(self, session: Session, watches: Iterable[Watch], *, with_run_time: bool) -> None:
         """Store how long the deadlines of these attempts have run. The caller has renewed their leases in this transaction.

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-from datetime import datetime
+from datetime import datetime, timedelta
 from typing import Final
 
 import sqlalchemy as sa
@@ -15,10 +15,9 @@ from ratchet_contract.paths import HomePaths
 from ratchet_service.checkpoints import removal
 from ratchet_service.db import leases
 from ratchet_service.db.engine import Database
-from ratchet_service.db.models import Attempt, Job
+from ratchet_service.db.models import Attempt, Event, Job
 from ratchet_service.job_files.delete_job import delete, sweep_deleted
 from ratchet_service.observability import disk_space
-from ratchet_service.reconciler import clock_jumps
 from ratchet_service.user_code import snapshot
 
 log = logging.getLogger(__name__)
@@ -26,6 +25,8 @@ log = logging.getLogger(__name__)
 INTERVAL: Final = 5.0
 PAUSE_SECONDS: Final = 600.0
 """Seconds after a jump in which nothing is deleted: a clock that was set wrong may be corrected by then."""
+_JUMP_SECONDS: Final = 60.0
+"""A larger departure of the clock from the expected time counts as a jump."""
 _CODE_INTERVAL: Final = 3600.0
 """Which snapshots jobs name is read from every job's row: not more often than this, after the first round."""
 _REMOVALS_INTERVAL: Final = 600.0
@@ -45,7 +46,8 @@ class Expiry:
         self._swept = False
         self._code_swept_at: float | None = None
         self._removals_resumed_at: float | None = None
-        self._jumps = clock_jumps.Jumps(database.clock, clock_jumps.DATABASE, self._database_now)
+        self._clock_read: tuple[datetime, float] | None = None  # the database's time, and the monotonic clock then
+        self._paused_until = 0.0  # monotonic
 
     def run(self) -> None:
         """Run one round of the housekeeping that is due. Jobs that cannot be deleted now are logged."""
@@ -58,7 +60,7 @@ class Expiry:
             self._removals_resumed_at = read_at
             removal.delete_all_marked(self._database, self._home)
         now = self._database_now()
-        trusted = self._is_clock_trusted()  # after the reading, so that a jump before it is detected
+        trusted = self._is_clock_trusted(now)
         for job_id in self._expired_jobs(now) if trusted else ():
             try:
                 result = delete(self._database, job_id, outputs=None, homes=self._home)
@@ -84,37 +86,26 @@ class Expiry:
         with self._database.read() as session:
             return leases.database_now(session)
 
-    def _is_clock_trusted(self) -> bool:
-        """True if jobs may be deleted by the database's clock now. False for some time after a jump, or after a start at which
-        it is unknown whether the clock jumped and its time is not plausible."""
-        seconds = self._jumps.observed_jump()
-        if seconds is None:
+    def _is_clock_trusted(self, now: datetime) -> bool:
+        """Return True if jobs may be deleted by the database's clock, which shows ``now``. False for ``PAUSE_SECONDS`` after the
+        clock has jumped, and after a start at which it is far from the time of the newest event."""
+        read_at = self._database.clock.monotonic()
+        if self._clock_read is None:
             with self._database.read() as session:
-                if self._jumps.load(session):
-                    return not self._jumps.is_paused
-        if seconds != 0.0:
-            with self._database.write() as session:
-
-                def pause_seconds(unknown: bool) -> float:
-                    """Return the seconds without deletions: none if it is unknown whether the clock jumped and its time is
-                    plausible."""
-                    return (
-                        0.0
-                        if unknown and clock_jumps.is_plausible(session, leases.database_now(session))
-                        else PAUSE_SECONDS
-                    )
-
-                seen = self._jumps.handle(session, pause_seconds)
-            self._jumps.mark_handled(seen)
-            if seen.jump_seconds != 0.0:
-                log.warning(
-                    "the database's clock jumped by %+.0f s: nothing is deleted for %g s",
-                    seen.jump_seconds,
-                    PAUSE_SECONDS,
-                )
-            elif self._jumps.is_paused:
-                log.info("it is unknown whether the clock is right: nothing is deleted for %g s", PAUSE_SECONDS)
-        return not self._jumps.is_paused
+                expected = session.scalar(sa.select(Event.at).order_by(Event.id.desc()).limit(1)) or now
+        else:
+            before, monotonic = self._clock_read
+            expected = before + timedelta(seconds=read_at - monotonic)
+        self._clock_read = now, read_at
+        difference = (now - expected).total_seconds()
+        if abs(difference) > _JUMP_SECONDS:
+            self._paused_until = read_at + PAUSE_SECONDS
+            log.info(
+                "the database's clock may have jumped by %+.0f s: nothing is deleted for %g s",
+                difference,
+                PAUSE_SECONDS,
+            )
+        return read_at >= self._paused_until
 
     def _expired_jobs(self, now: datetime) -> list[str]:
         """Return the ids of jobs that ended at least their ``ttl`` before ``now``."""
