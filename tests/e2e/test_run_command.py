@@ -396,7 +396,9 @@ def test_private_service_ignores_variables_that_configure_another_service(tmp_pa
 def test_second_signal_with_a_shared_service_ends_the_command_and_the_job_still_saves(
     server: Server, tmp_path: Path
 ) -> None:
-    (tmp_path / "train.py").write_text(TRAIN.replace("if not hurry.exists():", "while not hurry.exists():"))
+    # half a minute of steps after the file, within which the stop request reaches the ranks
+    waits = "time.sleep(0.1)\n        while not hurry.exists():"
+    (tmp_path / "train.py").write_text(TRAIN.replace("if not hurry.exists():", waits))
     with run(tmp_path, "train.py", str(tmp_path / "hurry"), RATCHET_HOME=str(server.home)) as running:
         running.wait_step(0)
         running.process.send_signal(signal.SIGINT)

@@ -324,7 +324,8 @@ def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) ->
             page, "Resume", f"ratchet resume {job} --world 2 --on-hook-mismatch redistribute", **{"Ranks per node": "2"}
         )
         server.wait_step(job, max(stored) + 2, after_attempt=2)
-        assert server.attempts(job)[-1]["resume_report"]["world_size"] == 2
+        report = wait_for(lambda: server.attempts(job)[-1]["resume_report"], "its resume report")
+        assert report["world_size"] == 2
         page.get_by_role("button", name="Suspend", exact=True).wait_for()
         confirm(page, "Suspend", f"ratchet suspend {job}")
         server.wait_phase(job, "SUSPENDED")
