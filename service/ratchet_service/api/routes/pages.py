@@ -54,7 +54,7 @@ WITHOUT: Final = ("app/recorded_answers.js",)
 
 
 class _File(NamedTuple):
-    """A file of the pages. ``etag``: changes with the content."""
+    """A file of the pages. ``etag``: changes with the content; weak, since the file and its compressed form share it."""
 
     content: bytes
     packed: bytes
@@ -68,7 +68,7 @@ def _files(_modified: tuple[tuple[Path, int], ...]) -> dict[str, _File]:
     texts |= {**bundle(_WEB, CHUNKS, WITHOUT), "style.css": style(_WEB), "report.html": report_page(_WEB)}
     contents = {name: text.encode() for name, text in texts.items()}
     return {
-        name: _File(content, gzip.compress(content, 9, mtime=0), f'"{xxhash.xxh3_64_hexdigest(content)}"')
+        name: _File(content, gzip.compress(content, 9, mtime=0), f'W/"{xxhash.xxh3_64_hexdigest(content)}"')
         for name, content in contents.items()
     }
 

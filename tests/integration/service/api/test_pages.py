@@ -80,10 +80,10 @@ def test_index_runs_no_inline_script_and_its_files_are_there_compressed_and_tagg
         assert answer.headers["content-encoding"] == "gzip" and answer.headers["vary"] == "Accept-Encoding"
         assert answer.text == api.client.get(f"/{name}", headers={"Accept-Encoding": "identity"}).text
         etag = answer.headers["etag"]
-        for known in (etag, f'"a", W/{etag}', "*"):
+        for known in (etag, f'"a", {etag.removeprefix("W/")}', "*"):
             again = api.client.get(f"/{name}", headers={"If-None-Match": known})
             assert (again.status_code, again.content) == (304, b"")
-        assert api.client.get(f"/{name}", headers={"If-None-Match": f'"a{etag}"'}).status_code == 200
+        assert api.client.get(f"/{name}", headers={"If-None-Match": etag.replace('"', '"a', 1)}).status_code == 200
 
 
 @pytest.mark.parametrize(
