@@ -29,7 +29,7 @@ if [ "$1 $2" = "-m venv" ]; then cd "{root}" && exec "{python}" -m tests.support
 exec "{python}" "$@"
 """
 _UNHURRIED = after_import(
-    "torch.optim.optimizer", "module.register_optimizer_step_post_hook(lambda *_: time.sleep(0.1))"
+    "torch.optim.optimizer", "module.register_optimizer_step_post_hook(lambda *_: time.sleep(0.5))"
 )
 """The training that commands are typed beside, and whose end nobody waits for, leaves them the cores."""
 

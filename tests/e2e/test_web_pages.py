@@ -96,7 +96,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     code = folder / "code"
     code.mkdir()
     (code / "train.py").write_text(SCRIPT)
-    (code / paced_digits.FILE).write_text(paced_digits.source(0.06))
+    (code / paced_digits.FILE).write_text(paced_digits.source(0.3))
     server = Server(folder / "home", "--auth", "token", "--code-root", str(folder), cpu_slots=4)
     try:
         server.start().use_admin_token()
