@@ -235,6 +235,7 @@ def _select_rows(now: datetime, kinds: Collection[str] | None) -> sa.Select[Any]
         return sa.select(*columns).where(is_due(now))
     columns += [
         launcher_kind().label("kind"),
+        Job.name,
         Job.resolved["threads_per_rank"].as_string().label("threads"),
         Job.spec["policy"]["timeout"].as_string().label("timeout"),
     ]
@@ -249,7 +250,7 @@ def _parse_row(row: Any) -> Row:
     if not hasattr(row, "kind"):
         return parsed
     need, timeout = _need_of(row.world, row.device, row.threads), _parse_number(row.timeout)
-    return parsed._replace(kind=row.kind, need=need, timeout=timeout)
+    return parsed._replace(kind=row.kind, need=need, timeout=timeout, name=row.name)
 
 
 def share_columns() -> tuple[sa.ColumnElement[str], sa.ColumnElement[str]]:
@@ -310,11 +311,13 @@ def held_by_owner(session: Session) -> dict[str, Share]:
 
 def active_grants(session: Session) -> list[Grant]:
     """Return the slots of every node of all attempts that have not ended, one ``Grant`` per node that holds any."""
-    query = sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, AttemptNode.job_id).join(
-        Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt)
+    query = (
+        sa.select(AttemptNode.gpus, AttemptNode.cpu_slots, Job.name, Job.id)
+        .join(Attempt, (Attempt.job_id == AttemptNode.job_id) & (Attempt.number == AttemptNode.attempt))
+        .join(Job, Job.id == Attempt.job_id)
+        .where(Attempt.phase.in_(ALIVE_PHASES))
     )
-    rows = session.execute(query.where(Attempt.phase.in_(ALIVE_PHASES)))
-    return [Grant(tuple(gpus), tuple(cpus), job_id) for gpus, cpus, job_id in rows if gpus or cpus]
+    return [Grant(tuple(gpus), tuple(cpus), *holder) for gpus, cpus, *holder in session.execute(query) if gpus or cpus]
 
 
 def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:

@@ -43,7 +43,8 @@ Key = tuple[str, int]
 class Row(NamedTuple):
     """A queued job, with the reason and message in its row. ``kind``: its launcher's name; may be empty. ``attempt``: its newest
     attempt. ``version``: of the row, which changes of the phase and of the spec increase, but not those of the reason.
-    ``timeout``: ``policy.timeout`` in seconds; ``running_seconds``: how long all attempts ran."""
+    ``timeout``: ``policy.timeout`` in seconds; ``running_seconds``: how long all attempts ran. ``name``: the job's, for the
+    messages of jobs that wait for it."""
 
     queued: Queued
     kind: str
@@ -54,6 +55,7 @@ class Row(NamedTuple):
     need: Need = Need(0, 0)
     timeout: float | None = None
     running_seconds: float = 0.0
+    name: str = ""
 
     @property
     def key(self) -> Key:
@@ -176,7 +178,7 @@ def schedule(
             out.ends.append(End(row, decision))
         elif decision.action is Action.LAUNCH:
             out.compared.append(row)
-            answer = board.allocate(one.job, row.need) if has_slots else Grant()
+            answer = board.allocate(row.name, row.need) if has_slots else Grant()
             if isinstance(answer, Waiting):
                 if row.reason != CREATION_FAILED:
                     wait = _wait_for_slots(row, answer, planner)

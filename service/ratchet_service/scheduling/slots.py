@@ -35,10 +35,12 @@ class Need:
 
 @dataclass(frozen=True)
 class Grant:
-    """GPU and CPU slot indices that a job holds until its attempt has ended. ``job``: the holder's id, not compared."""
+    """GPU and CPU slot indices that a job holds until its attempt has ended. ``name`` and ``job``: of the holder its name and id,
+    not compared."""
 
     gpus: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
+    name: str | None = field(default=None, compare=False)
     job: str | None = field(default=None, compare=False)
 
     def overlaps(self, other: Grant) -> bool:
@@ -96,23 +98,23 @@ class Board:
         """True if every CPU slot is taken or reserved: no job that needs one can start now."""
         return not self._cpus
 
-    def allocate(self, job_id: str, need: Need) -> Grant | Waiting:
+    def allocate(self, name: str, need: Need) -> Grant | Waiting:
         """Return the slots that the next job of the queue gets, or why it waits. If it waits, free slots may be reserved for
-        it."""
+        it. ``name``: the job's, for messages."""
         never = too_few_gpus(need.gpus, self._capacity)
         if never is not None:  # so nothing is reserved for it
             return Waiting(never)
         # a job that requests more than the machine has gets all
         cpus = min(need.cpus, self._capacity.cpus)
         if need.gpus <= len(self._gpus) and cpus <= len(self._cpus):
-            grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), job_id)
+            grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), name)
             self._held.append(grant)
             return grant
         message = self._wait_message(need, cpus)
         lacks = Need(max(0, need.gpus - len(self._gpus)), max(0, cpus - len(self._cpus)))
         self._take(self._gpus, need.gpus)
         self._take(self._cpus, cpus)
-        self._first_waiting_job = self._first_waiting_job or job_id
+        self._first_waiting_job = self._first_waiting_job or name
         return Waiting(message, lacks)
 
     def release(self, grant: Grant) -> None:
@@ -135,13 +137,13 @@ class Board:
         behind = f", behind job {self._first_waiting_job}" if self._first_waiting_job else ""
         return f"waits for {' and '.join(wants)}{behind}"
 
-    def _describe_free(self, free: list[int], kind: str, name: str) -> str:
-        """Return for example ``0 free; job-a has GPU 0, 1``. ``kind``: the field of ``Grant``; ``name``: the slots' name;
-        empty: only numbers of slots."""
-        holders = [(getattr(grant, kind), grant.job) for grant in self._held if getattr(grant, kind) and grant.job]
+    def _describe_free(self, free: list[int], kind: str, slots: str) -> str:
+        """Return for example ``0 free; digits has GPU 0, 1``. ``kind``: the field of ``Grant``; ``slots``: their name; empty:
+        only numbers of slots."""
+        holders = [(getattr(grant, kind), grant.name) for grant in self._held if getattr(grant, kind) and grant.name]
         holder_texts = [
-            f"{job} has {name} {', '.join(map(str, taken))}" if name else f"{job} has {len(taken)}"
-            for taken, job in sorted(holders)[:_MAX_NAMED_HOLDERS]
+            f"{name} has {slots} {', '.join(map(str, taken))}" if slots else f"{name} has {len(taken)}"
+            for taken, name in sorted(holders)[:_MAX_NAMED_HOLDERS]
         ]
         holder_texts += [f"{pluralize(len(holders) - _MAX_NAMED_HOLDERS, 'job')} more"] * (
             len(holders) > _MAX_NAMED_HOLDERS

@@ -243,7 +243,7 @@ def test_jobs_wait_for_slots_in_priority_order_with_reason_no_slot(small: Plane)
     small.wait_job(first, lambda job: job.phase is JobPhase.RUNNING, "running")
     late = small.submit({"steps": 3}, resources={"cpus_per_rank": 2})
     job = small.wait_job(late, lambda job: job.reason == "no-slot", "waiting")
-    assert job.message is not None and "2 of 4 CPU slots (1 free; " in job.message
+    assert job.message == f"waits for 2 of 4 CPU slots (1 free; {small.job(first).name} has 3)"
     small.post(f"/v1/jobs/{first}/cancel")
     small.wait(late, JobPhase.SUCCEEDED)
     order = [small.job(j).started_at for j in (high, low, first, late)]

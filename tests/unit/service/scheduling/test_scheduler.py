@@ -30,7 +30,7 @@ def row(job: str, cpus: int = 1, *, owner: str = "ada", priority: int = 0, kind:
     gpus, since = more.pop("gpus", 0), more.pop("claimed_since", None)
     age = timedelta(seconds=sum(map(ord, job)))
     queued = Queued(job, owner, priority, NOW + age, Share(gpus, cpus, 1), since)
-    return Row(queued, kind, need=Need(gpus, cpus), **more)
+    return Row(queued, kind, need=Need(gpus, cpus), name=job, **more)
 
 
 def state(
