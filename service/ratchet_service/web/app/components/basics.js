@@ -20,6 +20,9 @@ export const Card = ({ title, aside, tone, flush, children, id }) => html`
     ${children}
   </section>`;
 
+/** @param {{job: Api.Job}} props */
+export const Warnings = ({ job }) => job.warnings?.length > 0 && html`<${Card} title="Warnings of the submission" tone="wait">${job.warnings.map((one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`;
+
 /** Terms and values in a row. @param {{items: [any, any, string?][]}} props - term, value, title */
 export const Facts = ({ items }) => html`
   <dl class="facts">${items.map(([term, value, title]) => html`<div title=${title}><dt>${term}</dt><dd>${value}</dd></div>`)}</dl>`;
@@ -53,7 +56,7 @@ export function Copy({ text, children, label }) {
 }
 
 /** A command line with a button that copies it. @param {{line: string}} props */
-export const Command = ({ line }) => html`<div class="command"><code>${line}</code><${Copy} text=${line} label=${`Copy: ${line}`}>copy</${Copy}></div>`;
+export const Command = ({ line }) => html`<div class="command"><code>${line.split(" ").map((one) => html`<span>${one}</span> `)}</code><${Copy} text=${line} label=${`Copy: ${line}`}>copy</${Copy}></div>`;
 
 /** @param {string} text */
 async function copyText(text) {

@@ -33,7 +33,7 @@ export function Timeline({ job, attempts, selected = null, limit = 12, query = {
       <tbody>${shown.map((one) => html`<tr key=${one.number} class=${one.number === selected ? "selected" : ""} onClick=${(/** @type {any} */ event) => event.target.closest("a") || go(link(["jobs", job.id, "attempts"], { ...query, attempt: one.number }))}>
         <th scope="row"><a href=${link(["jobs", job.id, "attempts"], { ...query, attempt: one.number })} aria-current=${one.number === selected ? "true" : undefined} aria-label=${`Attempt ${one.number}`}>${one.number}</a></th>
         <td class="lane-cell"><${Lane} attempt=${one} axis=${axis} marks=${marks} folds=${folds} /></td>
-        <td>${one.cause ? html`<${Badge} tone=${causeTone(one.cause)} title=${causeText(one.cause)}>${one.cause}</${Badge}>` : html`<span class="dim">not ended</span>`}</td>
+        <td>${one.cause ? html`<${Badge} tone=${causeTone(one.cause)} title=${causeText(one.cause)}>${one.cause}</${Badge}>` : html`<span class="dim nowrap">not ended</span>`}</td>
         <td class="nowrap">${one.ended_at && !one.base ? html`<span class="dim">did not begin</span>` : html`<span class=${classes("word", verdictTone(verdict(one)), verdict(one))}>${verdictText(verdict(one))}</span>`}</td>
         <td class="number nowrap">${one.base ? html`<span class="dim">${count(one.base.step)} → </span>${count(one.last_step)}` : html`<span class="dim">–</span>`}</td>
         <td class="number">${one.steps_lost ? html`<span class="word bad">${count(one.steps_lost)}</span>` : html`<span class="dim">${one.steps_lost ?? "–"}</span>`}</td>

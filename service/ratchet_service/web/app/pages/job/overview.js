@@ -1,7 +1,7 @@
 // @ts-check
 /** What one wants to know first: why it failed, why it waits, or how it goes; then the curve, the attempts, and what they cost. */
 import { Chart } from "../../components/chart.js";
-import { Badge, Card, Command, Empty } from "../../components/basics.js";
+import { Badge, Card, Command, Empty, Warnings } from "../../components/basics.js";
 import { ResumeMatrix } from "../../components/resume.js";
 import { SpentBar } from "../../components/spent.js";
 import { Timeline } from "../../components/timeline.js";
@@ -25,7 +25,7 @@ export default function Overview({ job, attempts }) {
     ${["QUEUED", "SUSPENDED"].includes(job.phase) && html`<${Waiting} job=${job} />`}
     <div class="main-side">
       <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /><${Recent} job=${job} />
-        ${job.warnings?.length > 0 && html`<${Card} title="Warnings of the submission">${job.warnings.map((one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}</div>
+        <${Warnings} job=${job} /></div>
       <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} attempts=${attempts} />
         ${newest?.resume_report && html`<${Resume} key=${newest.number} job=${job} attempt=${newest} />`}</div>
     </div></div>`;
@@ -114,7 +114,7 @@ function Cost({ job, attempts }) {
   if (!spent || spent.wall_seconds === 0) return null;
   const lost = attempts.reduce((sum, one) => sum + (one.steps_lost ?? 0), 0);
   return html`<${Card} title="Where its time went" aside=${`goodput ${percent(spent.goodput)}`}>
-    ${lost > 0 && attempts.length >= job.attempt && html`<p><strong>${plural(lost, "step")} lost</strong>, ${duration(spent.lost_seconds)}, at the ends of ${plural(attempts.length, "attempt")}.</p>`}
+    ${lost > 0 && attempts.length >= job.attempt && html`<p style=${{ marginBottom: ".5rem" }}><strong>${plural(lost, "step")} lost</strong>, ${duration(spent.lost_seconds)}</p>`}
     <${SpentBar} spent=${spent} label="The job" /></${Card}>`;
 }
 

@@ -1,6 +1,6 @@
 // @ts-check
 /** What the job was asked to be, what the service decided, what differs from another job, and the software that it ran with. */
-import { Badge, Card, Command, Copy, Empty, Trouble } from "../../components/basics.js";
+import { Badge, Card, Command, Copy, Empty, Trouble, Warnings } from "../../components/basics.js";
 import { classes, html, useState } from "../../dom.js";
 import { count, plural } from "../../format.js";
 import { useLive } from "../../live.js";
@@ -16,7 +16,7 @@ export default function Spec({ job, route }) {
   const { data: base, error } = useLive(other && other !== job.id ? `v1/jobs/${encodeURIComponent(other)}` : null, { every: null });
   const changed = base ? differences(base.spec, job.spec) : [];
   return html`<div class="stack">
-    ${(job.warnings ?? []).length > 0 && html`<${Card} title=${plural(job.warnings.length, "warning") + " of the submission"} tone="wait">${job.warnings.map((one) => html`<p class="small"><code>${one.pointer}</code> ${one.detail}</p>`)}</${Card}>`}
+    <${Warnings} job=${job} />
     <div class="main-side">
       <div class="stack"><${Text} job=${job} changed=${new Set(changed.map((one) => one.path))} /></div>
       <div class="stack">
@@ -28,16 +28,20 @@ export default function Spec({ job, route }) {
 
 /** @param {{job: Api.Job, changed: Set<string>}} props */
 function Text({ job, changed }) {
+  const [whole, setWhole] = useState(false);
   const text = yaml(job.spec);
   const hidden = (job.spec.secret_env ?? []).length > 0;
   const warned = /** @type {Record<string, string>} */ (Object.fromEntries((job.warnings ?? []).map((one) => [one.pointer, one.detail])));
+  const lines = yamlLines(job.spec);
+  const set = lines.filter((one) => !/^(null|\[]|{})$/.test(one.end) || one.key === "-" || within(changed, one.path) || Object.hasOwn(warned, one.path));
   return html`<${Card} title="Spec" flush aside=${html`<${Copy} text=${text}>copy as YAML</${Copy}><${Copy} text=${JSON.stringify(job.spec, null, 2)}>copy as JSON</${Copy}>
       <button type="button" class="plain" onClick=${() => save(new Blob([text], { type: "application/yaml" }), `${job.name}.yaml`)}>save</button>`}>
-    <div class="scroll yaml" tabindex="0" role="region" aria-label="Spec as YAML">${yamlLines(job.spec).map((one) => {
+    <div class="scroll yaml" tabindex="0" role="region" aria-label="Spec as YAML">${(whole ? lines : set).map((one) => {
       const auto = one.end === "auto" ? decided(job, one.path) : null;
       return html`<div class=${classes("yamlline", within(changed, one.path) && "changed")} title=${Object.hasOwn(warned, one.path) ? warned[one.path] : undefined}><span style=${{ paddingLeft: `${1.2 * one.indent}rem` }}><span class="key">${one.key}</span> <span class=${valueClass(one.end)}>${one.end}</span>
         ${auto !== null && html` <span class="became">→ ${auto}</span>`}${changed.has(one.path) && html` <span class="became">changed</span>`}${Object.hasOwn(warned, one.path) && html` <span class="word wait">warning</span>`}</span></div>`;
     })}</div>
+    ${set.length < lines.length && html`<p class="edge"><button type="button" class="plain" onClick=${() => setWhole(!whole)}>${whole ? "Hide" : "Show"} ${plural(lines.length - set.length, "key")} without a value</button></p>`}
     ${rounded(job.spec) && html`<p class="edge"><span class="word wait">An integer of 2⁵³ or more is rounded here.</span> The command line shows it exactly: <code>ratchet get ${job.id} --json</code></p>`}
     <div class="stack again">${hidden && html`<p class="small"><span class="word wait">The values of secret_env are not shown.</span> Replace each ******** in the saved file, or the service refuses it.</p>`}<p class="dim small">Save the spec as a file, then submit it again:</p><${Command} line=${`ratchet submit ${/^[\w.-]+$/.test(job.name) ? job.name : "job"}.yaml`} />
       ${job.last_checkpoint && html`<p class="dim small">A new job with the state of its last checkpoint:</p><${Command} line=${`ratchet fork ${job.id} --checkpoint ${job.last_checkpoint}`} />`}</div></${Card}>`;
