@@ -11,11 +11,13 @@
 export const counts = (from) => Object.entries(from).filter(([, number]) => number > 0).sort((a, b) => b[1] - a[1]);
 
 /** @param {Fleet} fleet @returns {Slots[]} */
-export const slotsOf = (fleet) => fleet.slots.map((one) => ({
-  kind: one.kind, title: one.kind === "gpu" ? "GPUs" : "CPU slots", capacity: one.capacity ?? null,
-  used: one.holders.reduce((sum, holder) => sum + holder.count, 0),
-  holders: one.holders.map((holder) => ({ id: holder.job_id, name: holder.name, owner: holder.owner, held: holder.count })),
-}));
+export const slotsOf = (fleet) => fleet.slots.map((one) => {
+  /** @type {Map<string, Slots["holders"][number]>} */
+  const jobs = new Map(); // the service names each node of a job
+  for (const { job_id: id, name, owner, count: held } of one.holders) jobs.set(id, { id, name, owner, held: held + (jobs.get(id)?.held ?? 0) });
+  const holders = [...jobs.values()].sort((a, b) => b.held - a.held);
+  return { kind: one.kind, title: one.kind === "gpu" ? "GPUs" : "CPU slots", capacity: one.capacity ?? null, used: holders.reduce((sum, job) => sum + job.held, 0), holders };
+});
 
 /** @param {Fleet} fleet @returns {{host: string, causes: [string, number][], all: number}[]} */
 export const hostsOf = (fleet) => fleet.hosts.map((one) => {

@@ -7,14 +7,15 @@ import { Card, Command, Empty, Table } from "./basics.js";
 
 /** More slots than these are one bar instead of cells. */
 const CELLS = 64;
-const HOLDERS = 12;
+/** As many as there are colours. */
+const HOLDERS = 8;
 
 /** @param {import("../fleet.js").Slots} one */
 const isShown = (one) => Boolean(one.capacity || one.used);
 
 /** @param {{slots: import("../fleet.js").Slots[]}} props */
 export const Holders = ({ slots }) => html`${slots.filter(isShown).map((one) => html`<${One} key=${one.kind} slots=${one} />`)}
-  ${!slots.some(isShown) && html`<${Card} title="Slots"><${Empty}><p>${slots.some((one) => one.capacity === null) ? "No slot is known: the machine that trains has not reported its slots, or an" : "The service manages no slots: an"} engine such as Slurm or Kubernetes places the jobs. With slots of its own:</p><${Command} line="ratchet serve --cpu-slots 8" /></${Empty}></${Card}>`}`;
+  ${!slots.some(isShown) && html`<${Card} title="Slots"><${Empty}><p>${slots.some((one) => one.capacity === null) ? "The machine that trains has not reported its slots, or an" : "An"} engine such as Slurm or Kubernetes places the jobs. To lend slots of this machine:</p><${Command} line="ratchet serve --cpu-slots 8" /></${Empty}></${Card}>`}`;
 
 /** @param {{slots: import("../fleet.js").Slots}} props */
 function One({ slots }) {
@@ -32,8 +33,8 @@ function One({ slots }) {
       : html`<div class="spent" role="img" aria-label=${label}>${slots.holders.slice(0, HOLDERS).map((holder, n) => html`<span style=${{ width: `${(100 * holder.held) / whole}%`, background: colour(n) }} title=${`${holder.name}: ${holder.held}`}></span>`)}
         ${others > 0 && html`<span class="tone-fill quiet" style=${{ width: `${(100 * others) / whole}%` }} title=${`other jobs: ${others}`}></span>`}</div>`}
     ${slots.holders.length
-      ? html`<div class="inset side-list"><${Table} caption=${`Holders of ${slots.title}`} tight numbers=${[2]} head=${["Job", "Owner", "Held"]}
-          rows=${slots.holders.slice(0, HOLDERS).map((holder, n) => [html`<span class="row"><span class="swatch" style=${{ background: colour(n) }}></span><a class="one-line" title=${holder.name} href=${link(["jobs", holder.id])}>${holder.name}</a></span>`, html`<div class="one-line">${holder.owner}</div>`, count(holder.held)])} /></div>
+      ? html`<div class="inset side-list"><${Table} caption=${`Holders of ${slots.title}`} tight numbers=${[1]} head=${["Job", "Held"]}
+          rows=${slots.holders.slice(0, HOLDERS).map((holder, n) => [html`<span class="row"><span class="swatch" style=${{ background: colour(n) }}></span><span><a href=${link(["jobs", holder.id])}>${holder.name}</a> <span class="small dim">${holder.owner}</span></span></span>`, count(holder.held)])} /></div>
           ${slots.holders.length > HOLDERS && html`<p class="small dim">and ${plural(slots.holders.length - HOLDERS, "more job")}</p>`}`
       : html`<p class="dim small">${known ? "All are free." : "No job holds one."}</p>`}</div></${Card}>`;
 }

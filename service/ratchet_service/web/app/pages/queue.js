@@ -72,7 +72,7 @@ function Quotas({ data, caller }) {
   const kinds = /** @type {["queued" | "jobs" | "ranks" | "gpus", string][]} */ ([["queued", "unfinished jobs"], ["jobs", "running jobs"], ["ranks", "ranks"], ["gpus", "GPUs"]]);
   if (!items.length) {
     return html`<${Card} title="Quotas"><${Empty}><p>No quota: every owner may use all slots.${admin ? " Limit each owner:" : ""}</p>
-      ${admin && html`<${Command} line="ratchet quota set '*' --jobs 8 --ranks 16" />`}</${Empty}></${Card}>`;
+      ${admin && html`<${Command} line="ratchet quota set '*' --jobs 8" />`}</${Empty}></${Card}>`;
   }
   return html`<${Card} title="Quotas" aside=${items.length > OWNERS || data.next_cursor ? own(items[0]) ? `${OWNERS} owners, the own one first` : `the first ${Math.min(items.length, OWNERS)} owners` : ""}>
     <div class="stack" style=${{ gap: "1rem" }}>${items.slice(0, OWNERS).map((one) => html`<div key=${one.owner} class="stack" style=${{ gap: ".35rem" }}>
