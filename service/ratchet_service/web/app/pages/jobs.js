@@ -41,7 +41,7 @@ export default function Jobs({ route, caller }) {
           <thead><tr><th><span class="hidden">Select</span></th><th>Job</th><th>Phase</th><th>Progress</th><th>Metric</th><th>Hook</th><th>At risk</th><th>Attempts</th><th>Created</th></tr></thead>
           <tbody>${jobs.map((/** @type {any} */ job) => html`<${Row} key=${job.id} job=${job} now=${now} selected=${selected.includes(job.id)} onSelect=${() => toggle(job.id)} />`)}</tbody>
         </table></div></section>
-        <p class="small dim" aria-hidden="true">Attempts: <span class="dot"></span> resume proved exact · <span class="dot hollow"></span> not proved · <span class="dot bad square"></span> ended badly · <span class="mark bad">!</span> not exact</p>
+        <p class="small dim quiet" aria-hidden="true">Attempts: <span class="dot"></span> resume proved exact · <span class="dot hollow"></span> not proved · <span class="dot bad square"></span> ended badly · <span class="mark bad">!</span> not exact</p>
         <${Pages} query=${query} next=${data.next_cursor} />`
       : html`<section class="card"><${NoJobs} filtered=${[...query.keys()].length > 0} /></section>`)}
   </div>`;

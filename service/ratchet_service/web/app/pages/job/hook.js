@@ -35,20 +35,24 @@ export default function Hook({ job, attempts, route }) {
     </div></div>`;
 }
 
+/** @param {number} of */
+const times = (of) => `${number(Number(of.toPrecision(3)))}×`;
+
 /** @param {{job: Api.Job, hook: Api.Hook}} props */
 function Now({ job, hook }) {
   const now = useNow();
   const [tone, word] = hook.phase ? phaseOf(hook.phase) : ["quiet", "no figures yet"];
   const behind = hook.iteration !== null && hook.checkpoint_iteration !== null ? hook.iteration - hook.checkpoint_iteration : null;
-  const fewer = hook.bytes_before && hook.bytes_after ? hook.bytes_before / hook.bytes_after : null;
+  const rate = typeof hook.compression_rate === "number" ? times(hook.compression_rate) : hook.compression_rate ?? "not known";
+  const fewer = times(hook.bytes_before && hook.bytes_after ? hook.bytes_before / hook.bytes_after : 1);
   const where = hook.source === "live" ? `live, ${ago(hook.updated_at, now)}` : hook.source === "checkpoint" ? `as in ${hook.checkpoint_id}` : "";
   return html`<${Card} tone=${tone} title=${html`<span class="row">${hook.name}${hook.wrapper ? ` in ${hook.wrapper}` : ""} <${Badge} tone=${tone}>${word}</${Badge}></span>`} aside=${where}>
     <p class="hook-now">${sends(hook)}</p>
     ${hook.source
       ? html`<${Facts} items=${[
         ["Iteration", html`${count(hook.iteration)}${behind !== null && html`<span class="dim"> · ${behind > 0 ? `${count(behind)} after the checkpoint's ${count(hook.checkpoint_iteration)}` : "as in the checkpoint"}</span>`}`, "Backward passes that synchronised gradients, in all attempts together."],
-        ["Bytes per step", html`${size(hook.bytes_before)} → ${hook.bytes_after === null ? "not known" : size(hook.bytes_after)}${fewer && fewer > 1.01 ? html`<span class="dim"> · ${number(Number(fewer.toPrecision(3)))} times fewer</span>` : ""}`, "Of gradients on one rank, in the last iteration: before and after the hook."],
-        ["Compression rate", typeof hook.compression_rate !== "number" ? hook.compression_rate ?? "not known" : `${number(Number(hook.compression_rate.toPrecision(3)))}×`, "Elements before and after, since compression began."],
+        ["Bytes per step", html`${size(hook.bytes_before)} → ${hook.bytes_after === null ? "not known" : size(hook.bytes_after)}${![rate, times(1)].includes(fewer) && html`<span class="dim"> · ${fewer} fewer</span>`}`, "Of gradients on one rank, in the last iteration: before and after the hook."],
+        ["Compression rate", rate, "Elements before and after, since compression began."],
         ["Memory per rank", hook.memory_bytes ? size(hook.memory_bytes) : "none"],
         ...(hook.next_averaging !== null ? [["Next averaging", `after step ${count(hook.next_averaging)}`], ["Averager's steps", count(hook.averager_step)]] : []),
         ["Ranks that reported", count(hook.ranks.length)],

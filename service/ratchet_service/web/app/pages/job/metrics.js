@@ -45,7 +45,7 @@ export default function Metrics({ job, attempts, route }) {
   if (!all.length) return html`<${Card}><${NoMetrics} job=${job} /></${Card}>`;
   return html`<div class="stack">
     <div class="row spread">
-      <div class="row" role="search"><input type="search" aria-label="Filter metrics by text, several with | between" placeholder="filter, like loss|accuracy" value=${text}
+      <div class="row" role="search"><input type="search" aria-label="Filter metrics by text, several with | between" placeholder="like loss|accuracy" value=${text}
           onInput=${(/** @type {any} */ event) => setQuery({ name: event.target.value, show: null })} />
         <span class="small dim" role="status">${names.length === all.length ? plural(all.length, "metric") : `${count(names.length)} of ${plural(all.length, "metric")}`}</span></div>
       <${ChartTools} now=${now} range=${whole ?? known.current[now.axis] ?? extentOf(all, now.axis, origin)} />
