@@ -60,7 +60,7 @@ export default function Metrics({ job, attempts, route }) {
     </div>
     ${names.length > limit && html`<div class="row"><button type="button" onClick=${() => setQuery({ show: limit + PAGE })}>Show ${count(Math.min(PAGE, names.length - limit))} more</button>
       <span class="small dim">${count(names.length - limit)} of ${plural(names.length, "chart")} left out; the filter finds them by name</span></div>`}
-    <p class="small dim">Dragging over a chart zooms all of them and reads more points of these steps; a double click shows all steps.</p>
+    <p class="small dim">Dragging over a chart zooms all of them; a double click shows all steps.</p>
   </div>`;
 }
 
