@@ -302,6 +302,12 @@ def test_actions_do_what_their_command_lines_say(scene: Scene, chromium: Any) ->
         seen = watch(chromium, str(server.url), token=scene.token)
         page = seen.open(f"#/jobs/{job}")
         page.get_by_text("RUNNING").first.wait_for()
+        page.set_viewport_size({"width": 390, "height": 900})
+        ends = [
+            box["x"] + box["width"] for box in (one.bounding_box() for one in page.locator(".actions button").all())
+        ]
+        assert len(ends) == 7 and max(ends) <= 390, "no action is out of sight on a phone"
+        page.set_viewport_size({"width": 1440, "height": 900})
         confirm(page, "Checkpoint now", f"ratchet checkpoint {job}")
         wait_for(lambda: any(e["type"] == "checkpoint" for e in server.events(job)), "the checkpoint", 30)
         confirm(page, "Priority", f"ratchet label {job} --priority 7", Priority="7")
@@ -422,6 +428,21 @@ HIDE = (
     "Object.defineProperty(document, 'hidden', {value: %s, configurable: true}); "
     "document.dispatchEvent(new Event('visibilitychange', {bubbles: true}))"
 )
+
+
+def test_spec_shows_keys_without_a_value_on_request(scene: Scene, chromium: Any) -> None:
+    seen = watch(chromium, str(scene.server.url), token=scene.token)
+    page = seen.open(f"#/jobs/{scene.resumed}/spec")
+    keys = page.locator(".yamlline")
+    page.get_by_role("button", name=re.compile("Show [0-9]+ keys without a value")).click()
+    hide = page.get_by_role("button", name=re.compile("Hide [0-9]+ keys without a value"))
+    hide.wait_for()
+    whole = keys.all_inner_texts()
+    assert "image: null" in whole and "env: {}" in whole
+    hide.click()
+    page.get_by_role("button", name=re.compile("Show [0-9]+ keys")).wait_for()
+    assert keys.all_inner_texts() == [text for text in whole if not re.search(r": (null|\[\]|\{\})$", text)]
+    seen.assert_clean()
 
 
 def test_hidden_page_asks_for_nothing(scene: Scene, chromium: Any) -> None:
