@@ -10,8 +10,7 @@ from tests.support import conditions
 
 SAMPLES = {
     "boot": [
-        # It failed there once: a clock that had gone back by more than the machine was up for.
-        "integration/service/reconciler/test_clock_jumps.py::test_ttl_deletion_pauses_after_a_clock_jump[sqlite-restarted]",
+        "unit/service/lifecycle/test_monotonic_deadlines.py",
         "unit/service/agent_reports/test_report_pacing.py", "unit/worker/agent/test_hang_detector.py",
     ],
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Without the table of clocks that were set: deadlines are counted by monotonic clocks, which nobody can set."""
+"""Drops the table of clock levels, which nothing reads any more."""
 
 from __future__ import annotations
 

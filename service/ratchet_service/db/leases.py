@@ -143,14 +143,6 @@ def _own_leases_filter(leases: Iterable[Lease]) -> sa.ColumnElement[bool]:
     return Job.id.in_([lease.job_id for lease in held]) & Job.lease_token.in_([lease.token for lease in held])
 
 
-def lock_held(session: Session, leases: Iterable[Lease]) -> set[Lease]:
-    """Return those of ``leases`` that this process still holds on active jobs, and lock these jobs' rows."""
-    requested = list(leases)
-    mine = _own_leases_filter(requested) & Job.phase.in_(ACTIVE)
-    query = sa.select(Job.id, Job.attempt, Job.lease_token).where(mine).order_by(Job.id).with_for_update()
-    return set(requested) & {Lease(job_id, attempt, token or "") for job_id, attempt, token in session.execute(query)}
-
-
 def lock_leased_job(session: Session, lease: Lease) -> Job:
     """Lock the job's row, and return the job. Raises ``LeaseLost`` if it does not have this lease or is not active."""
     try:

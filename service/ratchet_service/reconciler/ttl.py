@@ -1,11 +1,10 @@
 """Housekeeping by time: deletes jobs past their ``ttl`` and unused code snapshots, and finishes interrupted deletions. A ttl
-goes by the database's clock; after a jump of that clock, these jobs and snapshots stay for a while."""
+goes by the database's clock; a job stays for some minutes after it, since that clock may be wrong."""
 
 from __future__ import annotations
 
 import logging
 import time
-from datetime import datetime, timedelta
 from typing import Final
 
 import sqlalchemy as sa
@@ -15,7 +14,7 @@ from ratchet_contract.paths import HomePaths
 from ratchet_service.checkpoints import removal
 from ratchet_service.db import leases
 from ratchet_service.db.engine import Database
-from ratchet_service.db.models import Attempt, Event, Job
+from ratchet_service.db.models import Attempt, Job
 from ratchet_service.job_files.delete_job import delete, sweep_deleted
 from ratchet_service.observability import disk_space
 from ratchet_service.user_code import snapshot
@@ -23,10 +22,9 @@ from ratchet_service.user_code import snapshot
 log = logging.getLogger(__name__)
 
 INTERVAL: Final = 5.0
-PAUSE_SECONDS: Final = 600.0
-"""Seconds after a jump in which nothing is deleted: a clock that was set wrong may be corrected by then."""
-_JUMP_SECONDS: Final = 60.0
-"""A larger departure of the clock from the expected time counts as a jump."""
+CONFIRM_SECONDS: Final = 600.0
+"""Seconds for which a process must see a job past its ttl before it deletes it, but at most the ttl again: a clock that was set
+wrong may be corrected by then."""
 _CODE_INTERVAL: Final = 3600.0
 """Which snapshots jobs name is read from every job's row: not more often than this, after the first round."""
 _REMOVALS_INTERVAL: Final = 600.0
@@ -46,8 +44,7 @@ class Expiry:
         self._swept = False
         self._code_swept_at: float | None = None
         self._removals_resumed_at: float | None = None
-        self._clock_read: tuple[datetime, float] | None = None  # the database's time, and the monotonic clock then
-        self._paused_until = 0.0  # monotonic
+        self._expired_since: dict[str, float] = {}  # job id -> monotonic time at which it was first seen past its ttl
 
     def run(self) -> None:
         """Run one round of the housekeeping that is due. Jobs that cannot be deleted now are logged."""
@@ -59,9 +56,7 @@ class Expiry:
         if self._removals_resumed_at is None or read_at - self._removals_resumed_at >= _REMOVALS_INTERVAL:
             self._removals_resumed_at = read_at
             removal.delete_all_marked(self._database, self._home)
-        now = self._database_now()
-        trusted = self._is_clock_trusted(now)
-        for job_id in self._expired_jobs(now) if trusted else ():
+        for job_id in self._jobs_to_delete():
             try:
                 result = delete(self._database, job_id, outputs=None, homes=self._home)
             except (NotFound, Conflict) as error:
@@ -76,44 +71,24 @@ class Expiry:
                     log.warning("%s: %s", job_id, result.remote)
         disk_space.reserve_space(self._database)  # again, once there is free space after a deletion has used it
         read_at = time.monotonic()
-        if trusted and (self._code_swept_at is None or read_at - self._code_swept_at >= _CODE_INTERVAL):
+        if self._code_swept_at is None or read_at - self._code_swept_at >= _CODE_INTERVAL:
             self._code_swept_at = read_at
             for digest in snapshot.remove_unreferenced(self._home.code, self._referenced_snapshots, self._grace):
                 log.info("code snapshot %s removed: no job and no attempt uses it", digest)
 
-    def _database_now(self) -> datetime:
-        """Return the time of the database's clock."""
-        with self._database.read() as session:
-            return leases.database_now(session)
-
-    def _is_clock_trusted(self, now: datetime) -> bool:
-        """Return True if jobs may be deleted by the database's clock, which shows ``now``. False for ``PAUSE_SECONDS`` after the
-        clock has jumped, and after a start at which it is far from the time of the newest event."""
-        read_at = self._database.clock.monotonic()
-        if self._clock_read is None:
-            with self._database.read() as session:
-                expected = session.scalar(sa.select(Event.at).order_by(Event.id.desc()).limit(1)) or now
-        else:
-            before, monotonic = self._clock_read
-            expected = before + timedelta(seconds=read_at - monotonic)
-        self._clock_read = now, read_at
-        difference = (now - expected).total_seconds()
-        if abs(difference) > _JUMP_SECONDS:
-            self._paused_until = read_at + PAUSE_SECONDS
-            log.info(
-                "the database's clock may have jumped by %+.0f s: nothing is deleted for %g s",
-                difference,
-                PAUSE_SECONDS,
-            )
-        return read_at >= self._paused_until
-
-    def _expired_jobs(self, now: datetime) -> list[str]:
-        """Return the ids of jobs that ended at least their ``ttl`` before ``now``."""
+    def _jobs_to_delete(self) -> list[str]:
+        """Return the ids of jobs that ended at least their ``ttl`` ago by the database's clock, and that this process has seen so
+        for the shorter of the ttl and ``CONFIRM_SECONDS``."""
         # Only by the index of jobs with a ttl: a condition on the phase would read every job that ever ended.
         query = sa.select(Job.id, Job.ended_at, Job.ttl).where(Job.ttl.is_not(None))
         with self._database.read() as session:
-            rows = session.execute(query).all()
-        return [i for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl]
+            now, rows = leases.database_now(session), session.execute(query).all()
+        read_at = self._database.clock.monotonic()
+        expired = {
+            i: ttl for i, ended, ttl in rows if ended and ttl is not None and (now - ended).total_seconds() >= ttl
+        }
+        self._expired_since = {job_id: self._expired_since.get(job_id, read_at) for job_id in expired}
+        return [i for i, ttl in expired.items() if read_at - self._expired_since[i] >= min(ttl, CONFIRM_SECONDS)]
 
     def _referenced_snapshots(self) -> set[str]:
         """Return the digests of the code snapshots and ``start_from`` files that jobs name, and of the code that attempts ran."""

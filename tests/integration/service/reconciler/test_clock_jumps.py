@@ -126,15 +126,20 @@ def test_clock_jump_does_not_shorten_the_grace_of_a_stop(control_plane: Plane, c
     assert not types & {"agent-stopped", "agent-killed"} and control_plane.job(job_id).phase is JobPhase.STOPPING
 
 
-@pytest.mark.parametrize("by", [3600.0, -3600.0])
+@pytest.mark.parametrize("by", [3600.0, -3600.0, -300.0])
 def test_backoff_lasts_at_most_ten_minutes_after_a_clock_jump(control_plane: Plane, clock: SetClock, by: float) -> None:
     job_id = control_plane.submit({"steps": 5})
     with control_plane.database.write() as session:
         until = clock.now() + timedelta(seconds=200)
         session.execute(sa.update(Job).where(Job.id == job_id).values(not_before=until))
-    looks(control_plane.start_reconciler())
+    made = control_plane.start_reconciler()
+    looks(made)
     assert control_plane.job(job_id).phase is JobPhase.QUEUED
     clock.ahead = by
+    if by == -300.0:
+        looks(made)
+        assert control_plane.job(job_id).phase is JobPhase.QUEUED
+        clock.passes(500.0)
     control_plane.wait(job_id, JobPhase.SUCCEEDED)
 
 
@@ -173,19 +178,28 @@ def ended_job(plane: Plane) -> str:
 
 
 @pytest.mark.parametrize("when", ["seen", "restarted"])
-def test_ttl_deletion_pauses_after_a_clock_jump(control_plane: Plane, clock: SetClock, when: str) -> None:
-    """For the running process, and for one that starts after the jump: a clock that was set wrong may be corrected by then."""
+def test_wrong_clock_that_is_corrected_within_ten_minutes_deletes_no_job(
+    control_plane: Plane, clock: SetClock, when: str
+) -> None:
+    """Also in a service that starts while the clock is wrong, and after events with the wrong time."""
     job_id = ended_job(control_plane)
     expiry = Expiry(control_plane.database, control_plane.settings.paths)
-    expiry.run()
     clock.jumps(7200.0)
+    expiry.run()
+    control_plane.submit({"steps": 5})
     if when == "restarted":
         expiry = Expiry(control_plane.database, control_plane.settings.paths)
+        expiry.run()
+    clock.passes(ttl.CONFIRM_SECONDS - 10.0)
     expiry.run()
-    clock.passes(ttl.PAUSE_SECONDS - 10.0)
+    clock.jumps(-7200.0)
+    expiry.run()
+    clock.passes(20.0)
     expiry.run()
     assert not gone(control_plane, job_id)
-    clock.passes(20.0)
+    clock.passes(3600.0)
+    expiry.run()
+    clock.passes(ttl.CONFIRM_SECONDS)
     expiry.run()
     assert gone(control_plane, job_id)
 
@@ -194,10 +208,13 @@ def test_ttl_deletion_pauses_after_a_clock_jump(control_plane: Plane, clock: Set
 def test_ttl_deletion_follows_the_database_clock_after_a_local_jump(control_plane: Plane, clock: SetClock) -> None:
     job_id = ended_job(control_plane)
     expiry = Expiry(control_plane.database, control_plane.settings.paths)
-    expiry.run()
     clock.ahead = 7200.0
+    expiry.run()
+    clock.passes(ttl.CONFIRM_SECONDS)
     expiry.run()
     assert not gone(control_plane, job_id)
     clock.passes(3600.0)
+    expiry.run()
+    clock.passes(ttl.CONFIRM_SECONDS)
     expiry.run()
     assert gone(control_plane, job_id)
