@@ -122,7 +122,7 @@ def test_second_job_waits_for_gpus_and_names_the_holder(two_gpus: Server, tmp_pa
     second = cli("submit", gpu_spec(cli, python, ranks=1, plan={"steps": 5})).text.strip()
     wait_for(lambda: first in (two_gpus.job(second)["message"] or ""), "the second to be told why it waits")
     told = cli("get", second).text
-    assert "waits for 1 of 2 GPUs" in told and f"{first} has GPU 0, 1" in told
+    assert "waits for 1 of 2 GPUs" in told and f"({first}) has GPU 0, 1" in told
     cli("cancel", first)
     cli("wait", second)
     assert [a["outcome"] for a in cli("attempts", second, "--json").data] == ["succeeded"]

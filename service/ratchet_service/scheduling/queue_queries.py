@@ -317,7 +317,11 @@ def active_grants(session: Session) -> list[Grant]:
         .join(Job, Job.id == Attempt.job_id)
         .where(Attempt.phase.in_(ALIVE_PHASES))
     )
-    return [Grant(tuple(gpus), tuple(cpus), *holder) for gpus, cpus, *holder in session.execute(query) if gpus or cpus]
+    return [
+        Grant(tuple(gpus), tuple(cpus), f"{name} ({job_id})", job_id)
+        for gpus, cpus, name, job_id in session.execute(query)
+        if gpus or cpus
+    ]
 
 
 def running_attempts(session: Session, min_run_seconds: float) -> list[Running]:

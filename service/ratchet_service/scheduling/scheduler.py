@@ -43,8 +43,7 @@ Key = tuple[str, int]
 class Row(NamedTuple):
     """A queued job, with the reason and message in its row. ``kind``: its launcher's name; may be empty. ``attempt``: its newest
     attempt. ``version``: of the row, which changes of the phase and of the spec increase, but not those of the reason.
-    ``timeout``: ``policy.timeout`` in seconds; ``running_seconds``: how long all attempts ran. ``name``: the job's, for the
-    messages of jobs that wait for it."""
+    ``timeout``: ``policy.timeout`` in seconds; ``running_seconds``: how long all attempts ran. ``name``: the job's."""
 
     queued: Queued
     kind: str
@@ -56,6 +55,11 @@ class Row(NamedTuple):
     timeout: float | None = None
     running_seconds: float = 0.0
     name: str = ""
+
+    @property
+    def holder(self) -> str:
+        """What the messages of other jobs call this one. Names are not unique."""
+        return f"{self.name} ({self.queued.job})"
 
     @property
     def key(self) -> Key:
@@ -178,7 +182,7 @@ def schedule(
             out.ends.append(End(row, decision))
         elif decision.action is Action.LAUNCH:
             out.compared.append(row)
-            answer = board.allocate(row.name, row.need) if has_slots else Grant()
+            answer = board.allocate(row.holder, row.need) if has_slots else Grant()
             if isinstance(answer, Waiting):
                 if row.reason != CREATION_FAILED:
                     wait = _wait_for_slots(row, answer, planner)

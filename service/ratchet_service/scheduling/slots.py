@@ -35,12 +35,12 @@ class Need:
 
 @dataclass(frozen=True)
 class Grant:
-    """GPU and CPU slot indices that a job holds until its attempt has ended. ``name`` and ``job``: of the holder its name and id,
-    not compared."""
+    """GPU and CPU slot indices that a job holds until its attempt has ended. ``holder``: what messages call that
+    job; ``job``: its id, if the grant is that of a stored attempt. Both are not compared."""
 
     gpus: tuple[int, ...] = ()
     cpus: tuple[int, ...] = ()
-    name: str | None = field(default=None, compare=False)
+    holder: str | None = field(default=None, compare=False)
     job: str | None = field(default=None, compare=False)
 
     def overlaps(self, other: Grant) -> bool:
@@ -98,23 +98,23 @@ class Board:
         """True if every CPU slot is taken or reserved: no job that needs one can start now."""
         return not self._cpus
 
-    def allocate(self, name: str, need: Need) -> Grant | Waiting:
+    def allocate(self, holder: str, need: Need) -> Grant | Waiting:
         """Return the slots that the next job of the queue gets, or why it waits. If it waits, free slots may be reserved for
-        it. ``name``: the job's, for messages."""
+        it. ``holder``: what messages call the job."""
         never = too_few_gpus(need.gpus, self._capacity)
         if never is not None:  # so nothing is reserved for it
             return Waiting(never)
         # a job that requests more than the machine has gets all
         cpus = min(need.cpus, self._capacity.cpus)
         if need.gpus <= len(self._gpus) and cpus <= len(self._cpus):
-            grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), name)
+            grant = Grant(tuple(self._take(self._gpus, need.gpus)), tuple(self._take(self._cpus, cpus)), holder)
             self._held.append(grant)
             return grant
         message = self._wait_message(need, cpus)
         lacks = Need(max(0, need.gpus - len(self._gpus)), max(0, cpus - len(self._cpus)))
         self._take(self._gpus, need.gpus)
         self._take(self._cpus, cpus)
-        self._first_waiting_job = self._first_waiting_job or name
+        self._first_waiting_job = self._first_waiting_job or holder
         return Waiting(message, lacks)
 
     def release(self, grant: Grant) -> None:
@@ -138,12 +138,16 @@ class Board:
         return f"waits for {' and '.join(wants)}{behind}"
 
     def _describe_free(self, free: list[int], kind: str, slots: str) -> str:
-        """Return for example ``0 free; digits has GPU 0, 1``. ``kind``: the field of ``Grant``; ``slots``: their name; empty:
-        only numbers of slots."""
-        holders = [(getattr(grant, kind), grant.name) for grant in self._held if getattr(grant, kind) and grant.name]
+        """Return for example ``0 free; digits (job-a) has GPU 0, 1``. ``kind``: the field of ``Grant``; ``slots``: their name;
+        empty: only numbers of slots."""
+        taken: dict[str, list[int]] = {}
+        for grant in self._held:  # a job has a grant for each of its nodes
+            if grant.holder and getattr(grant, kind):
+                taken.setdefault(grant.holder, []).extend(getattr(grant, kind))
+        holders = sorted(taken.items(), key=lambda held: held[1])
         holder_texts = [
-            f"{name} has {slots} {', '.join(map(str, taken))}" if slots else f"{name} has {len(taken)}"
-            for taken, name in sorted(holders)[:_MAX_NAMED_HOLDERS]
+            f"{holder} has {slots} {', '.join(map(str, held))}" if slots else f"{holder} has {len(held)}"
+            for holder, held in holders[:_MAX_NAMED_HOLDERS]
         ]
         holder_texts += [f"{pluralize(len(holders) - _MAX_NAMED_HOLDERS, 'job')} more"] * (
             len(holders) > _MAX_NAMED_HOLDERS

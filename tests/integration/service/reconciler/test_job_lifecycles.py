@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,7 +61,10 @@ def test_job_succeeds_releases_everything_and_is_deleted_after_its_ttl(control_p
 
     with control_plane.database.write() as session:
         session.get_one(Job, job_id).ttl = 0.001
-    Expiry(control_plane.database, control_plane.paths).run()
+    expiry = Expiry(control_plane.database, control_plane.paths)
+    expiry.run()
+    time.sleep(0.002)
+    expiry.run()
     assert not control_plane.paths.job(job_id).root.exists()
     assert control_plane.events(job_id) == []
 
@@ -243,7 +247,7 @@ def test_jobs_wait_for_slots_in_priority_order_with_reason_no_slot(small: Plane)
     small.wait_job(first, lambda job: job.phase is JobPhase.RUNNING, "running")
     late = small.submit({"steps": 3}, resources={"cpus_per_rank": 2})
     job = small.wait_job(late, lambda job: job.reason == "no-slot", "waiting")
-    assert job.message == f"waits for 2 of 4 CPU slots (1 free; {small.job(first).name} has 3)"
+    assert job.message == f"waits for 2 of 4 CPU slots (1 free; {small.job(first).name} ({first}) has 3)"
     small.post(f"/v1/jobs/{first}/cancel")
     small.wait(late, JobPhase.SUCCEEDED)
     order = [small.job(j).started_at for j in (high, low, first, late)]
