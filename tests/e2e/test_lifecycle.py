@@ -182,7 +182,9 @@ class World:
         assert [a["redone"]["first_difference"] for a in attempts] == [None] * len(attempts)
         steps = attempts[-1]["redone"]["steps"]
         proved = f"proved ({steps} of {steps} redone steps)"
-        assert attempts[-1]["proof"].endswith(proved if steps else ("fresh", "not yet proved")), attempts[-1]["redone"]
+        assert attempts[-1]["proof"].endswith(proved if steps else ("fresh", "no step compared")), attempts[-1][
+            "redone"
+        ]
         started = [e for e in self.server.events(job_id) if e["type"] == "rank-started"]
         assert len({(e["attempt"], e["data"]["rank"]) for e in started}) == len(started), "an attempt ran twice"
 

@@ -252,7 +252,7 @@ class AttemptView(View):
     proof: str | None = Field(
         None,
         description="The report's verdict, and the result of comparing redone steps: `exact, proved (37 of 37 redone steps)`, "
-        "`exact, not yet proved`, `not-exact`, `not-exact: code changed`. Appended to `exact`, after a resume that was not "
+        "`exact, no step compared`, `not-exact`, `not-exact: code changed`. Appended to `exact`, after a resume that was not "
         "exact: `; not exact since the resume from step 90, attempt 1`.",
     )
     redone: Redone = Field(Redone(), description="Repeated steps, compared with their first execution.")

@@ -161,5 +161,5 @@ def proof_text(report: ResumeReport, redone: Redone) -> str:
         return verdict
     since = f"; {report.not_exact_since}" if report.not_exact_since else ""
     if not is_proved(verdict, redone):
-        return f"{verdict}, not yet proved{since}"
+        return f"{verdict}, no step compared{since}"
     return f"{verdict}, proved ({redone.compared} of {pluralize(redone.steps, 'redone step')}){since}"

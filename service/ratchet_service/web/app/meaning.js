@@ -89,7 +89,7 @@ export function verdict(attempt) {
 const VERDICTS = {
   fresh: ["quiet", "began at step 0"],
   proved: ["good", "exact, proved"],
-  exact: ["good", "exact, not yet proved"],
+  exact: ["good", "exact, no step compared"],
   "not-exact": ["bad", "not exact"],
   differs: ["bad", "a redone step differs"],
   unmanaged: ["wait", "the script restores its own state"],

@@ -51,10 +51,10 @@ def told(api: Api) -> Told:
 
 def test_redone_step_counts_as_compared_once_every_rank_compared_the_step(told: Told) -> None:
     nothing = {"steps": 0, "compared": 0, "equal": 0, "first_difference": None, "reason": None}
-    assert (told.shown()["redone"], told.shown()["proof"]) == (nothing, "exact, not yet proved")
+    assert (told.shown()["redone"], told.shown()["proof"]) == (nothing, "exact, no step compared")
     told.say(0, redone(37, 37))
     assert told.shown()["redone"] == nothing | {"steps": 37}
-    assert told.shown()["proof"] == "exact, not yet proved"
+    assert told.shown()["proof"] == "exact, no step compared"
     told.say(1, redone(12, 12))
     assert told.shown()["proof"] == "exact, proved (12 of 37 redone steps)"
     told.say(1, redone(37, 37))
@@ -84,7 +84,7 @@ def test_first_replay_difference_is_one_event_and_sets_verdict_not_exact(told: T
 def test_redone_report_without_compared_steps_is_no_proof(told: Told) -> None:
     for rank in (0, 1):
         told.say(rank, redone(0, 0, reason="attempt 1 ran under other facts: hook (allreduce -> powerSGD)"))
-    assert told.shown()["proof"] == "exact, not yet proved"
+    assert told.shown()["proof"] == "exact, no step compared"
     assert told.shown()["redone"]["reason"].startswith("attempt 1 ran under other facts")
 
 
