@@ -168,7 +168,7 @@ class _Recorder:
         found = self._fitting(self._items("hook/history", max_points=steps), _HISTORY, "later samples of the hook")
         if len({one["summary"]["step"] for one in found}) == steps:
             self._left_out.append(
-                f"samples of the hook: those of {pluralize(steps, 'step')} are in this report, evenly spaced if there are more"
+                f"samples of the hook: those of at most {pluralize(steps, 'step')}, evenly spaced, are in this report"
             )
         return found
 

@@ -43,6 +43,8 @@ function End({ job, attempt }) {
   const tone = causeTone(attempt.cause);
   const to = (/** @type {string} */ tab, /** @type {Record<string, any>} */ query) => link(["jobs", job.id, tab], query);
   const guilty = tone === "bad" || attempt.cause === "sigterm";
+  const base = attempt.base && checkpointId(attempt.base);
+  const [root, parent] = job.forked_from?.split("/") ?? [];
   return html`<${Card} tone=${tone} title=${`Attempt ${attempt.number}: ${causeText(attempt.cause)}`} aside=${html`<${Badge} tone=${tone}>${attempt.cause ?? attempt.phase.toLowerCase()}</${Badge}>`}>
     <div class="stack" style=${{ gap: ".85rem" }}>
       ${attempt.message && html`<pre class="quote" tabindex="0">${attempt.message}</pre>`}
@@ -52,7 +54,7 @@ function End({ job, attempt }) {
         ["Outcome", attempt.outcome ?? attempt.phase.toLowerCase()],
         ...(guilty && attempt.rank !== null ? [["Guilty rank", html`<a href=${to("logs", { attempt: attempt.number, rank: attempt.rank })}>rank ${attempt.rank}</a>`, "The rank that caused the end."]] : []),
         ...(attempt.exit_code !== null ? [["Exit code", attempt.exit_code]] : []),
-        ["Began from", attempt.base ? (attempt.base.step ? html`<a href=${to("checkpoints", { checkpoint: checkpointId(attempt.base) })}>step ${count(attempt.base.step)}</a>` : "step 0") : "–"],
+        ["Began from", attempt.base ? (attempt.base.step ? html`<a href=${link(["jobs", parent === base ? root : job.id, "checkpoints"], { checkpoint: base })}>step ${count(attempt.base.step)}</a>` : "step 0") : "–"],
         ["Last step", count(attempt.last_step)], ["Steps done", count(attempt.steps_done)],
         ["Steps lost", attempt.steps_lost === null ? "–" : html`<span class=${attempt.steps_lost ? "word bad" : ""}>${count(attempt.steps_lost)}</span>`, "Executed, but in no checkpoint that a later attempt can start from."],
         ["Last commit", attempt.committed_step === null ? "none" : `step ${count(attempt.committed_step)}`],
@@ -90,7 +92,7 @@ function Proof({ job, attempt }) {
           ? html`<p class="huge">${count(redone.equal)} of ${count(redone.compared)}</p><p class="small">Proved: ${count(redone.equal)} of ${count(redone.compared)} redone steps are identical, bit for bit, on every rank.</p>`
           : html`<p>${{
             fresh: "It began at step 0. No earlier attempt had done these steps, so nothing is to be compared.",
-            exact: "Every component of every rank and every recorded fact is the same as in the checkpoint. No step was done again, so nothing could be compared.",
+            exact: "Every component of every rank and every recorded fact is the same as in the checkpoint. No step was compared.",
             unmanaged: "The script saves and restores its own state; Ratchet knows nothing of it.",
             "not-exact": attempt.proof, unknown: attempt.ended_at ? "The attempt ended before it began to train." : "The attempt has not begun to train.", proved: attempt.proof, differs: attempt.proof,
           }[found]}</p>`}

@@ -63,6 +63,7 @@ export function Lineage({ job, items, attempts, forks, selected, best, hrefOf })
   const steps = nodes.map((node) => node.step);
   const wide = Math.max(outer, GUTTER + RIGHT + ROOM * new Set(steps).size);
   const { x, even } = scaleOf(steps, GUTTER + 16, wide - RIGHT, ROOM);
+  const [root, start] = job.forked_from?.split("/") ?? [];
   const top = 34 + (forks.length ? 16 : 0);
   const y = (/** @type {number} */ rail) => top + rail * RAIL;
   const axis = y(rails - 1) + 30;
@@ -90,9 +91,10 @@ export function Lineage({ job, items, attempts, forks, selected, best, hrefOf })
             return value !== null && html`<rect x=${at(node)} y=${base - Math.max(1, high)} width=${thick} height=${Math.max(1, high)} rx="1.5" fill="var(--tone)" opacity=${node.id === selected || (!selected && !node.rail) ? 1 : 0.5}><title>${name} at step ${node.step}: ${text(value)}</title></rect>`;
           })}</g>`;
       })}
-      ${forks.map((fork) => {
+      ${forks.map((fork, n) => {
+        const before = forks.slice(0, n).filter((one) => one.checkpoint === fork.checkpoint).length;
         const node = nodes.find((one) => one.id === fork.checkpoint);
-        return node && html`<a key=${fork.fork} href=${elsewhere(["jobs", fork.fork])} role=${elsewhere(["jobs"]) ? undefined : "img"} aria-label=${`Fork ${fork.fork} from step ${node.step}`}><path class="edge held" d=${`M${x(node.step)} ${y(node.rail)}C${x(node.step) + 4} ${top - 26} ${x(node.step) + 8} ${top - 30} ${x(node.step) + 16} ${top - 34}`} /><text x=${x(node.step) + 19} y=${top - 31} class="held toned">fork</text></a>`;
+        return node && html`<a key=${fork.fork} href=${elsewhere(["jobs", fork.fork])} role=${elsewhere(["jobs"]) ? undefined : "img"} aria-label=${`Fork ${fork.fork} from step ${node.step}`}><path class="edge held" d=${`M${x(node.step)} ${y(node.rail)}C${x(node.step) + 4} ${top - 26} ${x(node.step) + 8} ${top - 30} ${x(node.step) + 16} ${top - 34}`} /><text x=${x(node.step) + 19 + 26 * before} y=${top - 31} class="held toned">fork</text></a>`;
       })}
       ${nodes.map((node) => html`<${Mark} key=${node.id} node=${node} x=${x(node.step)} y=${y(node.rail)} chosen=${node.id === selected} signs=${signsOf(node.item, best)} href=${hrefOf(node.id)} />`)}
     </svg></div>
@@ -106,7 +108,7 @@ export function Lineage({ job, items, attempts, forks, selected, best, hrefOf })
       ${ends.length > 0 && html`<span>▲ an attempt ended</span>`}
       ${nodes.some((node) => node.gap) && html`<span>dashed: checkpoints between are not shown</span>`}
       ${even && html`<span>Steps are at even distances, not to scale.</span>`}
-      ${job.forked_from && html`<span>Forked from <a href=${elsewhere(["jobs", job.forked_from.split("/")[0], "checkpoints"], { checkpoint: job.forked_from.split("/")[1] })}>${job.forked_from}</a></span>`}
+      ${root && html`<span>Forked from <a href=${elsewhere(["jobs", root, "checkpoints"], { checkpoint: start })}>${job.forked_from}</a></span>`}
     </figcaption></figure>`;
 }
 

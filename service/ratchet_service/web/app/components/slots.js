@@ -22,7 +22,7 @@ function One({ slots }) {
   const whole = slots.capacity ?? slots.used;
   const known = slots.capacity !== null;
   const free = known ? Math.max(0, whole - slots.used) : 0;
-  const colour = (/** @type {number} */ n) => `var(--c${n % 8})`;
+  const colour = (/** @type {number} */ n) => `var(--${n < HOLDERS ? `c${n}` : "quiet"})`;
   const others = slots.holders.slice(HOLDERS).reduce((sum, holder) => sum + holder.held, 0);
   const cells = slots.holders.flatMap((holder, n) => Array.from({ length: Math.min(holder.held, CELLS) }, () => ({ holder, n })));
   const label = known ? `${count(slots.used)} of ${count(whole)} ${slots.title} in use` : `${count(slots.used)} ${slots.title} in use, capacity not known`;

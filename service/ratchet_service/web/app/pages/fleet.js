@@ -66,14 +66,14 @@ function Hosts({ hosts }) {
       ? html`<div class="stack" style=${{ gap: ".5rem" }}><table class="tight bars"><caption class="hidden">Ends of attempts by node and cause</caption><thead class="hidden"><tr><th scope="col">Node</th><th scope="col">Causes</th><th scope="col">Ends</th></tr></thead>
           <tbody>${hosts.slice(0, ROWS).map((one) => html`<tr key=${one.host}><th scope="row">${one.host}</th>
             <td><div class="bar-row" aria-hidden="true">${[...one.causes].sort(([a], [b]) => causeTone(a).localeCompare(causeTone(b))).map(([cause, of]) => html`<span class=${classes("bar-fill", causeTone(cause))} style=${{ width: `${(100 * of) / most}%` }} title=${`${cause}: ${of}`}></span>`)}</div>
-              <div class="small dim">${one.causes.slice(0, CAUSES).map(([cause, of]) => `${cause} ${of}`).join(", ")}${one.causes.length > CAUSES && `, ${one.causes.length - CAUSES} other causes`}</div></td><td class="number">${count(one.all)}</td></tr>`)}</tbody></table>
+              <div class="small dim">${one.causes.slice(0, CAUSES).map(([cause, of]) => `${cause} ${of}`).join(", ")}${one.causes.length > CAUSES && `, ${plural(one.causes.length - CAUSES, "other cause")}`}</div></td><td class="number">${count(one.all)}</td></tr>`)}</tbody></table>
         <p class="small dim">A node with far more failures than the others may be faulty.</p></div>`
       : html`<${Empty}><p>No attempt ended on a node in this time.</p></${Empty}>`}</${Card}>`;
 }
 
 /** @type {Record<string, [string, string]>} */
 const VERDICTS = {
-  "exact-proved": ["good", "exact, proved by redone steps"], exact: ["good", "exact, nothing was redone"], "not-exact": ["bad", "not exact"], differs: ["bad", "a redone step differs"],
+  "exact-proved": ["good", "exact, proved by redone steps"], exact: ["good", "exact, no step compared"], "not-exact": ["bad", "not exact"], differs: ["bad", "a redone step differs"],
 };
 
 /** @param {{resumes: [string, number][]}} props */

@@ -72,6 +72,7 @@ function Head({ job, attempts, refresh, caller }) {
   const active = ACTIVE.includes(job.phase);
   const left = rate && progress.total_steps ? (progress.total_steps - progress.step) / rate : null;
   const newest = attempts.find((one) => one.number === job.attempt);
+  const [parent, start] = job.forked_from?.split("/") ?? [];
   return html`<div class="stack" style=${{ gap: ".8rem" }}>
     <div class="row spread">
       <div class="row"><h1>${job.name}</h1><${Phase} phase=${job.phase} /><${Badge} tone="quiet">${job.hook}</${Badge}>
@@ -84,6 +85,7 @@ function Head({ job, attempts, refresh, caller }) {
       ...(active ? [["Steps/s", number(rate)], ["Time left", duration(left)]] : []),
       ...(ENDED.includes(job.phase) ? [["Took", duration(goodput?.wall_seconds)]] : [atRisk(job)]),
       ["Last checkpoint", job.last_checkpoint ? html`<a title=${job.last_checkpoint} href=${link(["jobs", job.id, "checkpoints"])}>${stepOf(job.last_checkpoint)}</a>` : "none"],
+      ...(parent ? [["Forked from", html`<a href=${link(["jobs", parent])}>${stepOf(start)}</a>`]] : []),
       ["Attempt", html`<a href=${link(["jobs", job.id, "attempts"])}>${job.attempt}</a>`],
       ["Goodput", percent(goodput?.goodput), "Share of the time since its submission, waiting in the queue included, that went into steps that count."],
       ["Owner", job.owner],

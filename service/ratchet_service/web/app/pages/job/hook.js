@@ -35,30 +35,26 @@ export default function Hook({ job, attempts, route }) {
     </div></div>`;
 }
 
-/** @param {number} of */
-const times = (of) => `${number(Number(of.toPrecision(3)))}×`;
-
 /** @param {{job: Api.Job, hook: Api.Hook}} props */
 function Now({ job, hook }) {
   const now = useNow();
   const [tone, word] = hook.phase ? phaseOf(hook.phase) : ["quiet", "no figures yet"];
   const behind = hook.iteration !== null && hook.checkpoint_iteration !== null ? hook.iteration - hook.checkpoint_iteration : null;
-  const rate = typeof hook.compression_rate === "number" ? times(hook.compression_rate) : hook.compression_rate ?? "not known";
-  const fewer = times(hook.bytes_before && hook.bytes_after ? hook.bytes_before / hook.bytes_after : 1);
+  const rate = typeof hook.compression_rate === "number" ? `${number(Number(hook.compression_rate.toPrecision(3)))}×` : hook.compression_rate ?? "not known";
   const where = hook.source === "live" ? `live, ${ago(hook.updated_at, now)}` : hook.source === "checkpoint" ? `as in ${hook.checkpoint_id}` : "";
   return html`<${Card} tone=${tone} title=${html`<span class="row">${hook.name}${hook.wrapper ? ` in ${hook.wrapper}` : ""} <${Badge} tone=${tone}>${word}</${Badge}></span>`} aside=${where}>
     <p class="hook-now">${sends(hook)}</p>
     ${hook.source
       ? html`<${Facts} items=${[
         ["Iteration", html`${count(hook.iteration)}${behind !== null && html`<span class="dim"> · ${behind > 0 ? `${count(behind)} after the checkpoint's ${count(hook.checkpoint_iteration)}` : "as in the checkpoint"}</span>`}`, "Backward passes that synchronised gradients, in all attempts together."],
-        ["Bytes per step", html`${size(hook.bytes_before)} → ${hook.bytes_after === null ? "not known" : size(hook.bytes_after)}${![rate, times(1)].includes(fewer) && html`<span class="dim"> · ${fewer} fewer</span>`}`, "Of gradients on one rank, in the last iteration: before and after the hook."],
+        ["Bytes per step", html`${size(hook.bytes_before)} → ${hook.bytes_after === null ? "not known" : size(hook.bytes_after)}`, "Of gradients on one rank, in the last iteration: before and after the hook."],
         ["Compression rate", rate, "Elements before and after, since compression began."],
         ["Memory per rank", hook.memory_bytes ? size(hook.memory_bytes) : "none"],
         ...(hook.next_averaging !== null ? [["Next averaging", `after step ${count(hook.next_averaging)}`], ["Averager's steps", count(hook.averager_step)]] : []),
         ["Ranks that reported", count(hook.ranks.length)],
       ]} />`
       : html`<p class="dim">Figures appear when the first rank has done a step. ${job.phase === "QUEUED" ? "The job is queued." : ""}</p>`}
-    ${!hook.stateful && html`<div class="stack" style=${{ gap: ".4rem", marginTop: ".8rem" }}><p class="small dim">It keeps no state: a checkpoint has nothing of it to save, and a resume nothing to restore. A hook that sends less, in a fork of this job:</p>
+    ${!hook.stateful && html`<div class="stack" style=${{ gap: ".4rem", marginTop: ".8rem" }}><p class="small dim">It keeps no state. A hook that sends less, in a fork of this job:</p>
       <${Command} line=${`ratchet fork ${job.id} --hook powerSGD --set hook.start_powerSGD_iter=500`} /></div>`}</${Card}>`;
 }
 

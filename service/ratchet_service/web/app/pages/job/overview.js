@@ -99,7 +99,7 @@ function Proof({ job, attempts }) {
       ? html`<p><strong class="word bad">No: ${plural(bad.length, "attempt")}.</strong></p>${bad.map((one) => html`<p class="small">Attempt ${one.number}: ${one.proof}</p>`)}`
       : compared
         ? html`<p class="huge">${count(equal)} of ${count(compared)}</p><p class="dim small">steps that were done again gave the same bits on every rank</p>`
-        : html`<p>${unknown ? "What the resumes restored is not known yet." : resumed.length ? "Every component was restored exactly. No step was done again, so nothing could be compared." : "It was not resumed yet."}</p>`}
+        : html`<p>${unknown ? "What the resumes restored is not known yet." : resumed.length ? "Every component was restored exactly. No step was compared." : "It was not resumed yet."}</p>`}
     <div class="stack small" style=${{ marginTop: ".6rem", gap: ".2rem" }}>${resumed.slice(0, 6).map((one) => {
       const later = proofTone(one.proof ?? "") === "wait";
       return html`<div class="row spread" title=${one.proof}><a href=${link(["jobs", job.id, "attempts"], { attempt: one.number })}>attempt ${one.number}</a>

@@ -11,8 +11,7 @@ import { differences, leaves, rounded, scalar, yaml, yamlLines } from "../../yam
 
 /** @param {{job: Api.Job, route: import("../../route.js").Route}} props */
 export default function Spec({ job, route }) {
-  const parent = job.forked_from?.split("/")[0] ?? "";
-  const other = recorded ? "" : route.query.get("with") ?? parent;
+  const other = recorded ? "" : route.query.get("with") ?? job.forked_from?.split("/")[0] ?? "";
   const { data: base, error } = useLive(other && other !== job.id ? `v1/jobs/${encodeURIComponent(other)}` : null, { every: null });
   const changed = base ? differences(base.spec, job.spec) : [];
   return html`<div class="stack">
@@ -22,7 +21,7 @@ export default function Spec({ job, route }) {
       <div class="stack">
         <${Decided} job=${job} />
         <${Software} job=${job} base=${base} />
-        ${!recorded && html`<${Against} job=${job} parent=${parent} other=${other} base=${base} error=${error} changed=${changed} />`}
+        ${!recorded && html`<${Against} other=${other} base=${base} error=${error} changed=${changed} />`}
       </div></div></div>`;
 }
 
@@ -33,7 +32,8 @@ function Text({ job, changed }) {
   const hidden = (job.spec.secret_env ?? []).length > 0;
   const warned = /** @type {Record<string, string>} */ (Object.fromEntries((job.warnings ?? []).map((one) => [one.pointer, one.detail])));
   const lines = yamlLines(job.spec);
-  const set = lines.filter((one) => !/^(null|\[]|{})$/.test(one.end) || one.key === "-" || within(changed, one.path) || Object.hasOwn(warned, one.path));
+  const set = lines.filter((one) => !/^(null|\[]|{})$/.test(one.end) || one.key === "-" || one.path === "/checkpoint/every_steps" || within(changed, one.path) || Object.hasOwn(warned, one.path))
+    .filter((one, n, all) => one.end || all[n + 1]?.indent > one.indent);
   return html`<${Card} title="Spec" flush aside=${html`<${Copy} text=${text}>copy as YAML</${Copy}><${Copy} text=${JSON.stringify(job.spec, null, 2)}>copy as JSON</${Copy}>
       <button type="button" class="plain" onClick=${() => save(new Blob([text], { type: "application/yaml" }), `${job.name}.yaml`)}>save</button>`}>
     <div class="scroll yaml" tabindex="0" role="region" aria-label="Spec as YAML">${(whole ? lines : set).map((one) => {
@@ -41,7 +41,7 @@ function Text({ job, changed }) {
       return html`<div class=${classes("yamlline", within(changed, one.path) && "changed")} title=${Object.hasOwn(warned, one.path) ? warned[one.path] : undefined}><span style=${{ paddingLeft: `${1.2 * one.indent}rem` }}><span class="key">${one.key}</span> <span class=${valueClass(one.end)}>${one.end}</span>
         ${auto !== null && html` <span class="became">→ ${auto}</span>`}${changed.has(one.path) && html` <span class="became">changed</span>`}${Object.hasOwn(warned, one.path) && html` <span class="word wait">warning</span>`}</span></div>`;
     })}</div>
-    ${set.length < lines.length && html`<p class="edge"><button type="button" class="plain" onClick=${() => setWhole(!whole)}>${whole ? "Hide" : "Show"} ${plural(lines.length - set.length, "key")} without a value</button></p>`}
+    ${set.length < lines.length && html`<p class="edge"><button type="button" class="plain" onClick=${() => setWhole(!whole)}>${whole ? "Hide" : "Show"} ${plural(lines.length - set.length, "line")} without a value</button></p>`}
     ${rounded(job.spec) && html`<p class="edge"><span class="word wait">An integer of 2⁵³ or more is rounded here.</span> The command line shows it exactly: <code>ratchet get ${job.id} --json</code></p>`}
     <div class="stack again">${hidden && html`<p class="small"><span class="word wait">The values of secret_env are not shown.</span> Replace each ******** in the saved file, or the service refuses it.</p>`}<p class="dim small">Save the spec as a file, then submit it again:</p><${Command} line=${`ratchet submit ${/^[\w.-]+$/.test(job.name) ? job.name : "job"}.yaml`} />
       ${job.last_checkpoint && html`<p class="dim small">A new job with the state of its last checkpoint:</p><${Command} line=${`ratchet fork ${job.id} --checkpoint ${job.last_checkpoint}`} />`}</div></${Card}>`;
@@ -77,10 +77,10 @@ function Decided({ job }) {
       <dd>${open.has(name) && html`<span class="dim">${open.get(name) === "auto" ? "auto" : "not set"} → </span>`}${name.endsWith("digest") ? html`<code title=${value}>${String(value).slice(0, 12)}…</code> <${Copy} text=${String(value)}>copy</${Copy}>` : html`<code>${String(value)}</code>`}</dd></div>`)}</dl></${Card}>`;
 }
 
-/** @param {{job: Api.Job, parent: string, other: string, base: Api.Job | null, error: Error | null, changed: {path: string, before: any, after: any}[]}} props */
-function Against({ job, parent, other, base, error, changed }) {
+/** @param {{other: string, base: Api.Job | null, error: Error | null, changed: {path: string, before: any, after: any}[]}} props */
+function Against({ other, base, error, changed }) {
   const shown = (/** @type {any} */ value) => (value === undefined ? html`<span class="dim">not set</span>` : value !== null && typeof value === "object" ? html`<pre>${yaml(value).trim() || JSON.stringify(value)}</pre>` : html`<code>${scalar(value)}</code>`);
-  return html`<${Card} title="Changes" aside=${parent && html`forked from <a href=${link(["jobs", parent])}>${job.forked_from}</a>`}>
+  return html`<${Card} title="Changes">
     <div class="stack" style=${{ gap: ".6rem" }}>
       <label class="field">Against the job<span class="row" style=${{ gap: ".4rem", flexWrap: "nowrap" }}><input class="grow" type="text" placeholder="job id" value=${other} onChange=${(/** @type {any} */ event) => setQuery({ with: event.target.value.trim() })} /></span></label>
       <${Trouble} error=${error} />
@@ -89,7 +89,7 @@ function Against({ job, parent, other, base, error, changed }) {
           <dl class="diff">${changed.map((one) => html`<div><dt><code>${one.path.slice(1).replaceAll("/", ".")}</code></dt>
             <dd><span class="old"><span class="hidden">before: </span><span aria-hidden="true">−</span> ${shown(one.before)}</span><span class="new"><span class="hidden">now: </span><span aria-hidden="true">+</span> ${shown(one.after)}</span></dd></div>`)}</dl>`
         : html`<p class="small">The spec equals that of <a href=${link(["jobs", base.id, "spec"])}>${base.name}</a>.</p>`)}
-      ${!other && html`<p class="small dim">It is not a fork. Enter another job's id to see what differs.</p>`}
+      ${!other && html`<p class="small dim">Enter another job's id to see what differs.</p>`}
     </div></${Card}>`;
 }
 
