@@ -313,7 +313,9 @@ class JobSpec(SpecModel):
         description="Seed for every random generator, for the order of the data and for augmentation.",
     )
     ttl: Seconds | None = Field(
-        None, description="Time from the end of the job until the job, its logs and its checkpoints are deleted."
+        None,
+        description="Time from the end of the job until the job, its logs and its checkpoints are deleted, at most ten minutes "
+        "later.",
     )
     ttl_outputs: bool = Field(
         False,

@@ -23,8 +23,8 @@ log = logging.getLogger(__name__)
 
 INTERVAL: Final = 5.0
 CONFIRM_SECONDS: Final = 600.0
-"""Seconds for which a process must see a job past its ttl before it deletes it, but at most the ttl again: a clock that was set
-wrong may be corrected by then."""
+"""Seconds for which one process must see a job past its ttl before it deletes it; the ttl itself, if that is shorter. A wrong
+clock may be corrected by then."""
 _CODE_INTERVAL: Final = 3600.0
 """Which snapshots jobs name is read from every job's row: not more often than this, after the first round."""
 _REMOVALS_INTERVAL: Final = 600.0

@@ -144,7 +144,7 @@ class Board:
         for grant in self._held:  # a job has a grant for each of its nodes
             if grant.holder and getattr(grant, kind):
                 taken.setdefault(grant.holder, []).extend(getattr(grant, kind))
-        holders = sorted(taken.items(), key=lambda held: held[1])
+        holders = sorted(((holder, sorted(held)) for holder, held in taken.items()), key=lambda one: one[1])
         holder_texts = [
             f"{holder} has {slots} {', '.join(map(str, held))}" if slots else f"{holder} has {len(held)}"
             for holder, held in holders[:_MAX_NAMED_HOLDERS]

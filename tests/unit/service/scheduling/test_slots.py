@@ -72,8 +72,10 @@ def test_wait_message_names_jobs_holding_slots() -> None:
     assert board.allocate("late", Need(1, 2)) == Waiting(
         "waits for 1 of 3 GPUs (0 free; new has GPU 0, 1, old has GPU 2) and 2 of 4 CPU slots (1 free; old has 1, new has 2)"
     )
-    nodes = Board(Capacity((), 3), [Grant((), (0,), "wide"), Grant((), (1, 2), "wide")])
-    assert nodes.allocate("late", Need(0, 1)) == Waiting("waits for 1 of 3 CPU slots (0 free; wide has 3)")
+    nodes = Board(Capacity((0, 1, 2), 3), [Grant((2,), (1, 2), "wide"), Grant((0, 1), (0,), "wide")])
+    assert nodes.allocate("late", Need(1, 1)) == Waiting(
+        "waits for 1 of 3 GPUs (0 free; wide has GPU 0, 1, 2) and 1 of 3 CPU slots (0 free; wide has 3)"
+    )
     many = Board(Capacity((), 9), [Grant((), (i,), f"j{i}") for i in range(9)])
     assert many.allocate("late", Need(0, 1)) == Waiting(
         "waits for 1 of 9 CPU slots (0 free; j0 has 1, j1 has 1, j2 has 1, j3 has 1, 5 jobs more)"

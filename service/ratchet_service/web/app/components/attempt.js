@@ -6,7 +6,7 @@ import { classes, html, useState } from "../dom.js";
 import { between, count, duration, moment, percent, plural } from "../format.js";
 import { useLive } from "../live.js";
 import { causeText, causeTone, verdict, verdictText, verdictTone } from "../meaning.js";
-import { link } from "../route.js";
+import { elsewhere, link } from "../route.js";
 import { ResumeMatrix } from "./resume.js";
 import { SpentBar, partsOf } from "./spent.js";
 
@@ -54,7 +54,7 @@ function End({ job, attempt }) {
         ["Outcome", attempt.outcome ?? attempt.phase.toLowerCase()],
         ...(guilty && attempt.rank !== null ? [["Guilty rank", html`<a href=${to("logs", { attempt: attempt.number, rank: attempt.rank })}>rank ${attempt.rank}</a>`, "The rank that caused the end."]] : []),
         ...(attempt.exit_code !== null ? [["Exit code", attempt.exit_code]] : []),
-        ["Began from", attempt.base ? (attempt.base.step ? html`<a href=${link(["jobs", parent === base ? root : job.id, "checkpoints"], { checkpoint: base })}>step ${count(attempt.base.step)}</a>` : "step 0") : "–"],
+        ["Began from", attempt.base ? (attempt.base.step ? html`<a href=${parent === base ? elsewhere(["jobs", root, "checkpoints"], { checkpoint: base }) : to("checkpoints", { checkpoint: base })}>step ${count(attempt.base.step)}</a>` : "step 0") : "–"],
         ["Last step", count(attempt.last_step)], ["Steps done", count(attempt.steps_done)],
         ["Steps lost", attempt.steps_lost === null ? "–" : html`<span class=${attempt.steps_lost ? "word bad" : ""}>${count(attempt.steps_lost)}</span>`, "Executed, but in no checkpoint that a later attempt can start from."],
         ["Last commit", attempt.committed_step === null ? "none" : `step ${count(attempt.committed_step)}`],

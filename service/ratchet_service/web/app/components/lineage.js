@@ -94,7 +94,7 @@ export function Lineage({ job, items, attempts, forks, selected, best, hrefOf })
       ${forks.map((fork, n) => {
         const before = forks.slice(0, n).filter((one) => one.checkpoint === fork.checkpoint).length;
         const node = nodes.find((one) => one.id === fork.checkpoint);
-        return node && html`<a key=${fork.fork} href=${elsewhere(["jobs", fork.fork])} role=${elsewhere(["jobs"]) ? undefined : "img"} aria-label=${`Fork ${fork.fork} from step ${node.step}`}><path class="edge held" d=${`M${x(node.step)} ${y(node.rail)}C${x(node.step) + 4} ${top - 26} ${x(node.step) + 8} ${top - 30} ${x(node.step) + 16} ${top - 34}`} /><text x=${x(node.step) + 19 + 26 * before} y=${top - 31} class="held toned">fork</text></a>`;
+        return node && html`<a key=${fork.fork} href=${elsewhere(["jobs", fork.fork])} role=${elsewhere(["jobs"]) ? undefined : "img"} aria-label=${`Fork ${fork.fork} from step ${node.step}`}><path class="edge held" d=${`M${x(node.step)} ${y(node.rail)}C${x(node.step) + 4} ${top - 26} ${x(node.step) + 8} ${top - 30} ${x(node.step) + 16} ${top - 34}`} /><text x=${x(node.step) + 19 + 26 * Math.min(before, 2)} y=${top - 31} class="held toned">fork</text></a>`;
       })}
       ${nodes.map((node) => html`<${Mark} key=${node.id} node=${node} x=${x(node.step)} y=${y(node.rail)} chosen=${node.id === selected} signs=${signsOf(node.item, best)} href=${hrefOf(node.id)} />`)}
     </svg></div>

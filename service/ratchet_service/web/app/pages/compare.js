@@ -36,7 +36,7 @@ export default function Compare({ route }) {
   return html`<div class="stack">
     <div class="row spread"><h1>Compare jobs</h1>${ids.length < MOST && html`<${Add} taken=${ids} onAdd=${(/** @type {string} */ id) => set([...ids, id])} />`}</div>
     ${asked.length > MOST && html`<p class="notice wait">Up to ${MOST} jobs are compared; ${asked.length - MOST} are left out.</p>`}
-    ${!ids.length && html`<${Card}><${Empty}><p>No job is chosen. Add jobs above, or select them in the list of jobs.</p><a class="button" href="#/jobs">All jobs</a></${Empty}></${Card}>`}
+    ${!ids.length && html`<${Card}><${Empty}><p>Add jobs above, or select them in the list of jobs.</p><a class="button" href="#/jobs">All jobs</a></${Empty}></${Card}>`}
     ${ids.length > 0 && html`<div class="sides">${sides.map((side) => html`<${Name} key=${side.id} side=${side} onRemove=${() => set(ids.filter((id) => id !== side.id))} />`)}</div>`}
     ${ids.length === 1 && html`<p class="dim">Add another job to compare with.</p>`}
     ${found.length > 1 && html`<${SpecDifferences} sides=${found} /><${Curves} sides=${found} now=${now} limit=${CHARTS + more} onMore=${() => setMore(more + CHARTS)} /><${Figures} sides=${found} zoomed=${now.steps !== null} />`}

@@ -73,7 +73,7 @@ function Hosts({ hosts }) {
 
 /** @type {Record<string, [string, string]>} */
 const VERDICTS = {
-  "exact-proved": ["good", "exact, proved by redone steps"], exact: ["good", "exact, no step compared"], "not-exact": ["bad", "not exact"], differs: ["bad", "a redone step differs"],
+  "exact-proved": ["good", "exact, proved"], exact: ["good", "exact, no step compared"], "not-exact": ["bad", "not exact"], differs: ["bad", "a redone step differs"],
 };
 
 /** @param {{resumes: [string, number][]}} props */

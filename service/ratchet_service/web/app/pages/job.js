@@ -6,7 +6,7 @@ import { html, useEffect, useErrorBoundary, useRef, useState } from "../dom.js";
 import { ago, count, duration, number, percent, plural, stepOf } from "../format.js";
 import { EVERY, useLive, useNow } from "../live.js";
 import { ACTIVE, ENDED, isUnmanaged, mayAct, ofTotal, proofTone, shareDone } from "../meaning.js";
-import { link } from "../route.js";
+import { elsewhere, link } from "../route.js";
 
 /** Attempts that are read: tabs whose charts mark the ends of attempts show more of them. */
 const ATTEMPTS = 20;
@@ -85,7 +85,7 @@ function Head({ job, attempts, refresh, caller }) {
       ...(active ? [["Steps/s", number(rate)], ["Time left", duration(left)]] : []),
       ...(ENDED.includes(job.phase) ? [["Took", duration(goodput?.wall_seconds)]] : [atRisk(job)]),
       ["Last checkpoint", job.last_checkpoint ? html`<a title=${job.last_checkpoint} href=${link(["jobs", job.id, "checkpoints"])}>${stepOf(job.last_checkpoint)}</a>` : "none"],
-      ...(parent ? [["Forked from", html`<a href=${link(["jobs", parent])}>${stepOf(start)}</a>`]] : []),
+      ...(parent ? [["Forked from", html`<a title=${job.forked_from} href=${elsewhere(["jobs", parent, "checkpoints"], { checkpoint: start })}>${stepOf(start)}</a>`]] : []),
       ["Attempt", html`<a href=${link(["jobs", job.id, "attempts"])}>${job.attempt}</a>`],
       ["Goodput", percent(goodput?.goodput), "Share of the time since its submission, waiting in the queue included, that went into steps that count."],
       ["Owner", job.owner],

@@ -77,7 +77,7 @@ function Curves({ job, attempts, hook, steps, history }) {
   const onZoom = (/** @type {[number, number] | null} */ range) => setZoom(range && (Math.floor(range[1]) > Math.ceil(range[0]) ? [Math.ceil(range[0]), Math.floor(range[1])] : steps));
   const shared = { marks: attemptMarks(attempts), strips: band, sync: `hook ${job.id}`, extent, zoom: steps, onZoom, showAll: false, height: 200, formatX: (/** @type {number} */ x) => `step ${count(x)}`, formatTick: count };
   const changes = hook.compression_rate !== null && charts.rate[0].ys.some((/** @type {number | null} */ y) => y !== null && y > 1);
-  return html`<div class="row spread"><p class="small dim">The strip below each axis is the hook's phase. Dragging over a chart zooms all of them.</p><${StepRange} steps=${steps} /></div>
+  return html`<div class="row spread"><p class="small dim">The strip below each axis is the phase. Dragging over a chart zooms all of them.</p><${StepRange} steps=${steps} /></div>
     ${known(charts.norm) && html`<${Card} title="Residual norm" aside=${ranks.size <= OWN_CURVES ? "per rank" : `${count(ranks.size)} ranks: range, median and outliers`}>
         <p class="small dim" style=${{ marginBottom: ".4rem" }}>If the norm keeps growing, the matrix rank is too small or the learning rate is too large.</p>
         <${Chart} ...${shared} title="Residual norm over steps" curves=${charts.norm} height=${260} /></${Card}>`}

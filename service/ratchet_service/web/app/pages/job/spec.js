@@ -32,8 +32,8 @@ function Text({ job, changed }) {
   const hidden = (job.spec.secret_env ?? []).length > 0;
   const warned = /** @type {Record<string, string>} */ (Object.fromEntries((job.warnings ?? []).map((one) => [one.pointer, one.detail])));
   const lines = yamlLines(job.spec);
-  const set = lines.filter((one) => !/^(null|\[]|{})$/.test(one.end) || one.key === "-" || one.path === "/checkpoint/every_steps" || within(changed, one.path) || Object.hasOwn(warned, one.path))
-    .filter((one, n, all) => one.end || all[n + 1]?.indent > one.indent);
+  const kept = lines.filter((one) => (one.end && (one.key === "-" || !/^(null|\[]|{})$/.test(one.end))) || one.path === "/checkpoint/every_steps" || within(changed, one.path) || Object.hasOwn(warned, one.path));
+  const set = lines.filter((one) => kept.some((other) => `${other.path}/`.startsWith(`${one.path}/`)));
   return html`<${Card} title="Spec" flush aside=${html`<${Copy} text=${text}>copy as YAML</${Copy}><${Copy} text=${JSON.stringify(job.spec, null, 2)}>copy as JSON</${Copy}>
       <button type="button" class="plain" onClick=${() => save(new Blob([text], { type: "application/yaml" }), `${job.name}.yaml`)}>save</button>`}>
     <div class="scroll yaml" tabindex="0" role="region" aria-label="Spec as YAML">${(whole ? lines : set).map((one) => {
@@ -89,7 +89,7 @@ function Against({ other, base, error, changed }) {
           <dl class="diff">${changed.map((one) => html`<div><dt><code>${one.path.slice(1).replaceAll("/", ".")}</code></dt>
             <dd><span class="old"><span class="hidden">before: </span><span aria-hidden="true">−</span> ${shown(one.before)}</span><span class="new"><span class="hidden">now: </span><span aria-hidden="true">+</span> ${shown(one.after)}</span></dd></div>`)}</dl>`
         : html`<p class="small">The spec equals that of <a href=${link(["jobs", base.id, "spec"])}>${base.name}</a>.</p>`)}
-      ${!other && html`<p class="small dim">Enter another job's id to see what differs.</p>`}
+      ${!other && html`<p class="small dim">Enter a job's id to see what differs.</p>`}
     </div></${Card}>`;
 }
 
