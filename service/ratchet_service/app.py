@@ -21,6 +21,7 @@ from ratchet_service.api.idempotency import Idempotency
 from ratchet_service.api.middleware import OwnMachineOnly
 from ratchet_service.api.routes import (
     agent_reports,
+    audit,
     checkpoints,
     code,
     files,
@@ -46,7 +47,7 @@ from ratchet_service.usecases.output_files import Files
 
 _COMPARISONS: Final = 2  # concurrent comparisons of checkpoints: each reads and hashes whole files
 _MODULES: Final = (
-    jobs, job_actions, checkpoints, monitoring, files, hooks, agent_reports, code, tokens, queue, health_routes, pages,
+    jobs, job_actions, checkpoints, monitoring, files, hooks, agent_reports, code, tokens, audit, queue, health_routes, pages,
 )  # fmt: skip
 DESCRIPTION = """\
 Checkpoint-aware training: DDP jobs that may be killed at any instant and resume bit for bit, hook state included.

@@ -7,7 +7,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from ratchet_service.db.engine import Database
-from ratchet_service.db.models import Base, Job
+from ratchet_service.db.models import Job
+from tests.support.databases import EMPTIED
 
 Rows = dict[str, list[dict[str, Any]]]
 
@@ -16,7 +17,7 @@ def dump_rows(database: Database) -> Rows:
     with database.read() as session:
         return {
             table.name: [dict(row) for row in session.execute(sa.select(table)).mappings()]
-            for table in Base.metadata.sorted_tables
+            for table in reversed(EMPTIED)
         }
 
 
@@ -24,9 +25,9 @@ def restore_rows(database: Database, rows: Rows) -> None:
     """Nothing may be writing."""
     with database.write() as session:
         session.execute(sa.delete(Job))  # first: events go with their job or not at all
-        for table in reversed(Base.metadata.sorted_tables):
+        for table in EMPTIED:
             session.execute(sa.delete(table))
-        for table in Base.metadata.sorted_tables:
+        for table in reversed(EMPTIED):
             if rows[table.name]:
                 session.execute(sa.insert(table), rows[table.name])
         if not database.is_sqlite:

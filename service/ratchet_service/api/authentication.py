@@ -17,9 +17,10 @@ from ratchet_service.agent_reports.ingest import read_authorised_rows
 from ratchet_service.api.rate_limit import Buckets
 from ratchet_service.config.network import FIRST_TOKEN
 from ratchet_service.config.settings import Settings
-from ratchet_service.db.api_tokens import LOCAL, Principal, authenticate, hash_token
+from ratchet_service.db.api_tokens import authenticate, hash_token
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Job
+from ratchet_service.db.principal import LOCAL, Principal
 
 _MAX_ATTEMPTS: Final = 10_000
 """Number of attempts whose token hashes are cached, so that authenticating a report needs no database query."""

@@ -8,11 +8,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Annotated, Any, Final, TypeVar
 
 from fastapi import Depends, Query, Request, Response
 from fastapi.dependencies.models import Dependant
-from pydantic import BaseModel
+from pydantic import AfterValidator, AwareDatetime, BaseModel
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import FieldProblem, Refused
@@ -125,6 +126,17 @@ Limit = Annotated[int, Query(ge=1, le=100, description="Items per page.")]
 Cursor = Annotated[str | None, Query(max_length=1000, description="`next_cursor` of the previous page.")]
 
 
+def _in_utc(value: datetime) -> datetime:
+    """Return the time in UTC. Raises ``ValueError`` for a year that leaves no room for calculations."""
+    if not 1970 <= value.year < 9999:
+        raise ValueError("the year must be 1970 to 9998")
+    return value.astimezone(UTC)
+
+
+Time = Annotated[AwareDatetime, AfterValidator(_in_utc)]
+"""A time of a query, with a time zone."""
+
+
 class Poster:
     """A POST request with its decoded body, to be run once per Idempotency-Key."""
 
@@ -134,7 +146,7 @@ class Poster:
         key = request.headers.get("idempotency-key")
         query = request.query_params.multi_items()
         self._service = service
-        self._call: Call = make_call(key, request.state.caller.owner, request.method, request.url.path, query, data)
+        self._call: Call = make_call(key, request.state.caller, request.method, request.url.path, query, data)
 
     def run(self, prepare: Callable[[], T], effect: Callable[[Session, T], Reply]) -> Response:
         """Run ``prepare``, then ``effect`` in a write transaction, and return the response. If an answer is stored for the

@@ -31,6 +31,7 @@ from ratchet_service.db.clock import clock_of
 from ratchet_service.db.engine import Database
 from ratchet_service.db.leases import new_owner, owner_is_dead
 from ratchet_service.db.models import IdempotencyKey
+from ratchet_service.db.principal import Principal
 from ratchet_service.scheduling.quotas import EXCEEDED
 
 T = TypeVar("T")
@@ -49,22 +50,25 @@ class Reply:
 
 @dataclass(frozen=True)
 class Call:
-    """One POST request. ``scope``: a hash of caller, method and path. ``body_hash``: a hash of body and query. ``instance``: the
-    path."""
+    """One POST request of ``caller``. ``scope``: a hash of the caller's owner, method and path. ``body_hash``: a hash of body and
+    query. ``instance``: the path."""
 
     key: str | None
     scope: str
     body_hash: str
     instance: str
+    caller: Principal
 
 
-def make_call(key: str | None, caller: str, method: str, path: str, query: list[tuple[str, str]], body: Any) -> Call:
+def make_call(
+    key: str | None, caller: Principal, method: str, path: str, query: list[tuple[str, str]], body: Any
+) -> Call:
     """Return the ``Call`` for a POST request. Raises ``Refused`` (``invalid-idempotency-key``)."""
     if key is not None and not (0 < len(key) <= 255 and key.isascii() and key.isprintable()):
         raise Refused("an Idempotency-Key is 1 to 255 printable ASCII characters", code="invalid-idempotency-key")
-    scope = hashlib.sha256(canonical_json([caller, method, path])).hexdigest()
+    scope = hashlib.sha256(canonical_json([caller.owner, method, path])).hexdigest()
     digest = hashlib.sha256(canonical_json([sorted(query), body])).hexdigest()
-    return Call(key, scope, digest, path)
+    return Call(key, scope, digest, path, caller)
 
 
 _CLAIMED_BY: Final = "claimed-by"
@@ -88,7 +92,7 @@ class Idempotency:
         is stored."""
         if call.key is None:
             prepared = prepare()
-            with self._database.write() as session:
+            with self._database.write(call.caller) as session:
                 return effect(session, prepared)
         token = secrets.token_hex(16)
         known = self._claim_key(call, token)
@@ -96,7 +100,7 @@ class Idempotency:
             return known
         try:
             prepared = prepare()
-            with self._database.write() as session:
+            with self._database.write(call.caller) as session:
                 reply = effect(session, prepared)
                 self._record(session, call, token, reply)
                 return reply

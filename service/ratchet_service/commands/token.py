@@ -18,6 +18,7 @@ from ratchet_service.config.settings import Settings
 from ratchet_service.db import api_tokens, migrate
 from ratchet_service.db.engine import Database, first_line, redacted_url
 from ratchet_service.db.models import ApiToken
+from ratchet_service.db.principal import LOCAL
 from ratchet_service.errors import StartError
 
 _BY: str = "command line"
@@ -51,7 +52,7 @@ def run(settings: Settings, options: argparse.Namespace) -> int:
             for row in rows:
                 print(_format_row(row, database.clock.now()))
             return 0
-        with database.write() as session:
+        with database.write(LOCAL) as session:
             if options.action == "revoke":
                 found = session.get(ApiToken, options.id)
                 if found is None:

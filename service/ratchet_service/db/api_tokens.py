@@ -10,7 +10,6 @@ import re
 import secrets
 import string
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -18,12 +17,15 @@ import sqlalchemy as sa
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from ratchet_contract.api.roles import LOCAL_OWNER, SCOPES, Role, Scope
+from ratchet_contract.api.audit import AuditAction
+from ratchet_contract.api.roles import SCOPES, Role, Scope
 from ratchet_contract.api.tokens import TokenView
 from ratchet_contract.errors import Refused
+from ratchet_service.db import audit
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.engine import Database, first_line
 from ratchet_service.db.models import ApiToken
+from ratchet_service.db.principal import Principal
 
 log = logging.getLogger(__name__)
 
@@ -33,21 +35,6 @@ _ID_LENGTH: Final = 8
 _SECRET_LENGTH: Final = 32
 _TEXT: Final = re.compile(rf"rt_([a-z0-9]{{{_ID_LENGTH}}})_[A-Za-z0-9]{{{_SECRET_LENGTH}}}")
 _LAST_USED_INTERVAL: Final = timedelta(minutes=1)
-
-
-@dataclass(frozen=True)
-class Principal:
-    """The authenticated caller of a request. ``token``: the id of its token, None without one. ``expires_at`` None: never."""
-
-    owner: str
-    role: Role
-    scopes: frozenset[Scope]
-    token: str | None = None
-    expires_at: datetime | None = None
-
-
-LOCAL: Final = Principal(LOCAL_OWNER, Role.ADMIN, SCOPES[Role.ADMIN])
-"""Every caller without a token, of a service that needs none."""
 
 
 def create(
@@ -73,6 +60,8 @@ def create(
     row.scopes = sorted(scope.value for scope in set(scopes))
     row.created_at, row.expires_at = now_in(session), expires_at
     session.add(row)
+    data = {"name": name, "role": role.value, "scopes": row.scopes, "expires_at": expires_at and expires_at.isoformat()}
+    audit.record(session, AuditAction.CREATE_TOKEN, "token", token_id, owner, data)
     session.flush()
     return row, text
 
@@ -83,6 +72,7 @@ def revoke(session: Session, row: ApiToken, now: datetime) -> int:
     others, makers = 0, [row.id]
     # locked before the tokens made with it are read; ``lock_token`` locks it before one is made: none is missed
     session.refresh(row, with_for_update=True)
+    changed = row.revoked_at is None
     row.revoked_at = row.revoked_at or now
     while makers:
         query = sa.select(ApiToken).where(ApiToken.made_with.in_(makers)).order_by(ApiToken.id).with_for_update()
@@ -92,6 +82,9 @@ def revoke(session: Session, row: ApiToken, now: datetime) -> int:
             child.revoked_at = child.revoked_at or now
         session.flush()
         makers = [child.id for child in made]
+    if changed or others:
+        data = {"name": row.name, "also_revoked": others}
+        audit.record(session, AuditAction.REVOKE_TOKEN, "token", row.id, row.owner, data)
     return others
 
 
@@ -149,7 +142,7 @@ def principal_of(row: ApiToken) -> Principal:
     allowed = SCOPES[row.role]
     if row.scopes:
         allowed = frozenset(scope for scope in allowed if scope.value in row.scopes)
-    return Principal(row.owner, row.role, allowed, row.id, row.expires_at)
+    return Principal(row.owner, row.role, allowed, row.id, row.expires_at, row.name)
 
 
 def _mark_used(database: Database, token_id: str, now: datetime) -> None:

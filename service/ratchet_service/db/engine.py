@@ -18,7 +18,9 @@ from sqlalchemy.engine import URL, Connection, Engine, make_url
 from sqlalchemy.orm import Session
 
 from ratchet_service.db import clock as clocks
+from ratchet_service.db import principal as principals
 from ratchet_service.db.clock import Clock
+from ratchet_service.db.principal import Principal
 from ratchet_service.isolation.file_access import raise_if_impersonating
 
 BUSY_TIMEOUT_MS: Final = 20_000
@@ -137,7 +139,7 @@ class Database:
         self.session_class = type("DatabaseSession", (Session,), {})
         """Session class of write transactions, separate for each database so that listeners receive only its commits."""
         self._write_lock = threading.Lock()
-        self._session_info = clocks.session_info(self.clock)
+        self._session_info: dict[str, Any] = {**clocks.session_info(self.clock)}
         self._read_engine = self.engine.execution_options(**{_READ_ONLY: True})
         self._ping_engine = _create_ping_engine(self.url) if postgres else self._read_engine
 
@@ -147,11 +149,13 @@ class Database:
         return self.engine.dialect.name == "sqlite"
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
-        """Context manager for a write transaction, committed at the block's end, rolled back after an error. May block. Raises
-        ``RuntimeError`` within ``as_owner``."""
+    def write(self, caller: Principal | None = None) -> Iterator[Session]:
+        """Context manager for a write transaction, committed at the block's end, rolled back after an error. May block.
+        ``caller``: who makes the changes, for the audit log; None: the service itself. Raises ``RuntimeError`` within
+        ``as_owner``."""
         raise_if_impersonating()
-        make = self.session_class(self.engine, expire_on_commit=False, info=self._session_info)
+        info = self._session_info | principals.session_info(caller)
+        make = self.session_class(self.engine, expire_on_commit=False, info=info)
         with self._serialise_writer(), make as session, session.begin():
             yield session
 

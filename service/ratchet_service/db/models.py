@@ -383,6 +383,30 @@ class Quota(Base):
     updated_at: Mapped[datetime]
 
 
+class AuditEntry(Base):
+    """One entry of the audit log. Rows are never changed or deleted. ``actor`` None: the service itself. ``owner``: of the
+    subject, which may be deleted."""
+
+    __tablename__ = "audit"
+    __table_args__ = (
+        sa.Index("ix_audit_at_id", "at", "id"),
+        *(sa.Index(f"ix_audit_{column}_at_id", column, "at", "id") for column in ("actor", "owner", "subject")),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    at: Mapped[datetime]
+    actor: Mapped[str | None] = mapped_column(sa.String(63))
+    role: Mapped[Role | None]
+    token: Mapped[str | None] = mapped_column(sa.String(16))
+    token_name: Mapped[str | None] = mapped_column(sa.String(63))
+    action: Mapped[str] = mapped_column(sa.String(32))
+    subject_kind: Mapped[str] = mapped_column(sa.String(16))
+    subject: Mapped[str] = mapped_column(sa.String(64))
+    owner: Mapped[str] = mapped_column(sa.String(63))
+    data: Mapped[dict[str, Any]]
+
+
 class SlotHost(Base):
     """The lease of this database's slots by the host whose GPUs and cores they are. There is at most one row; on SQLite none."""
 

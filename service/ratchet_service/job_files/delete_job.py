@@ -13,6 +13,7 @@ from typing import Final, TypeVar
 from pydantic import BaseModel
 from sqlalchemy.exc import DBAPIError
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.roles import LOCAL_OWNER
 from ratchet_contract.api.views import DeleteResult
 from ratchet_contract.atomic_write import write_atomic
@@ -21,9 +22,10 @@ from ratchet_contract.errors import Conflict, NotFound, RatchetError
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
 from ratchet_contract.phases import Event
 from ratchet_service.checkpoints import object_store
-from ratchet_service.db.api_tokens import Principal
+from ratchet_service.db import audit
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Job
+from ratchet_service.db.principal import Principal
 from ratchet_service.db.queries import find_job_for_update, require_match, waiting_forks
 from ratchet_service.db.transitions import check_transition
 from ratchet_service.isolation.file_access import as_owner, open_read
@@ -66,16 +68,18 @@ def delete(
     ``ttl_outputs``.
 
     If an earlier deletion has kept the working directory, ``outputs`` True deletes it now. For this, ``caller`` must be the job's
-    owner or an admin. ``if_match``: the header If-Match. Raises ``NotFound``, ``Refused``, ``Conflict`` (such as while the job
-    has not ended), ``CheckpointError`` and ``OSError``. If the row is already deleted when an error occurs, a reconciler deletes
-    the rest later.
+    owner or an admin. ``caller`` None: the service itself deletes the job. ``if_match``: the header If-Match. Raises
+    ``NotFound``, ``Refused``, ``Conflict`` (such as while the job has not ended), ``CheckpointError`` and ``OSError``. If the row
+    is already deleted when an error occurs, a reconciler deletes the rest later.
     """
     try:
         _with_reserve(
-            database, homes, lambda: _delete_row(database, job_id, keep_checkpoints, outputs, if_match, homes)
+            database, homes, lambda: _delete_row(database, job_id, keep_checkpoints, outputs, if_match, homes, caller)
         )
     except NotFound:
-        kept = kept_outputs.remove(homes, job_id, caller) if outputs and caller is not None else None
+        if not outputs or caller is None:
+            raise
+        kept = _with_reserve(database, homes, lambda: kept_outputs.remove(database, homes, job_id, caller))
         if kept is None:
             raise
         return kept
@@ -107,11 +111,12 @@ def _delete_row(
     outputs: bool | None,
     if_match: str | None,
     homes: HomePaths,
+    caller: Principal | None,
 ) -> None:
     """Delete the job's row, and before that write the marker file for ``_remove_files``. Parameters and errors are those of
     ``delete``."""
     paths = homes.job(job_id)
-    with database.write() as session:
+    with database.write(caller) as session:
         job = find_job_for_update(session, job_id)
         check_transition(job, Event.DELETE)
         require_match(job, if_match)
@@ -132,6 +137,13 @@ def _delete_row(
             owner=job.owner,
         )
         _write_marker(paths, mark)  # on the disk before the rows go: see sweep_deleted
+        data = {
+            "name": job.name,
+            "phase": job.phase.value,
+            "keep_checkpoints": keep_checkpoints,
+            "outputs": remove_outputs,
+        }
+        audit.record(session, AuditAction.DELETE, "job", job_id, job.owner, data)
         session.delete(job)
 
 

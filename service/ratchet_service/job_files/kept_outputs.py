@@ -8,12 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.roles import Role
 from ratchet_contract.api.views import DeleteResult
 from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.paths import HomePaths, JobPaths, is_job_id
-from ratchet_service.db.api_tokens import Principal
+from ratchet_service.db import audit
+from ratchet_service.db.engine import Database
+from ratchet_service.db.principal import Principal
 from ratchet_service.isolation.file_access import as_owner, open_read
 from ratchet_service.job_files.work_directory import CodeCopy, open_folder, stat_entry
 from ratchet_store.filesystem.durable_io import remove_tree
@@ -60,7 +63,7 @@ def read_owner(paths: JobPaths) -> str | None:
         return None
 
 
-def remove(homes: HomePaths, job_id: str, caller: Principal) -> DeleteResult | None:
+def remove(database: Database, homes: HomePaths, job_id: str, caller: Principal) -> DeleteResult | None:
     """Delete the kept working directory of a deleted job, and return what stays of the job; None if none was kept. Raises
     ``Refused`` if ``caller`` may not do this."""
     paths = homes.job(job_id)
@@ -72,6 +75,8 @@ def remove(homes: HomePaths, job_id: str, caller: Principal) -> DeleteResult | N
             f"job {job_id} belonged to {whose}, and you are {caller.owner}: its owner or an admin may do this",
             code="not-allowed",
         )
+    with database.write(caller) as session:  # first: no file is deleted without this row
+        audit.record(session, AuditAction.DELETE_OUTPUTS, "job", job_id, whose, {})
     with as_owner(paths.root):
         if paths.work_dir.is_dir() and not paths.work_dir.is_symlink():
             remove_tree(paths.work_dir)

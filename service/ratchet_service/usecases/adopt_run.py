@@ -12,6 +12,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.views import Warning_
 from ratchet_contract.checkpoint.manifest import Manifest
 from ratchet_contract.code.tree import UNLIMITED, TreeError, list_entries, script_digest
@@ -89,7 +90,15 @@ def store(session: Session, adoption: PreparedAdoption, owner: str, homes: HomeP
         "committed_step": source.step,
     }
     try:
-        job = submit.store(session, adoption.prepared, owner, job_id=adoption.job_id, **columns)
+        job = submit.store(
+            session,
+            adoption.prepared,
+            owner,
+            job_id=adoption.job_id,
+            action=AuditAction.ADOPT,
+            source=source.adopted,
+            **columns,
+        )
         text = f"continues from step {source.step} of the run without a service in {source.adopted}"
         add_event(session, job.id, EventType.ADOPTED, text, data={"directory": source.adopted, "step": source.step})
         session.flush()

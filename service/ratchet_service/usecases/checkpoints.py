@@ -13,6 +13,7 @@ from typing import Literal
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.views import CheckpointDetail, CheckpointView, Page, VerifyResult
 from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.errors import CheckpointError, Conflict
@@ -21,6 +22,7 @@ from ratchet_contract.phases import EventType
 from ratchet_service.checkpoints import object_store
 from ratchet_service.checkpoints.cleanup import metric_values_of, quarantine
 from ratchet_service.checkpoints.lineage import bases_of, committed_in_lineage, lineage_of
+from ratchet_service.db import audit
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Checkpoint, Job
@@ -139,6 +141,8 @@ def record_verification(
     ):
         session.flush()
         _fall_back_to_older(session, job, row)
+    facts = {"checkpoint": row.name, "verification": verdict, "state": row.state}
+    audit.record(session, AuditAction.VERIFY, "job", job_id, job.owner, facts)
     return VerifyResult(
         id=row.name,
         state="quarantined" if row.state == "quarantined" else "committed",
@@ -180,6 +184,8 @@ def pin(session: Session, job_id: str, checkpoint_id: str, pinned: bool, homes: 
         add_event(
             session, job_id, word, f"checkpoint {row.name} {word}", attempt=row.attempt, data={"checkpoint": row.name}
         )
+        action = AuditAction.PIN if pinned else AuditAction.UNPIN
+        audit.record(session, action, "job", job_id, job.owner, {"checkpoint": row.name})
     session.flush()
     return _views(session, job, [row])[0]
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.requests import ForkRequest
 from ratchet_contract.errors import Conflict, FieldProblem, NotFound, SpecError
 from ratchet_contract.paths import HomePaths
@@ -134,6 +135,8 @@ def store(session: Session, fork: PreparedFork, owner: str, homes: HomePaths) ->
         fork.prepared,
         owner,
         pointer="/spec",
+        action=AuditAction.FORK,
+        source=origin,
         forked_from=origin,
         fork_source=source.model_dump(mode="json"),
         step=row.step,

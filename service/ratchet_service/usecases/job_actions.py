@@ -4,9 +4,11 @@ attempts."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.requests import ResumeRequest
 from ratchet_contract.api.views import Warning_
 from ratchet_contract.errors import Conflict, NotFound
@@ -15,6 +17,7 @@ from ratchet_contract.phases import Event
 from ratchet_contract.plural import pluralize
 from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_service.checkpoints.lineage import committed_in_lineage
+from ratchet_service.db import audit
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Attempt, Job
 from ratchet_service.db.queries import find_job, find_job_for_update
@@ -32,7 +35,17 @@ def apply_action(session: Session, job_id: str, event: Event) -> Job:
     job = find_job_for_update(session, job_id)
     if _is_already_applied(job, event):
         return job
-    return apply(session, job_id, event)
+    return _apply_recorded(session, job, event, {})
+
+
+def _apply_recorded(session: Session, job: Job, event: Event, facts: dict[str, Any], **arguments: Any) -> Job:
+    """Apply a requested ``event`` with ``arguments`` of ``apply``, and record it in the audit log with the change of the phase
+    and ``facts``."""
+    before = {"phase": job.phase.value, "desired": job.desired.value}
+    job = apply(session, job.id, event, **arguments)
+    changes = audit.differences(before, {"phase": job.phase.value, "desired": job.desired.value})
+    audit.record(session, AuditAction(event.value), "job", job.id, job.owner, changes | facts)
+    return job
 
 
 def request_checkpoint(session: Session, job_id: str) -> Job:
@@ -45,7 +58,8 @@ def request_checkpoint(session: Session, job_id: str) -> Job:
         raise unmanaged_script.checkpoint_request_conflict(script[0])
     number = job.checkpoint_request + 1
     values, data = {"checkpoint_request": number}, {"request": number}
-    return apply(session, job_id, Event.CHECKPOINT, message="a checkpoint was requested", values=values, data=data)
+    message = "a checkpoint was requested"
+    return _apply_recorded(session, job, Event.CHECKPOINT, data, message=message, values=values, data=data)
 
 
 def _makes_no_session(job: Job, attempt: Attempt) -> bool:
@@ -102,7 +116,7 @@ def resume(
         if _is_already_applied(job, Event.RESUME):
             return job
         _check_quota(session, job, None)
-        return apply(session, job_id, Event.RESUME)
+        return _apply_recorded(session, job, Event.RESUME, {})
     check_transition(job, Event.RESUME)
     if job.phase.active:
         raise _needs_stop_error(job, request)
@@ -121,10 +135,12 @@ def resume(
     if spec is not None or code is not None:
         change = resize.make_change(job, spec or _job_spec(job), submission, prepared.warnings, code)
     _check_quota(session, job, change)
-    for type_, text, facts in change.events if change is not None else ():
+    events = change.events if change is not None else []
+    for type_, text, facts in events:
         add_event(session, job_id, type_, text, attempt=job.attempt or None, data=facts)
     values = {"resume_from": source, "not_before": None} | (change.columns if change is not None else {})
-    return apply(session, job_id, Event.RESUME, values=values, data=data)
+    recorded = data | ({"changes": [text for _, text, _ in events]} if events else {})
+    return _apply_recorded(session, job, Event.RESUME, recorded, values=values, data=data)
 
 
 def _job_spec(job: Job) -> JobSpec:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.requests import PruneRequest
 from ratchet_contract.api.views import PruneResult
 from ratchet_contract.checkpoint.resume_report import lineage_contains
@@ -16,8 +17,10 @@ from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize
 from ratchet_service.checkpoints import removal
 from ratchet_service.checkpoints.lineage import lineage_of
+from ratchet_service.db import audit
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Checkpoint, Job
+from ratchet_service.db.principal import Principal
 from ratchet_service.db.queries import find_job, find_job_for_update
 from ratchet_service.db.transitions import add_event
 from ratchet_service.isolation.file_access import as_owner
@@ -38,7 +41,9 @@ class _Found(NamedTuple):
     committed: bool = False
 
 
-def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths) -> PruneResult:
+def prune(
+    database: Database, job_id: str, request: PruneRequest, homes: HomePaths, caller: Principal | None = None
+) -> PruneResult:
     """Delete checkpoints outside the job's lineage and remains of saves, if their attempts are over and they are not pinned. With
     ``quarantined`` in the request, delete also all quarantined checkpoints, even pinned ones. Return what was deleted, or what
     would be deleted in a ``dry_run``. A failed deletion becomes an event. Do not call this function within a transaction. Raise
@@ -53,12 +58,15 @@ def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePat
     if request.dry_run:
         with database.read() as session:
             return _result(True, _select_deletable(session, find_job(session, job_id), found), quarantined)
-    with database.write() as session:
+    with database.write(caller) as session:
         job = find_job_for_update(session, job_id)
         to_delete = _select_deletable(session, job, found)
         found_rows = (session.get(Checkpoint, (job.id, *one.id)) for one in to_delete if one.id is not None)
         rows = [row for row in found_rows if row is not None]
         removal.mark_deleted(session, [row for row in rows if row.state == "committed"])
+        if to_delete or quarantined:  # before the files: no file is deleted without this row
+            data = {"checkpoints": len(to_delete), "quarantined": len(quarantined)}
+            audit.record(session, AuditAction.PRUNE, "job", job_id, job.owner, data)
         marked = {row.name for row in rows if row.removing_since is not None}
     deleted_names, refused = removal.delete_marked(database, paths, job_id), list[str]()
     unmarked = [one for one in to_delete if one.directory.name not in marked]

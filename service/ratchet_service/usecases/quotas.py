@@ -7,9 +7,11 @@ from collections.abc import Mapping
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.quotas import EVERYBODY, QuotaRequest, QuotaUse, QuotaView
 from ratchet_contract.api.views import Page
 from ratchet_contract.errors import NotFound
+from ratchet_service.db import audit
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Quota
 from ratchet_service.scheduling import queue_queries, quotas
@@ -32,12 +34,16 @@ def get_quota(session: Session, owner: str) -> QuotaView:
 def set_quota(session: Session, owner: str, request: QuotaRequest) -> QuotaView:
     """Replace the owner's whole quota, and return it. The limits apply to later submissions, resumes and starts."""
     row = session.get(Quota, owner, with_for_update=True)
-    if row is None:
-        row = Quota(owner=owner)
+    limits = request.model_dump()
+    changes = audit.differences(_limits(row), limits)
+    if row is None or changes:
+        row = row or Quota(owner=owner)
+        for kind, limit in limits.items():
+            setattr(row, kind, limit)
+        row.updated_at = now_in(session)
         session.add(row)
-    row.queued, row.jobs, row.ranks, row.gpus = request.queued, request.jobs, request.ranks, request.gpus
-    row.updated_at = now_in(session)
-    session.flush()
+        audit.record(session, AuditAction.SET_QUOTA, "quota", owner, owner, changes)
+        session.flush()
     return _view(session, owner, row, queue_queries.held_by_owner(session))
 
 
@@ -46,7 +52,13 @@ def delete_quota(session: Session, owner: str) -> None:
     row = session.get(Quota, owner, with_for_update=True)
     if row is None:
         raise NotFound(f"{owner} has no quota of its own", code="quota-not-found")
+    audit.record(session, AuditAction.DELETE_QUOTA, "quota", owner, owner, audit.differences(_limits(row), {}))
     session.delete(row)
+
+
+def _limits(row: Quota | None) -> dict[str, int | None]:
+    """Return the limits of the quota ``row`` by kind; empty if there is no row."""
+    return {} if row is None else {kind: getattr(row, kind) for kind in QuotaRequest.model_fields}
 
 
 def _view(session: Session, owner: str, row: Quota | None, held: Mapping[str, Share]) -> QuotaView:

@@ -12,11 +12,13 @@ from typing import Any, Final
 
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.views import PlanView, Warning_
 from ratchet_contract.phases import EventType, JobPhase
 from ratchet_contract.spec.job import CodeSpec, JobSpec, Resolved
 from ratchet_contract.spec.masking import masked_spec
 from ratchet_contract.spec.parse import examine_spec, spec_error
+from ratchet_service.db import audit
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Job, JobLabel
 from ratchet_service.db.transitions import add_event
@@ -102,11 +104,20 @@ def dry_run(data: Any, submission: LocalSubmission) -> PlanView:
 
 
 def store(
-    session: Session, prepared: Prepared, owner: str, *, pointer: str = "", job_id: str | None = None, **columns: Any
+    session: Session,
+    prepared: Prepared,
+    owner: str,
+    *,
+    pointer: str = "",
+    job_id: str | None = None,
+    action: AuditAction = AuditAction.SUBMIT,
+    source: str | None = None,
+    **columns: Any,
 ) -> Job:
     """Store a new job, that is its row, its labels and its first event, and return the row. ``pointer``: JSON pointer to the
-    spec in the request's body. ``job_id``: the job's id; if it is None or taken, a new id is made. ``columns``: further
-    columns of the row. Raise ``Conflict`` or ``SpecError`` if the owner's quota does not permit the job."""
+    spec in the request's body. ``job_id``: the job's id; if it is None or taken, a new id is made. ``action``, ``source``: what
+    the audit log records; the source of a fork or an adoption. ``columns``: further columns of the row. Raise ``Conflict`` or
+    ``SpecError`` if the owner's quota does not permit the job."""
     spec, now = prepared.spec, now_in(session)
     quotas.admit(session, owner, spec, prepared.resolved, pointer=pointer)
     while job_id is None or session.get(Job, job_id) is not None:
@@ -131,6 +142,8 @@ def store(
     session.add_all(label_rows(job, spec.labels))
     facts = {"name": spec.name, "hook": spec.hook.name, "world_size": spec.world.size}
     add_event(session, job_id, EventType.SUBMITTED, f"job {spec.name} submitted", data=facts)
+    made = {"name": spec.name, "spec_digest": job.spec_digest} | ({} if source is None else {"source": source})
+    audit.record(session, action, "job", job_id, owner, made)
     session.flush()
     return job
 

@@ -14,9 +14,10 @@ from ratchet_contract.api.tokens import TokenMade, TokenRequest, TokenRevoked, T
 from ratchet_contract.api.views import Page
 from ratchet_contract.errors import Conflict, FieldProblem, NotFound, Refused, SpecError
 from ratchet_service.db import api_tokens
-from ratchet_service.db.api_tokens import Principal, principal_of, token_view
+from ratchet_service.db.api_tokens import principal_of, token_view
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import ApiToken
+from ratchet_service.db.principal import Principal
 from ratchet_service.scheduling import quotas
 from ratchet_service.usecases import pagination
 

@@ -8,11 +8,13 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.requests import PatchRequest
 from ratchet_contract.errors import SpecError
 from ratchet_contract.phases import Event, EventType
 from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.parse import problem_of
+from ratchet_service.db import audit
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Job, JobLabel
 from ratchet_service.db.queries import find_job_for_update, require_match
@@ -28,6 +30,7 @@ def patch(session: Session, job_id: str, request: PatchRequest, if_match: str | 
     check_transition(job, Event.PATCH)
     require_match(job, if_match)
     changes: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     if request.labels is not None:
         before = labels_of(session, [job_id])[job_id]
         after = {k: v for k, v in (before | request.labels).items() if v is not None}
@@ -36,13 +39,16 @@ def patch(session: Session, job_id: str, request: PatchRequest, if_match: str | 
             session.execute(sa.delete(JobLabel).where(JobLabel.job_id == job_id))
             session.add_all(label_rows(job, after))
             changes["labels"] = after
+            recorded["labels"] = audit.differences(before, after)
     if request.priority is not None and request.priority != job.priority:
+        recorded |= audit.differences({"priority": job.priority}, {"priority": request.priority})
         job.priority = request.priority
         changes["priority"] = request.priority
     if changes:
         job.version += 1
         job.updated_at = now_in(session)
         add_event(session, job_id, EventType.PATCHED, f"changed: {', '.join(sorted(changes))}", data=changes)
+        audit.record(session, AuditAction.PATCH, "job", job_id, job.owner, recorded)
     session.flush()
     return job
 

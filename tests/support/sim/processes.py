@@ -20,6 +20,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_service.db.clock import Clock
 from ratchet_service.db.engine import Database
+from ratchet_service.db.principal import Principal
 
 START: Final = datetime(2026, 1, 1, tzinfo=UTC)
 BEFORE_TRANSACTION: Final = "before a transaction"
@@ -197,9 +198,9 @@ class SimDatabase(Database):
         self.engine.pool._pre_ping = False  # the server is there: no question before every transaction
 
     @contextmanager
-    def write(self) -> Iterator[Session]:
+    def write(self, caller: Principal | None = None) -> Iterator[Session]:
         self.stage.point(BEFORE_TRANSACTION)
-        with super().write() as session:
+        with super().write(caller) as session:
             yield session
             self.stage.point("before a commit", stall=0.0)
         self.transactions += 1

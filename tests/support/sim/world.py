@@ -37,6 +37,7 @@ from ratchet_service.scheduling.scheduler import Preemption
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases import job_actions, submit
 from tests.support.api import FakeSubmission, spec
+from tests.support.databases import EMPTIED
 from tests.support.sim.agents import Agent, State
 from tests.support.sim.checks import CPUS, LEASE, STOP_GRACE, TIMEOUT, TIMING, Checks
 from tests.support.sim.engine import SimLauncher
@@ -98,7 +99,7 @@ def play(database: SimDatabase, home: Path, seed: int, *, moves: int = MOVES, fa
 
 _EMPTIED: Final = tuple(
     f"DELETE FROM {table.name}"  # jobs first: events go with their job or not at all
-    for table in (Base.metadata.tables[Job.__tablename__], *reversed(Base.metadata.sorted_tables))
+    for table in (Base.metadata.tables[Job.__tablename__], *EMPTIED)
 )
 """As text: made from expressions they were a tenth of a schedule's statements."""
 

@@ -23,7 +23,7 @@ from ratchet_contract.api.views import (
     VerifyResult,
 )
 from ratchet_service.api import openapi
-from ratchet_service.api.authentication import needs
+from ratchet_service.api.authentication import Caller, needs
 from ratchet_service.api.dependencies import Cursor, JsonPost, Limit, ServiceDep, disconnect_event, reply
 from ratchet_service.api.file_response import Sending, read_chunks
 from ratchet_service.api.request_body import parse
@@ -212,7 +212,7 @@ def pin(service: ServiceDep, post: JsonPost, job_id: str, checkpoint_id: str) ->
     openapi_extra=openapi.body(PruneRequest, openapi.PRUNE),
     summary="Delete checkpoints that no attempt will start from",
 )
-def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Response:
+def prune_checkpoints(service: ServiceDep, post: JsonPost, caller: Caller, job_id: str) -> Response:
     """Deletes the branches that a resume from an earlier step left behind (`lineage: abandoned`), the checkpoints that
     attempts wrote after they had lost their lease, and the remains of saves. Pinned checkpoints stay, and so do files that a
     running attempt may be writing. With `quarantined`, all quarantined checkpoints are deleted, too, even pinned ones. With
@@ -221,5 +221,5 @@ def prune_checkpoints(service: ServiceDep, post: JsonPost, job_id: str) -> Respo
     request = parse(PruneRequest, data)
     paths = service.settings.paths
     return poster.run(
-        lambda: prune.prune(service.database, job_id, request, paths), lambda _, pruned: reply(200, pruned)
+        lambda: prune.prune(service.database, job_id, request, paths, caller), lambda _, pruned: reply(200, pruned)
     )

@@ -6,12 +6,13 @@ from typing import Annotated, Any, Final
 
 from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.concurrency import run_in_threadpool
 
 from ratchet_contract.api.roles import Scope
 from ratchet_contract.code import tree
 from ratchet_contract.code.archive import MEDIA_TYPE, write_archive
 from ratchet_service.agent_reports.fencing import count_stale_requests
-from ratchet_service.api.authentication import AGENTS, bearer_token, needs
+from ratchet_service.api.authentication import AGENTS, Caller, bearer_token, needs
 from ratchet_service.api.dependencies import ServiceDep
 from ratchet_service.usecases import code_transfer
 
@@ -84,8 +85,10 @@ def look_for_code(service: ServiceDep, digest: Digest) -> Response:
     tags=["jobs"],
     summary="Send a tree of code",
 )
-async def put_code(service: ServiceDep, digest: Digest, request: Request) -> Response:
+async def put_code(service: ServiceDep, caller: Caller, digest: Digest, request: Request) -> Response:
     """Stores the code. It is kept for ten minutes, and while a job uses it. `code-archive-invalid`: the archive is not the tree
     with the digest."""
     made = await service.uploads.receive(request, digest)
+    if made:
+        await run_in_threadpool(code_transfer.record_upload, service.database, digest, caller)
     return Response(status_code=201 if made else 200, headers={"Location": f"/v1/code/{digest}"})

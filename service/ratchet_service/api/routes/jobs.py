@@ -154,11 +154,12 @@ def patch_job(
     service: ServiceDep,
     job_id: str,
     body: BodyDep,
+    caller: Caller,
     if_match: Annotated[str | None, Header(description=openapi.IF_MATCH)] = None,
 ) -> Response:
     """Changes labels and priority. Labels are merged into the job's; null removes one. The spec stays as it was submitted."""
     request = parse(PatchRequest, decode(body))
-    with service.database.write() as session:
+    with service.database.write(caller) as session:
         job = update_job.patch(session, job_id, request, if_match)
         answer = reply(200, job_view(session, job), ETag=queries.etag(job))
     service.submission.wake()

@@ -12,7 +12,7 @@ from ratchet_contract.api.quotas import QUOTA_OWNER, QuotaRequest, QuotaView
 from ratchet_contract.api.roles import Scope
 from ratchet_contract.api.views import Page
 from ratchet_service.api import openapi
-from ratchet_service.api.authentication import needs
+from ratchet_service.api.authentication import Caller, needs
 from ratchet_service.api.dependencies import BodyDep, Cursor, Limit, ServiceDep, reply, respond
 from ratchet_service.api.request_body import decode, parse
 from ratchet_service.usecases import fleet, queue, quotas
@@ -70,10 +70,10 @@ def get_quota(service: ServiceDep, owner: Owner) -> QuotaView:
     openapi_extra=openapi.body(QuotaRequest, openapi.QUOTA, required=True),
     summary="Set a quota",
 )
-def put_quota(service: ServiceDep, owner: Owner, body: BodyDep) -> Response:
+def put_quota(service: ServiceDep, caller: Caller, owner: Owner, body: BodyDep) -> Response:
     """Replaces the owner's whole quota: a key that is omitted has no limit. Running jobs are not stopped."""
     request = parse(QuotaRequest, decode(body))
-    with service.database.write() as session:
+    with service.database.write(caller) as session:
         view = quotas.set_quota(session, owner, request)
     service.submission.wake()
     return respond(reply(200, view))
@@ -82,9 +82,9 @@ def put_quota(service: ServiceDep, owner: Owner, body: BodyDep) -> Response:
 @router.delete(
     "/v1/quotas/{owner}", status_code=204, dependencies=[needs(Scope.QUOTAS_WRITE)], summary="Delete a quota"
 )
-def delete_quota(service: ServiceDep, owner: Owner) -> Response:
+def delete_quota(service: ServiceDep, caller: Caller, owner: Owner) -> Response:
     """Deletes the owner's own quota. Afterwards the quota of `*`, if set, applies to the owner."""
-    with service.database.write() as session:
+    with service.database.write(caller) as session:
         quotas.delete_quota(session, owner)
     service.submission.wake()
     return Response(status_code=204)

@@ -83,5 +83,5 @@ def get_token(service: ServiceDep, caller: Caller, token_id: str) -> TokenView:
 def revoke_token(service: ServiceDep, caller: Caller, token_id: str) -> TokenRevoked:
     """Revokes the token and all tokens made with it, directly or indirectly; their rows stay as a record. 403 if the token's role
     or scopes exceed the caller's."""
-    with service.database.write() as session:
+    with service.database.write(caller) as session:
         return tokens.revoke(session, caller, token_id)

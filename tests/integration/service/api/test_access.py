@@ -182,7 +182,7 @@ def test_read_requests_succeed_when_token_use_cannot_be_written(team: Team, monk
     """As on a full disk, or a server that takes no writes for now."""
     text = make_token(team.database, "ann", Role.SUBMITTER)
 
-    def refuse(_: Database) -> Any:
+    def refuse(*_: object) -> Any:
         raise OperationalError("UPDATE", {}, Exception("database or disk is full"))
 
     monkeypatch.setattr(Database, "write", refuse)

@@ -19,6 +19,7 @@ from ratchet_contract.processes.procfs import start_time
 from ratchet_service.api.idempotency import make_call
 from ratchet_service.db.engine import utc_now
 from ratchet_service.db.models import IdempotencyKey, Job
+from ratchet_service.db.principal import LOCAL
 from tests.support.api import Api, spec
 from tests.support.tokens import make_token
 
@@ -144,7 +145,7 @@ def age(api: Api, seconds: float) -> None:
 def test_idempotency_claim_of_a_dead_process_is_taken_over(api: Api) -> None:
     host, headers = socket.gethostname()[:80], {"Idempotency-Key": "k"}
     with api.database.write() as session:  # a request of a process that is not there any more, killed before its answer
-        call = make_call("k", "local", "POST", "/v1/jobs", [], spec())
+        call = make_call("k", LOCAL, "POST", "/v1/jobs", [], spec())
         row = IdempotencyKey(scope=call.scope, key="k", body_hash=call.body_hash, token="t", created_at=utc_now())
         row.headers = {"claimed-by": f"{host}/{os.getpid()}/{start_time(os.getpid())}"}
         session.add(row)

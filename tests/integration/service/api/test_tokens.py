@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from ratchet_contract.api.roles import SCOPES, Role, Scope
 from ratchet_contract.api.tokens import TokenRequest
 from ratchet_contract.errors import Refused
-from ratchet_service.db.api_tokens import Principal
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Base
+from ratchet_service.db.principal import Principal
 from ratchet_service.usecases import pagination
 from ratchet_service.usecases import tokens as usecases
 from tests.support.team import Team, problem_status_and_code, team, token_required_service
