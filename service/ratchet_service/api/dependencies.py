@@ -183,6 +183,7 @@ def respond(answer: Reply) -> Response:
 JSON: Final = "application/json"
 NDJSON: Final = "application/x-ndjson"
 TEXT: Final = "text/plain"
+CSV: Final = "text/csv"
 EVENTS: Final = "text/event-stream"
 
 

@@ -23,18 +23,12 @@ from ratchet_service.scheduling import queue_queries
 from ratchet_service.scheduling.fair_order import Share
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases.goodput import SPAN_COLUMNS, Saves, goodput_view, save_times, span_of
+from ratchet_service.usecases.usage import Hours, held_hours
 
 MAX_ATTEMPTS: Final = 5_000
 """Most ended attempts whose rows are read."""
 MAX_HOSTS: Final = 50
 _HOST_FAILURES: Final = [cause for cause in Cause if cause.is_failure or cause is Cause.NODE_LOST]
-
-
-class Hours(NamedTuple):
-    """Hours of an owner's attempts, times their GPUs, or times their ranks if they have no GPU."""
-
-    gpu: float = 0.0
-    rank: float = 0.0
 
 
 class _Figures(NamedTuple):
@@ -154,11 +148,9 @@ def _newest_attempts(session: Session, since: datetime, now: datetime) -> _Figur
         done += row[1] is not None
         if row[-1] in ("exact", "not-exact"):
             resumes[_resume_kind(row[-1], redone_of(redone))] += 1
+        used = held_hours(span.begun, span.until, since, (world, device))
         if span.begun is not None:
-            share = queue_queries.share_of(world, device)
-            ran = max(0.0, (span.until - max(span.begun, since)).total_seconds()) / 3600
-            used = hours[owner]
-            hours[owner] = Hours(used.gpu + ran * share.gpus, used.rank + ran * share.ranks * (not share.gpus))
+            hours[owner] = hours[owner].plus(used._replace(rank=0.0) if used.gpu else used)
     parts = total_parts(spans, now, now, 0.0)
     share_known = parts._replace(unseen=0.0).goodput
     view = goodput_view(parts).model_copy(update={"goodput": None if share_known is None else round(share_known, 4)})

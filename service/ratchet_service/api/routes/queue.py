@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from datetime import timedelta
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Response
 
 from ratchet_contract.api.fleet import FleetView
 from ratchet_contract.api.queue import QueueView
 from ratchet_contract.api.quotas import QUOTA_OWNER, QuotaRequest, QuotaView
 from ratchet_contract.api.roles import Scope
+from ratchet_contract.api.usage import UsageView
 from ratchet_contract.api.views import Page
+from ratchet_contract.errors import Refused
 from ratchet_service.api import openapi
 from ratchet_service.api.authentication import Caller, needs
-from ratchet_service.api.dependencies import BodyDep, Cursor, Limit, ServiceDep, reply, respond
+from ratchet_service.api.dependencies import (
+    CSV,
+    JSON,
+    BodyDep,
+    Cursor,
+    Limit,
+    ServiceDep,
+    Time,
+    negotiate_media_type,
+    reply,
+    respond,
+)
 from ratchet_service.api.request_body import decode, parse
-from ratchet_service.usecases import fleet, queue, quotas
+from ratchet_service.usecases import fleet, queue, quotas, usage
 
 router = APIRouter(tags=["quotas"])
 Of = Annotated[str | None, Query(max_length=100, description="Only this job.")]
@@ -42,6 +56,42 @@ def get_fleet(
     and resumes by verdict. Of all owners."""
     with service.database.read() as session:
         return fleet.fleet(session, service.submission.capacity(), days)
+
+
+_USAGE_FORMS: dict[int | str, dict[str, Any]] = {200: {"content": {CSV: {"schema": {"type": "string"}}}}}
+_USAGE_DAYS = timedelta(days=30)
+
+
+@router.get(
+    "/v1/usage",
+    dependencies=[needs(Scope.JOBS_READ)],
+    response_model=UsageView,
+    responses=_USAGE_FORMS,
+    summary="Hours of GPUs, CPU slots and ranks",
+)
+def get_usage(
+    service: ServiceDep,
+    since: Annotated[Time | None, Query(description="Begin of the interval. Default: 30 days before its end.")] = None,
+    until: Annotated[Time | None, Query(description="End of the interval. Default: now.")] = None,
+    by: Annotated[
+        str, Query(max_length=100, pattern="^(owner|label:.+)$", description="`owner`, or `label:KEY`.")
+    ] = "owner",
+    accept: Annotated[str | None, Header()] = None,
+) -> Response | UsageView:
+    """What attempts have used in an interval, by the owner of their job or by the value of one of its labels. An attempt counts
+    from the start of its first agent to its end, within the interval. The hours of deleted jobs are gone.
+
+    By Accept: JSON, or `text/csv` with a header. In CSV, a value that begins with `=`, `+`, `-`, `@`, a tab or a line end has a
+    `'` in front, so that no spreadsheet runs it as a formula; jobs without the label have an empty cell.
+    """
+    form = negotiate_media_type(accept, [JSON, CSV])
+    until = until or service.database.clock.now()
+    since = since or until - _USAGE_DAYS
+    if since >= until:
+        raise Refused("since must be before until", code="invalid-parameter")
+    with service.database.read() as session:
+        found = usage.usage(session, since, until, by)
+    return found if form == JSON else Response(usage.as_csv(found), media_type=CSV)
 
 
 Owner = Annotated[
