@@ -72,6 +72,7 @@ print([quota.owner for quota in client.quotas()])
 client.delete_quota("ann")
 made = client.create_token("notebook", role="viewer", expires_days=1)
 print([token.name for token in client.tokens()])
+print(client.usage_csv(by="label:team"))
 client.revoke_token(made.id)
 
 client.resume(job.id)

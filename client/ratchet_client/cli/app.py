@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from ratchet_client.cli import doctor, prove, run
 from ratchet_client.cli.commands import (
+    audit,
     checkpoints,
     compare,
     config,
@@ -31,6 +32,7 @@ from ratchet_client.cli.commands import (
     submit,
     token,
     top,
+    usage,
 )
 from ratchet_client.cli.error_hints import hint
 from ratchet_client.cli.shared.exit_codes import Exit, exit_code_for, help_lines
@@ -140,8 +142,10 @@ for _module in (
     serve,
     hooks,
     queue,
+    usage,
     quota,
     token,
+    audit,
     config,
     doctor,
 ):

@@ -27,6 +27,7 @@ from ratchet_client.resources.tokens import Access
 from ratchet_contract.api import queue as api_queue
 from ratchet_contract.api import quotas as api_quotas
 from ratchet_contract.api import requests, views
+from ratchet_contract.api import usage as api_usage
 from ratchet_contract.spec.parse import problem_of, spec_error
 
 __all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
@@ -434,6 +435,23 @@ class RatchetClient(Following, Access):
     def delete_quota(self, owner: str) -> None:
         """Delete the quota of an owner; after that the quota of ``*`` applies, if it is set. Raises ``NotFound``."""
         self._transport.request("DELETE", quota_path(owner))
+
+    def usage(self, *, since: str | None = None, until: str | None = None, by: str = "owner") -> api_usage.UsageView:
+        """Return the hours of GPUs, CPU slots and ranks that attempts have used from ``since`` (default: 30 days before
+        ``until``) to ``until`` (default: now), which are RFC 3339 times with a time zone. ``by``: ``owner``, or ``label:KEY`` for
+        the values of a label. The hours of deleted jobs are not included.
+
+        >>> client.usage().items[0].attempts > 0
+        True
+        """
+        return self._get("/v1/usage", api_usage.UsageView, {"since": since, "until": until, "by": by})
+
+    def usage_csv(self, *, since: str | None = None, until: str | None = None, by: str = "owner") -> str:
+        """Return the figures of ``usage``, for the same ``until`` and ``by``, as CSV with a header. A value that begins like a
+        formula has a ``'`` in front."""
+        params: Params = {"since": since, "until": until, "by": by}
+        with self._transport.stream("/v1/usage", params, {"Accept": "text/csv"}) as response:
+            return response.read().decode()
 
     # --- the service --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Calls about tokens and the caller's identity."""
+"""Calls about tokens, the caller's identity and the audit log."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from urllib.parse import quote
 
 from ratchet_client.http.transport import Params
 from ratchet_client.resources.requests import PAGE, Calls
+from ratchet_contract.api import audit as api_audit
 from ratchet_contract.api import tokens as api_tokens
 from ratchet_contract.api.roles import Role, Scope
 
 
 class Access(Calls):
-    """The methods of ``RatchetClient`` for tokens."""
+    """The methods of ``RatchetClient`` for tokens and the audit log."""
 
     def whoami(self) -> api_tokens.WhoAmI:
         """Return the caller's owner, role and scopes, which are those of the token that this client sends. If the service needs
@@ -55,3 +56,25 @@ class Access(Calls):
         ``NotFound``, and ``Refused`` (``not-allowed``) for a token with rights that the caller lacks."""
         answer = self._transport.request("DELETE", f"/v1/tokens/{quote(token_id, safe='')}")
         return api_tokens.TokenRevoked.model_validate(answer.json())
+
+    def audit(self, *, actor: str | None = None, owner: str | None = None, action: api_audit.AuditAction | str | None = None,
+              subject: str | None = None, since: str | None = None, until: str | None = None,
+              page_size: int = PAGE) -> Iterator[api_audit.AuditView]:  # fmt: skip
+        """Yield the changes that the audit log has, newest first. An admin gets all of them; others get the changes to their own
+        jobs and tokens, and their own actions. ``actor``: the owner of the caller's token. ``owner``: the owner of the changed
+        job, token or quota. ``subject``: its id. ``action``: only this action, such as ``cancel``. ``since``, ``until``: RFC
+        3339 times with a time zone; ``until`` is not part of the interval.
+
+        >>> any(entry.action == "submit" for entry in client.audit(subject=job_id))
+        True
+        """
+        params: Params = {
+            "actor": actor,
+            "owner": owner,
+            "action": action,
+            "subject": subject,
+            "since": since,
+            "until": until,
+            "limit": page_size,
+        }
+        return self._pages("/v1/audit", api_audit.AuditView, params)

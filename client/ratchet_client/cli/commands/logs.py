@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ratchet_client.cli.shared import output
-from ratchet_client.cli.shared.options import LOOK, PATIENCE, RETRY_FOR, JsonFlag, ReadJobId, open_client
+from ratchet_client.cli.shared.options import LOOK, PATIENCE, RETRY_FOR, JsonFlag, ReadJobId, open_client, parse_time
 from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize, short_digests
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from ratchet_contract.api import views
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue until the job has ended.")]
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def register(app: typer.Typer) -> None:
@@ -53,7 +51,7 @@ def logs(
     as_json: JsonFlag = False,
 ) -> None:
     """Print the ranks' output, each line prefixed with attempt and rank. Logs remain after service and worker have ended."""
-    which, begin = _parse_attempt(attempt), None if since is None else parse_since(since)
+    which, begin = _parse_attempt(attempt), parse_time(since, "--since")
     with open_client(ctx, PATIENCE if follow else RETRY_FOR) as client:
         if rank and which is None:
             _check_rank(client, job, rank)
@@ -108,23 +106,6 @@ def _parse_attempt(attempt: str | None) -> WhichAttempt:
     if not attempt.isascii() or not attempt.isdigit() or int(attempt) < 1:
         raise typer.BadParameter(f"--attempt takes a number from 1 on, or all, not {attempt!r}")
     return int(attempt)
-
-
-def parse_since(text: str, now: datetime | None = None) -> str:
-    """Return the RFC 3339 time for ``text``: an age like ``10m``, or a time with a time zone. Raise ``typer.BadParameter`` for
-    other texts."""
-    number, unit = text[:-1], text[-1:]
-    try:
-        if unit in _UNITS and number.isascii() and number.replace(".", "", 1).isdigit():
-            return ((now or datetime.now(UTC)) - timedelta(seconds=float(number) * _UNITS[unit])).isoformat()
-        at = datetime.fromisoformat(text)
-    except (ValueError, OverflowError):
-        at = None
-    if at is None or at.tzinfo is None:
-        raise typer.BadParameter(
-            f"--since takes an age like 10m, 2h, 1d or a time like 2026-01-31T12:00:00Z, not {text!r}"
-        )
-    return at.isoformat()
 
 
 def events(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +29,7 @@ RETRY_FOR = 3.0
 """Seconds for which a command retries, since the service may be restarting, before it reports that it does not respond."""
 UNMANAGED = "unmanaged-script"
 """Code of the warning for a job whose script has no Session."""
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SAID_WHICH = "ratchet.said-which"
 JOB_NAMED = "ratchet.job"
 """Key under which a command's context stores its JOB argument, for hints at errors."""
@@ -150,6 +152,11 @@ Phases = Annotated[
 ]
 Labels = Annotated[list[str], typer.Option("--label", metavar="KEY=VALUE", help="Only jobs with this label.")]
 Name = Annotated[str | None, typer.Option("--name", help="Only jobs with this name.", autocompletion=completion.names)]
+Since = Annotated[
+    str | None,
+    typer.Option(metavar="AGE|TIME", help="Begin of the interval, like 12h, 30d or 2026-01-31T12:00:00Z."),
+]
+Until = Annotated[str | None, typer.Option(metavar="AGE|TIME", help="End of the interval. (default: now)")]
 Sort = Annotated[
     str | None,
     typer.Option(
@@ -224,3 +231,22 @@ def queue_position_text(job: JobView) -> str:
     return (
         "" if job.ahead_at_least is None else f"{pluralize(job.ahead_at_least, 'job')} or more ahead of it in the queue"
     )
+
+
+def parse_time(text: str | None, option: str, now: datetime | None = None) -> str | None:
+    """Return the RFC 3339 time for ``text``: an age like ``10m``, or a time with a time zone; None for None. Raise
+    ``typer.BadParameter`` for other texts. ``option``: its name, for the error."""
+    if text is None:
+        return None
+    number, unit = text[:-1], text[-1:]
+    try:
+        if unit in _UNITS and number.isascii() and number.replace(".", "", 1).isdigit():
+            return ((now or datetime.now(UTC)) - timedelta(seconds=float(number) * _UNITS[unit])).isoformat()
+        at = datetime.fromisoformat(text)
+    except (ValueError, OverflowError):
+        at = None
+    if at is None or at.tzinfo is None:
+        raise typer.BadParameter(
+            f"{option} takes an age like 10m, 2h, 1d or a time like 2026-01-31T12:00:00Z, not {text!r}"
+        )
+    return at.isoformat()

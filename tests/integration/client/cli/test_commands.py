@@ -353,3 +353,30 @@ def test_quota_commands_limit_submission_and_queue_shows_waiting_jobs(cli: Cli) 
     # columns are as wide as their page needs, and it waits on between the two
     of_job, of_page = (re.sub(r"\b\d+s\b", "AGE", line).split() for line in (alone, shown))
     assert of_job == of_page and "AGE" in of_page
+
+
+def test_audit_lists_changes_newest_first(cli: Cli) -> None:
+    job = cli("submit", "spec.yaml", "--name", "audited").text.strip()
+    cli("label", job, "team=vision", "--priority", "3")
+    cli("cancel", job)
+    header, *rows = cli("audit", "--subject", job).text.splitlines()
+    assert header.split() == ["TIME", "WHO", "ROLE", "TOKEN", "ACTION", "SUBJECT", "OWNER", "WHAT"]
+    cancel, patch, submit = (row.split() for row in rows)
+    assert [row[1:4] for row in (cancel, patch, submit)] == [
+        ["local", "admin", a] for a in ("cancel", "patch", "submit")
+    ]
+    assert " ".join(patch[6:]).startswith('labels {"team": {"old": null, "new": "vision"}}, priority 0 -> 3')
+    assert "phase QUEUED -> CANCELLED" in rows[0]
+    found = cli("audit", "--subject", job, "--limit", "1", "--since", "1h", "--json").data
+    assert [(entry["action"], entry["owner"]) for entry in found] == [("cancel", "local")]
+    assert "no such change" in cli("audit", "--subject", job, "--action", "fork").errors
+    assert "--since takes an age" in cli("audit", "--since", "yesterday", expect=2).errors
+
+
+def test_usage_prints_a_table_csv_or_json(cli: Cli) -> None:
+    assert "no attempt has run" in cli("usage").errors
+    head = "label:team,jobs,attempts,gpu_hours,cpu_hours,rank_hours"
+    assert cli("usage", "--by", "label:team", "--csv").text.splitlines() == [head]
+    data = cli("usage", "--since", "2026-01-01T00:00:00Z", "--until", "2026-02-01T00:00:00Z", "--json").data
+    assert (data["since"], data["until"], data["items"]) == ("2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z", [])
+    assert "not both" in cli("usage", "--csv", "--json", expect=2).errors

@@ -17,7 +17,6 @@ from ratchet_client.cli.commands import submit, wait
 from ratchet_client.cli.commands.compare import difference_lines
 from ratchet_client.cli.commands.config import mask_token
 from ratchet_client.cli.commands.live_view import JobLines
-from ratchet_client.cli.commands.logs import parse_since
 from ratchet_client.cli.shared import output
 from ratchet_client.cli.shared.job_figures import (
     Snapshot,
@@ -27,7 +26,7 @@ from ratchet_client.cli.shared.job_figures import (
     speed_text,
     waiting_text,
 )
-from ratchet_client.cli.shared.options import step_text, steps
+from ratchet_client.cli.shared.options import parse_time, step_text, steps
 from ratchet_contract.api.views import ComparisonView, HookView, JobView, PlanView
 from tests.support.scripted_server import JOB
 
@@ -122,7 +121,7 @@ def test_non_finite_numbers_are_strings_in_json_output(capsys: pytest.CaptureFix
     ],
 )
 def test_since_takes_an_age_or_a_time(text: str, moment: datetime) -> None:
-    assert datetime.fromisoformat(parse_since(text, NOW)) == moment
+    assert datetime.fromisoformat(parse_time(text, "--since", NOW)) == moment
 
 
 @pytest.mark.parametrize(
@@ -130,7 +129,7 @@ def test_since_takes_an_age_or_a_time(text: str, moment: datetime) -> None:
 )
 def test_since_refuses_invalid_time_with_example(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="10m"):
-        parse_since(text, NOW)
+        parse_time(text, "--since", NOW)
 
 
 def test_a_short_token_is_masked_whole() -> None:
