@@ -78,13 +78,15 @@ def revoke(session: Session, row: ApiToken, now: datetime) -> int:
         query = sa.select(ApiToken).where(ApiToken.made_with.in_(makers)).order_by(ApiToken.id).with_for_update()
         made = session.scalars(query.execution_options(populate_existing=True)).all()
         for child in made:
-            others += child.revoked_at is None
-            child.revoked_at = child.revoked_at or now
+            if child.revoked_at is None:
+                child.revoked_at, others = now, others + 1
+                data = {"name": child.name, "with": row.id}
+                audit.record(session, AuditAction.REVOKE_TOKEN, "token", child.id, child.owner, data)
         session.flush()
         makers = [child.id for child in made]
     if changed or others:
-        data = {"name": row.name, "also_revoked": others}
-        audit.record(session, AuditAction.REVOKE_TOKEN, "token", row.id, row.owner, data)
+        counted = {"name": row.name, "also_revoked": others}
+        audit.record(session, AuditAction.REVOKE_TOKEN, "token", row.id, row.owner, counted)
     return others
 
 

@@ -302,6 +302,17 @@ def test_admins_see_all_changes_and_others_their_own(team: Team) -> None:
     assert problem_status_and_code(team.nobody.get("/v1/audit")) == (401, "token-missing")
 
 
+def test_tokens_revoked_with_their_maker_have_a_row_each(team: Team) -> None:
+    maker = team.root.post("/v1/tokens", json={"name": "maker"}).json()
+    for_ann = team.client(maker["token"]).post("/v1/tokens", json={"name": "a", "owner": "ann", "role": "viewer"}).json()
+    assert team.root.delete(f"/v1/tokens/{maker['id']}").json()["also_revoked"] == 1
+    assert team.root.delete(f"/v1/tokens/{maker['id']}").json()["also_revoked"] == 0
+    (row,) = listed(team.ann, action="revoke-token", subject=for_ann["id"])
+    assert (row["actor"], row["owner"], row["data"]) == ("root", "ann", {"name": "a", "with": maker["id"]})
+    (row,) = listed(team.root, action="revoke-token", subject=maker["id"])
+    assert row["data"] == {"name": "maker", "also_revoked": 1}
+
+
 def test_list_is_by_time_and_pages_to_the_end(api: Api) -> None:
     job, begin = api.submit(), utc_now() - timedelta(days=1000)
     with api.database.write() as session:
