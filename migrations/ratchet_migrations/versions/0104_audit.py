@@ -48,11 +48,13 @@ def upgrade() -> None:
             "FOR EACH STATEMENT EXECUTE FUNCTION ratchet_audit_add_only()"
         )
         return
-    for event in ("UPDATE", "DELETE"):
-        op.execute(
-            f"CREATE TRIGGER audit_not_{event.lower()}d BEFORE {event} ON audit "
-            f"BEGIN SELECT RAISE(ABORT, '{_REFUSED}'); END"
-        )
+    for name, event in (
+        ("updated", "UPDATE ON audit"),
+        ("deleted", "DELETE ON audit"),
+        # INSERT OR REPLACE deletes the old row without the trigger of DELETE
+        ("replaced", "INSERT ON audit WHEN EXISTS (SELECT 1 FROM audit WHERE id = NEW.id)"),
+    ):
+        op.execute(f"CREATE TRIGGER audit_not_{name} BEFORE {event} BEGIN SELECT RAISE(ABORT, '{_REFUSED}'); END")
 
 
 def downgrade() -> None:
