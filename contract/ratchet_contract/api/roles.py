@@ -26,12 +26,12 @@ class Role(StrEnum):
 class Scope(StrEnum):
     """The permission that a route requires. A token may be limited to some scopes of its role."""
 
-    JOBS_READ = "jobs:read"  # jobs, attempts, checkpoints, events, logs, series, hooks, quotas
+    JOBS_READ = "jobs:read"  # jobs, attempts, checkpoints, events, logs, series, hooks, quotas, usage, audit log
     METRICS_READ = "metrics:read"  # /metrics
     JOBS_WRITE = "jobs:write"  # submit, plan, fork, act, change, delete
     CHECKPOINTS_WRITE = "checkpoints:write"  # verify, pin, prune
     CODE_WRITE = "code:write"  # send code
-    TOKENS_WRITE = "tokens:write"  # make, list and revoke tokens
+    TOKENS_WRITE = "tokens:write"  # make, list and revoke tokens; changes to tokens in the audit log
     QUOTAS_WRITE = "quotas:write"  # change quotas
 
 

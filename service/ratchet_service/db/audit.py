@@ -1,5 +1,6 @@
 """The audit log: one row for each change that a caller requests, for each token revoked with its maker, and for
-each deletion at a ttl, added in the transaction of the change. Triggers refuse to change or delete rows. Rows refer to no other table, so they stay when their job is deleted."""
+each deletion at a ttl, added in the transaction of the change. Triggers refuse to change or delete rows. Rows refer to no other
+table, so they stay when their job is deleted."""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def list_audit(
     cursor: Cursor = None,
 ) -> Page[AuditView]:
     """Every change that a request or the service itself has made, newest first. An admin gets all of them; others get the
-    changes to their own jobs and tokens, and their own actions. Entries are kept for ever."""
+    changes to their own jobs and tokens, and their own actions. Changes to tokens need the scope `tokens:write`. Entries are
+    kept for ever."""
     wanted = audit.AuditFilter(actor, owner, action, subject, since, until)
     with service.database.read() as session:
         return audit.list_entries(session, caller, wanted, limit, cursor)

@@ -12,14 +12,17 @@ import httpx
 import pytest
 import sqlalchemy as sa
 
-from ratchet_contract.api.roles import Role
+from ratchet_contract.api.audit import AuditAction
+from ratchet_contract.api.roles import Role, Scope
 from ratchet_contract.code import tree
 from ratchet_contract.code.archive import write_archive
 from ratchet_contract.phases import JobPhase
 from ratchet_contract.protocol.messages import ForkSource
 from ratchet_service.__main__ import main
+from ratchet_service.db import audit
 from ratchet_service.db.engine import Database, sqlite_url, utc_now
 from ratchet_service.db.models import AuditEntry, Job
+from ratchet_service.db.principal import LOCAL
 from ratchet_service.reconciler.ttl import Expiry
 from ratchet_service.usecases import adopt_run, submit
 from tests.support.api import Api, checkpoint_message, spec, training_message
@@ -312,13 +315,36 @@ def test_admins_see_all_changes_and_others_their_own(team: Team) -> None:
 
 def test_tokens_revoked_with_their_maker_have_a_row_each(team: Team) -> None:
     maker = team.root.post("/v1/tokens", json={"name": "maker"}).json()
-    for_ann = team.client(maker["token"]).post("/v1/tokens", json={"name": "a", "owner": "ann", "role": "viewer"}).json()
+    for_ann = (
+        team.client(maker["token"]).post("/v1/tokens", json={"name": "a", "owner": "ann", "role": "viewer"}).json()
+    )
     assert team.root.delete(f"/v1/tokens/{maker['id']}").json()["also_revoked"] == 1
     assert team.root.delete(f"/v1/tokens/{maker['id']}").json()["also_revoked"] == 0
     (row,) = listed(team.ann, action="revoke-token", subject=for_ann["id"])
     assert (row["actor"], row["owner"], row["data"]) == ("root", "ann", {"name": "a", "with": maker["id"]})
     (row,) = listed(team.root, action="revoke-token", subject=maker["id"])
     assert row["data"] == {"name": "maker", "also_revoked": 1}
+
+
+def test_changes_to_tokens_need_the_scope_that_lists_tokens(team: Team) -> None:
+    made = team.ann.post("/v1/tokens", json={"name": "ci"}).json()["id"]
+    reader = team.member("ann", Role.SUBMITTER, Scope.JOBS_READ)
+    assert [entry["subject"] for entry in listed(team.ann, action="create-token", subject=made)] == [made]
+    assert listed(reader, action="create-token") == listed(reader, subject=made) == []
+    admin = team.member("root", Role.ADMIN, Scope.JOBS_READ)
+    job = team.api(team.ann).submit()
+    assert "token" not in {entry["subject_kind"] for entry in listed(admin, owner="ann")}
+    assert [entry["subject"] for entry in listed(reader, subject=job)] == [job]
+
+
+def test_token_of_the_owner_local_does_not_show_changes_without_a_token(team: Team) -> None:
+    local = team.member(LOCAL.owner, Role.SUBMITTER)
+    job = team.api(local).submit()
+    with team.database.write(LOCAL) as session:
+        audit.record(session, AuditAction.SET_QUOTA, "quota", "ann", "ann", {})
+    assert {entry["owner"] for entry in listed(local)} == {"local"}
+    assert [entry["actor"] for entry in listed(local, subject=job)] == ["local"]
+    assert "quota" in {entry["subject_kind"] for entry in listed(team.root, actor="local", owner="ann")}
 
 
 def test_list_is_by_time_and_pages_to_the_end(api: Api) -> None:
