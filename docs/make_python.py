@@ -44,7 +44,7 @@ COMMON: Final = {
     "attempt": 'number of an attempt, or `"all"`. None: the newest attempt (all attempts in `events`)',
     "tail": "number of lines: only the last lines of each rank",
     "grep": "only lines that contain this text",
-    "since": "begin of the interval, such as the time since which lines were written (RFC 3339)",
+    "since": "only what happened, or was written, since this time (RFC 3339)",
     "upload": "True: send the directory `code.path` of this machine. False: do not send it. None: send it if the service is on "
     "another machine and the directory exists here",
     "note": "function that receives sentences about files that are left out, and about the progress of a large upload",

@@ -14,7 +14,7 @@ class UsageItem(View):
 
     value: str | None = Field(description="The owner, or the label's value; null: jobs without the label.")
     jobs: int = Field(description="Number of jobs with an attempt in the interval.")
-    attempts: int = Field(description="Number of these attempts, whole or in part.")
+    attempts: int = Field(description="Number of attempts that ran in the interval, whole or in part.")
     gpu_hours: float = Field(description="Hours since the start of each attempt within the interval, times its GPUs.")
     cpu_hours: float = Field(description="As `gpu_hours`, times the attempt's CPU slots of the launcher `local`.")
     rank_hours: float = Field(description="As `gpu_hours`, times the attempt's ranks, with and without a GPU.")

@@ -23,7 +23,7 @@ from ratchet_service.scheduling import queue_queries
 from ratchet_service.scheduling.fair_order import Share
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases.goodput import SPAN_COLUMNS, Saves, goodput_view, save_times, span_of
-from ratchet_service.usecases.usage import Hours, held_hours
+from ratchet_service.usecases.usage import Hours, held_hours, share_columns
 
 MAX_ATTEMPTS: Final = 5_000
 """Most ended attempts whose rows are read."""
@@ -134,13 +134,11 @@ def _newest_attempts(session: Session, since: datetime, now: datetime) -> _Figur
     # the steps, too, so that the key of a checkpoint is used
     saves = save_times(session, of & Checkpoint.step.between(recent.c.base_step, recent.c.last_step))
     this = (Attempt.job_id == recent.c.job_id) & (Attempt.number == recent.c.number)
-    query = sa.select(
-        Attempt.job_id, Attempt.number, Job.owner, *queue_queries.share_columns(), Attempt.redone, *SPAN_COLUMNS
-    )
+    query = sa.select(Attempt.job_id, Attempt.number, Job.owner, *share_columns(), Attempt.redone, *SPAN_COLUMNS)
     spans, resumes = [], Counter[ResumeKind]()
     hours: dict[str, Hours] = defaultdict(Hours)
     done = 0
-    for job_id, number, owner, world, device, redone, *row in session.execute(
+    for job_id, number, owner, ranks, device, world, device_now, redone, *row in session.execute(
         query.select_from(recent).join(Attempt, this).join(Job, Job.id == Attempt.job_id)
     ):
         span = span_of(row, saves.get((job_id, number), Saves()), now)
@@ -148,7 +146,7 @@ def _newest_attempts(session: Session, since: datetime, now: datetime) -> _Figur
         done += row[1] is not None
         if row[-1] in ("exact", "not-exact"):
             resumes[_resume_kind(row[-1], redone_of(redone))] += 1
-        used = held_hours(span.begun, span.until, since, (world, device))
+        used = held_hours(span.begun, span.until, since, (ranks, device, world, device_now))
         if span.begun is not None:
             hours[owner] = hours[owner].plus(used._replace(rank=0.0) if used.gpu else used)
     parts = total_parts(spans, now, now, 0.0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Final, NamedTuple
 
@@ -13,8 +14,9 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.api.usage import UsageItem, UsageView
 from ratchet_service.db.clock import now_in
-from ratchet_service.db.models import Attempt, AttemptNode, Job, JobLabel
+from ratchet_service.db.models import RECOVERED_FROM_DISK, Attempt, AttemptNode, Job, JobLabel
 from ratchet_service.scheduling import queue_queries
+from ratchet_service.scheduling.fair_order import Share
 
 _LABEL: Final = "label:"
 _FORMULA: Final = ("=", "+", "-", "@", "\t", "\r", "\n")
@@ -33,14 +35,26 @@ class Hours(NamedTuple):
         return Hours(self.gpu + other.gpu, self.cpu + other.cpu, self.rank + other.rank)
 
 
+def share_columns() -> tuple[sa.ColumnElement[Any], ...]:
+    """Return the columns from which ``held_hours`` computes an attempt's share: what its launch has, and what the job has now."""
+    # the launch of an attempt recovered from disk is a file that user code may have replaced
+    stored = Attempt.launch[RECOVERED_FROM_DISK].as_string().is_(None)
+    ranks = sa.case((stored, Attempt.launch["launch_file", "world_size"].as_integer()))
+    device = sa.case((stored, Attempt.launch["launch_file", "resolved", "device"].as_string()))
+    return (ranks, device, *queue_queries.share_columns())
+
+
 def held_hours(
-    begun: datetime | None, until: datetime, since: datetime, share: tuple[str | None, str | None], cpu_slots: int = 0
+    begun: datetime | None, until: datetime, since: datetime, share: Sequence[Any], cpu_slots: int = 0
 ) -> Hours:
     """Return the hours of an attempt from ``begun`` (None: it has not begun), but not before ``since``, to ``until``. ``share``:
-    its row of ``queue_queries.share_columns``."""
+    its row of ``share_columns``."""
     if begun is None:
         return Hours()
-    holds = queue_queries.share_of(*share)
+    ranks, device, *of_job = share
+    holds = queue_queries.share_of(*of_job)
+    if ranks is not None:
+        holds = Share(gpus=ranks if device == "cuda" else 0, ranks=ranks)
     ran = max(0.0, (until - max(begun, since)).total_seconds()) / 3600
     return Hours(ran * holds.gpus, ran * cpu_slots, ran * holds.ranks)
 
@@ -57,24 +71,24 @@ def usage(session: Session, since: datetime, until: datetime, by: str) -> UsageV
         label = sa.select(JobLabel.value).where(JobLabel.job_id == Job.id, JobLabel.key == by.removeprefix(_LABEL))
         value = label.scalar_subquery()
     query = (
-        sa.select(
-            value, Job.id, Attempt.begun_at, Attempt.ended_at, slots.scalar_subquery(), *queue_queries.share_columns()
-        )
+        sa.select(value, Job.id, Attempt.begun_at, Attempt.ended_at, slots.scalar_subquery(), *share_columns())
         .select_from(Attempt)
         .join(Job, Job.id == Attempt.job_id)
     )
     over = sa.or_(Attempt.ended_at > since, Attempt.ended_at.is_(None))
     hours: dict[str | None, Hours] = defaultdict(Hours)
-    jobs: dict[str | None, list[str]] = defaultdict(list)
+    jobs: dict[str | None, set[str]] = defaultdict(set)
+    attempts: Counter[str | None] = Counter()
     for key, job_id, begun, ended, cpus, *share in session.execute(query.where(over, Attempt.begun_at < until)):
         end = min(ended or now, now)
-        hours[key] = hours[key].plus(held_hours(begun, end, since, (share[0], share[1]), cpus or 0))
-        jobs[key].append(job_id)
+        hours[key] = hours[key].plus(held_hours(begun, end, since, share, cpus or 0))
+        jobs[key].add(job_id)
+        attempts[key] += 1
     items = [
         UsageItem(
             value=key,
-            jobs=len(set(jobs[key])),
-            attempts=len(jobs[key]),
+            jobs=len(jobs[key]),
+            attempts=attempts[key],
             gpu_hours=round(used.gpu, 3),
             cpu_hours=round(used.cpu, 3),
             rank_hours=round(used.rank, 3),

@@ -154,7 +154,7 @@ Labels = Annotated[list[str], typer.Option("--label", metavar="KEY=VALUE", help=
 Name = Annotated[str | None, typer.Option("--name", help="Only jobs with this name.", autocompletion=completion.names)]
 Since = Annotated[
     str | None,
-    typer.Option(metavar="AGE|TIME", help="Begin of the interval, like 12h, 30d or 2026-01-31T12:00:00Z."),
+    typer.Option(metavar="AGE|TIME", help="Start of the interval, like 12h, 30d or 2026-01-31T12:00:00Z."),
 ]
 Until = Annotated[str | None, typer.Option(metavar="AGE|TIME", help="End of the interval. (default: now)")]
 Sort = Annotated[

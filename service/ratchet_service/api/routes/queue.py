@@ -60,6 +60,7 @@ def get_fleet(
 
 _USAGE_FORMS: dict[int | str, dict[str, Any]] = {200: {"content": {CSV: {"schema": {"type": "string"}}}}}
 _USAGE_DAYS = timedelta(days=30)
+_MAX_USAGE_DAYS = 366
 
 
 @router.get(
@@ -71,7 +72,7 @@ _USAGE_DAYS = timedelta(days=30)
 )
 def get_usage(
     service: ServiceDep,
-    since: Annotated[Time | None, Query(description="Begin of the interval. Default: 30 days before its end.")] = None,
+    since: Annotated[Time | None, Query(description="Start of the interval. Default: 30 days before its end.")] = None,
     until: Annotated[Time | None, Query(description="End of the interval. Default: now.")] = None,
     by: Annotated[
         str, Query(max_length=100, pattern="^(owner|label:.+)$", description="`owner`, or `label:KEY`.")
@@ -79,7 +80,8 @@ def get_usage(
     accept: Annotated[str | None, Header()] = None,
 ) -> Response | UsageView:
     """What attempts have used in an interval, by the owner of their job or by the value of one of its labels. An attempt counts
-    from the start of its first agent to its end, within the interval. The hours of deleted jobs are gone.
+    from the start of its first agent to its end, within the interval. The hours of deleted jobs are gone. From `since` to `until`
+    are at most 366 days.
 
     By Accept: JSON, or `text/csv` with a header. In CSV, a value that begins with `=`, `+`, `-`, `@`, a tab or a line end has a
     `'` in front, so that no spreadsheet runs it as a formula; jobs without the label have an empty cell.
@@ -89,6 +91,9 @@ def get_usage(
     since = since or until - _USAGE_DAYS
     if since >= until:
         raise Refused("since must be before until", code="invalid-parameter")
+    if until - since > timedelta(days=_MAX_USAGE_DAYS):
+        text = f"from since to until are at most {_MAX_USAGE_DAYS} days: request shorter intervals one by one"
+        raise Refused(text, code="invalid-parameter")
     with service.database.read() as session:
         found = usage.usage(session, since, until, by)
     return found if form == JSON else Response(usage.as_csv(found), media_type=CSV)

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from ratchet_contract.phases import AttemptPhase
+from ratchet_contract.phases import AttemptPhase, Desired
+from ratchet_contract.spec.job import JobSpec, Resolved
 from ratchet_service.db.engine import utc_now
-from ratchet_service.db.models import Attempt, AttemptNode, Job
+from ratchet_service.db.models import RECOVERED_FROM_DISK, Attempt, AttemptNode, Job
+from ratchet_service.launchers.launch_file import build_launch_file
 from tests.support.api import TOKEN, Api
-from tests.support.team import Team, team, token_required_service
+from tests.support.team import Team, problem_status_and_code, team, token_required_service
 
 __all__ = ["team", "token_required_service"]
 
@@ -86,6 +88,31 @@ def test_usage_by_label_and_fleet_agree_on_hours(api: Api) -> None:
         assert owner["rank_hours"] == (0 if used["gpu_hours"] else used["rank_hours"])
 
 
+def test_resize_leaves_the_hours_of_earlier_attempts_as_they_were(api: Api) -> None:
+    job = job_of(api, "ann", "cuda")
+    ran(api, job, 1, NOW - 4 * HOUR, NOW - 3 * HOUR, [])
+    ran(api, job, 2, NOW - 2 * HOUR, NOW - 1 * HOUR, [])  # recovered from disk: its file may have any number
+    with api.database.write() as session:
+        row = session.get_one(Job, job)
+        launch = build_launch_file(
+            api.settings.paths, job, 1, JobSpec.model_validate(row.spec), Resolved.model_validate(row.resolved), (), "",
+            Desired.RUN,
+        ).model_dump(mode="json", exclude={"report_token", "spec"})  # fmt: skip
+        session.get_one(Attempt, (job, 1)).launch = {"launch_file": launch}
+        forged = launch | {"world_size": 10**30}
+        session.get_one(Attempt, (job, 2)).launch = {"launch_file": forged, RECOVERED_FROM_DISK: True}
+    before = read(api, 10, 2.5)
+    assert before == [item("ann", 1, 1, 2.0, 0.0, 2.0)]
+    with api.database.write() as session:
+        row = session.get_one(Job, job)
+        row.spec = row.spec | {"world": {"nodes": 1, "ranks_per_node": 8}}
+        row.resolved = row.resolved | {"device": "cpu"}
+    assert read(api, 10, 2.5) == before
+    assert read(api, 2.5, 0) == [item("ann", 1, 1, 0.0, 0.0, 8.0)]
+    (owner,) = api.client.get("/v1/fleet", params={"days": 1}).json()["owners"]
+    assert (owner["gpu_hours"], owner["rank_hours"]) == (2.0, 8.0)
+
+
 def test_csv_quotes_values_and_disarms_formulas(api: Api) -> None:
     hostile = ['=HYPERLINK("http://x","y")', "+1", "-1", "@SUM(A1)", "\t=1", 'a "b", c', "a\nb", "plain"]
     for value in hostile:
@@ -109,10 +136,17 @@ def test_csv_quotes_values_and_disarms_formulas(api: Api) -> None:
         {"since": "2026-01-02T00:00:00Z", "until": "2026-01-02T00:00:00Z"},
         {"since": "2026-01-02T00:00:00"},
         {"until": "1960-01-01T00:00:00Z"},
+        {"since": "2025-01-01T00:00:00Z", "until": "2026-01-02T00:00:01Z"},
     ],
 )
 def test_invalid_queries_are_refused(api: Api, query: dict[str, str]) -> None:
-    assert api.client.get("/v1/usage", params=query).status_code == 422
+    answer = api.client.get("/v1/usage", params=query)
+    assert problem_status_and_code(answer) == (422, "invalid-parameter")
+
+
+def test_usage_of_a_leap_year_is_one_request(api: Api) -> None:
+    year = {"since": "2024-01-01T00:00:00Z", "until": "2025-01-01T00:00:00Z"}
+    assert api.client.get("/v1/usage", params=year).json()["items"] == []
 
 
 def test_usage_needs_a_token_that_may_read_jobs(team: Team) -> None:
