@@ -42,7 +42,7 @@ class _Found(NamedTuple):
 
 
 def prune(
-    database: Database, job_id: str, request: PruneRequest, homes: HomePaths, caller: Principal | None = None
+    database: Database, job_id: str, request: PruneRequest, homes: HomePaths, caller: Principal
 ) -> PruneResult:
     """Delete checkpoints outside the job's lineage and remains of saves, if their attempts are over and they are not pinned. With
     ``quarantined`` in the request, delete also all quarantined checkpoints, even pinned ones. Return what was deleted, or what
