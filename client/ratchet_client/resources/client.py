@@ -438,8 +438,8 @@ class RatchetClient(Following, Access):
 
     def usage(self, *, since: str | None = None, until: str | None = None, by: str = "owner") -> api_usage.UsageView:
         """Return the hours of GPUs, CPU slots and ranks that attempts have used from ``since`` (default: 30 days before
-        ``until``) to ``until`` (default: now), which are RFC 3339 times with a time zone, at most 366 days apart. ``by``: ``owner``,
-        or ``label:KEY`` for the values of a label. The hours of deleted jobs are not included.
+        ``until``) to ``until`` (default: now), which are RFC 3339 times with a time zone, at most 366 days apart. ``by``:
+        ``owner``, or ``label:KEY`` for the values of a label. The hours of deleted jobs are not included.
 
         >>> client.usage().items[0].attempts > 0
         True
@@ -447,8 +447,8 @@ class RatchetClient(Following, Access):
         return self._get("/v1/usage", api_usage.UsageView, {"since": since, "until": until, "by": by})
 
     def usage_csv(self, *, since: str | None = None, until: str | None = None, by: str = "owner") -> str:
-        """Return the figures of ``usage``, for the same ``since``, ``until`` and ``by``, as CSV with a header. A value that begins like a
-        formula has a ``'`` in front."""
+        """Return the figures of ``usage``, for the same ``since``, ``until`` and ``by``, as CSV with a header. A value that
+        begins like a formula has a ``'`` in front."""
         params: Params = {"since": since, "until": until, "by": by}
         with self._transport.stream("/v1/usage", params, {"Accept": "text/csv"}) as response:
             return response.read().decode()

@@ -41,9 +41,7 @@ class _Found(NamedTuple):
     committed: bool = False
 
 
-def prune(
-    database: Database, job_id: str, request: PruneRequest, homes: HomePaths, caller: Principal
-) -> PruneResult:
+def prune(database: Database, job_id: str, request: PruneRequest, homes: HomePaths, caller: Principal) -> PruneResult:
     """Delete checkpoints outside the job's lineage and remains of saves, if their attempts are over and they are not pinned. With
     ``quarantined`` in the request, delete also all quarantined checkpoints, even pinned ones. Return what was deleted, or what
     would be deleted in a ``dry_run``. A failed deletion becomes an event. Do not call this function within a transaction. Raise
