@@ -61,9 +61,9 @@ class Access(Calls):
               subject: str | None = None, since: str | None = None, until: str | None = None,
               page_size: int = PAGE) -> Iterator[api_audit.AuditView]:  # fmt: skip
         """Yield the changes that the audit log has, newest first. An admin gets all of them; others get the changes to their own
-        jobs and tokens, and their own actions. ``actor``: the owner of the caller's token. ``owner``: the owner of the changed
-        job, token or quota. ``subject``: its id. ``action``: only this action, such as ``cancel``. ``since``, ``until``: RFC
-        3339 times with a time zone; ``until`` is not part of the interval.
+        jobs and tokens, and their own actions. Changes to tokens need the scope ``tokens:write``. ``actor``: the owner of the
+        caller's token. ``owner``: the owner of the changed job, token or quota. ``subject``: its id. ``action``: only this
+        action, such as ``cancel``. ``since``, ``until``: RFC 3339 times with a time zone; ``until`` is not part of the interval.
 
         >>> any(entry.action == "submit" for entry in client.audit(subject=job_id))
         True
