@@ -17,6 +17,7 @@ TLS_CERT: Final = "RATCHET_TLS_CERT"
 TLS_KEY: Final = "RATCHET_TLS_KEY"
 CODE_ROOTS: Final = "RATCHET_CODE_ROOTS"  # separated by :
 URI_ROOTS: Final = "RATCHET_CHECKPOINT_URI_ROOTS"  # separated by spaces
+WEBHOOK_NETWORKS: Final = "RATCHET_WEBHOOK_NETWORKS"  # separated by spaces
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 RUN_AS: Final = "RATCHET_RUN_AS"  # the user that users' code runs as: USER[:GROUP]
 RUN_AS_LIMITS: Final = "RATCHET_RUN_AS_LIMITS"  # resource limits of that user: processes=NUMBER,file_size=SIZE

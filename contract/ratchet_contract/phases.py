@@ -212,6 +212,7 @@ class EventType(StrEnum):
     NOTES_LEFT_OUT = "notes-left-out"  # from here on, the attempt's notes are only counted
     LEFT_OUT = "left-out"  # at the attempt's end: the numbers of notes and metric values that are not stored
     MESSAGE_DROPPED = "message-dropped"
+    WEBHOOK_DISABLED = "webhook-disabled"  # an event of this job could not be delivered to it
 
 
 class NoteType(StrEnum):

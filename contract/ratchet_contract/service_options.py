@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,6 +68,8 @@ class Option:
         """Return what the value must be, for a message."""
         if self.choices:
             return " or ".join(self.choices)
+        if self.kind is ipaddress.ip_network:
+            return "a network without host bits, such as 10.0.0.0/8"
         number = "a whole number" if self.kind is int else "a number"
         if self.maximum == math.inf:
             return f"{number} of at least {self.minimum}"
@@ -223,6 +226,16 @@ _SERVE: Final = (
         "URI",
         default_text="any if no token is needed, else none",
         variable=env_vars.URI_ROOTS,
+        separator=" ",
+    ),
+    Option(
+        "--webhook-network",
+        "Network that is not public, such as 10.0.0.0/8, to which webhooks may be sent; may be repeated, and adds to "
+        "RATCHET_WEBHOOK_NETWORKS, separated by spaces.",
+        "NETWORK",
+        ipaddress.ip_network,
+        default_text="none: only public addresses",
+        variable=env_vars.WEBHOOK_NETWORKS,
         separator=" ",
     ),
     Option(

@@ -68,6 +68,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         code_roots=None if options.code_root is None else tuple(map(_absolute, options.code_root)),
         uri_roots=None if options.checkpoint_uri_root is None else tuple(options.checkpoint_uri_root),
         bounds=options.bounds,
+        webhook_networks=tuple(options.webhook_network or ()),
         request_rate=options.request_rate,
         request_burst=max(1, int(10 * options.request_rate)),
     )

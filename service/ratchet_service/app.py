@@ -32,6 +32,7 @@ from ratchet_service.api.routes import (
     pages,
     queue,
     tokens,
+    webhooks,
 )
 from ratchet_service.api.routes import health as health_routes
 from ratchet_service.config.settings import Settings
@@ -47,7 +48,8 @@ from ratchet_service.usecases.output_files import Files
 
 _COMPARISONS: Final = 2  # concurrent comparisons of checkpoints: each reads and hashes whole files
 _MODULES: Final = (
-    jobs, job_actions, checkpoints, monitoring, files, hooks, agent_reports, code, tokens, audit, queue, health_routes, pages,
+    jobs, job_actions, checkpoints, monitoring, files, hooks, agent_reports, code, tokens, audit, queue, webhooks, health_routes,
+    pages,
 )  # fmt: skip
 DESCRIPTION = """\
 Checkpoint-aware training: DDP jobs that may be killed at any instant and resume bit for bit, hook state included.

@@ -33,6 +33,7 @@ from ratchet_client.cli.commands import (
     token,
     top,
     usage,
+    webhook,
 )
 from ratchet_client.cli.error_hints import hint
 from ratchet_client.cli.shared.exit_codes import Exit, exit_code_for, help_lines
@@ -146,6 +147,7 @@ for _module in (
     quota,
     token,
     audit,
+    webhook,
     config,
     doctor,
 ):

@@ -24,6 +24,7 @@ from ratchet_client.resources.poll import TERMINAL, Series, Snapshot, WhichAttem
 from ratchet_client.resources.requests import PAGE, quota_path
 from ratchet_client.resources.spec_file import Spec, spec_body
 from ratchet_client.resources.tokens import Access
+from ratchet_client.resources.webhooks import Webhooks
 from ratchet_contract.api import queue as api_queue
 from ratchet_contract.api import quotas as api_quotas
 from ratchet_contract.api import requests, views
@@ -33,7 +34,7 @@ from ratchet_contract.spec.parse import problem_of, spec_error
 __all__ = ["TERMINAL", "Job", "RatchetClient", "Series", "Snapshot", "WhichAttempt"]
 
 
-class RatchetClient(Following, Access):
+class RatchetClient(Following, Access, Webhooks):
     """A client of one service. It finds the service in the same way as the command line.
 
     ``base_url``: the service's address. ``home``: the run directory whose ``service.json`` has the address. If neither is given,

@@ -15,7 +15,7 @@ class Role(StrEnum):
 
     VIEWER = "viewer"  # may read everything
     SUBMITTER = "submitter"  # may submit, and act on jobs of the same owner
-    ADMIN = "admin"  # may act on everybody's jobs; tokens and quotas
+    ADMIN = "admin"  # may act on everybody's jobs; tokens, quotas and webhooks
 
     def includes(self, other: Role) -> bool:
         """True if this role has all permissions of ``other``; a role includes itself."""
@@ -33,6 +33,7 @@ class Scope(StrEnum):
     CODE_WRITE = "code:write"  # send code
     TOKENS_WRITE = "tokens:write"  # make, list and revoke tokens; changes to tokens in the audit log
     QUOTAS_WRITE = "quotas:write"  # change quotas
+    WEBHOOKS_WRITE = "webhooks:write"  # read and change webhooks
 
 
 _READING: Final = frozenset({Scope.JOBS_READ, Scope.METRICS_READ})

@@ -12,6 +12,7 @@ from pydantic.json_schema import models_json_schema
 from ratchet_contract.api.quotas import QuotaRequest
 from ratchet_contract.api.requests import ForkRequest, PatchRequest, PinRequest, PruneRequest, ResumeRequest
 from ratchet_contract.api.tokens import TokenRequest
+from ratchet_contract.api.webhooks import WebhookChange, WebhookRequest
 from ratchet_contract.errors import Problem
 from ratchet_contract.protocol.messages import AgentReport
 from ratchet_contract.spec.job import JobSpec
@@ -45,6 +46,8 @@ PIN: Final[dict[str, Any]] = {"pinned": True}
 PRUNE: Final[dict[str, Any]] = {"dry_run": True}
 QUOTA: Final[dict[str, Any]] = {"queued": 100, "jobs": 4, "ranks": 16, "gpus": 8}
 TOKEN: Final[dict[str, Any]] = {"name": "laptop", "scopes": ["jobs:read", "jobs:write"], "expires_days": 30}
+WEBHOOK: Final[dict[str, Any]] = {"url": "https://example.org/ratchet", "types": ["job.failed"], "label": "team=vision"}
+WEBHOOK_CHANGE: Final[dict[str, Any]] = {"enabled": True}
 PROBLEM: Final[dict[str, Any]] = {
     "type": "urn:ratchet:problem:invalid-spec",
     "title": "Invalid request",
@@ -63,8 +66,8 @@ PROBLEM: Final[dict[str, Any]] = {
 
 
 BODIES: Final[tuple[type[BaseModel], ...]] = (
-    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, PruneRequest, TokenRequest, QuotaRequest, AgentReport,
-    Problem,
+    JobSpec, ResumeRequest, ForkRequest, PatchRequest, PinRequest, PruneRequest, TokenRequest, QuotaRequest, WebhookRequest,
+    WebhookChange, AgentReport, Problem,
 )  # fmt: skip
 _REF: Final = "#/components/schemas/{model}"
 PROBLEMS: Final[dict[int | str, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import Request
 
 from ratchet_contract.errors import FieldProblem, Refused, SpecError
@@ -27,6 +27,12 @@ PART_SECONDS: Final = 30.0
 """Time limit in seconds for the next part of any body."""
 _MAX_INT: Final = 2**63 - 1
 _UNSTORABLE: Final = re.compile("[\0\ud800-\udfff]")
+
+
+class Nothing(BaseModel):
+    """The body of an action without parameters: no body, or an empty object."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)

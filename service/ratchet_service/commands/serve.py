@@ -44,6 +44,8 @@ from ratchet_service.scheduling.machine import Machine, detect_machine, read_mac
 from ratchet_service.scheduling.scheduler import Preemption
 from ratchet_service.submission.local_submission import LocalSubmission
 from ratchet_service.user_code.interpreter_probe import Interpreters
+from ratchet_service.webhooks.deliver import Deliverer
+from ratchet_service.webhooks.send import Sender
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,13 @@ def serve(options: ServeOptions) -> None:
             app = create_app(settings, submission, database, health, instruments)
             on_drain = reconciler.stop if reconciler else lambda: None
             server = Server(app, settings.paths, url, tls, Shutdown(health, options.drain_seconds, on_drain))
-            with instruments.count_commits(database), handle_signals(server), _run_reconciler(reconciler):
+            deliverer = Deliverer(database, Sender(settings.webhook_networks))
+            with (
+                instruments.count_commits(database),
+                handle_signals(server),
+                _run_reconciler(reconciler),
+                deliverer.running(),
+            ):
                 parent_death.end_with_parent(os.environ)
                 server.run(sockets=[bound])
         finally:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
 
 from ratchet_contract.paths import HomePaths
 from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
 from ratchet_service.db.engine import sqlite_url
 from ratchet_service.isolation.sandbox import NO_LIMITS, Limits, Sandbox, User
+
+Network = IPv4Network | IPv6Network
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,7 @@ class Settings:
     tokens_required: bool = False  # required of every caller; ``serve`` decides, by where it listens
     code_roots: tuple[Path, ...] | None = None  # directories of the service that a spec may name; None: any
     uri_roots: tuple[str, ...] | None = None  # prefixes of ``checkpoint.uri`` that a spec may name; None: any
+    webhook_networks: tuple[Network, ...] = ()  # not public, but allowed for webhooks
     request_rate: float = 100.0  # requests per second of one caller
     request_burst: int = 1000  # requests of one caller at once
     report_rate: float = 100.0  # per second and node of an attempt; its agent reports about three times a second

@@ -417,5 +417,51 @@ class SlotHost(Base):
     expires_at: Mapped[datetime]
 
 
+class Webhook(Base):
+    """An endpoint that events of jobs are sent to. ``cursor``: each event up to this id was delivered, does not match, or has a
+    row in ``webhook_deliveries``. The lease is that of the process that delivers to it; a change of the row ends the lease."""
+
+    __tablename__ = "webhooks"
+
+    id: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
+    url: Mapped[str] = mapped_column(sa.Text)
+    types: Mapped[list[str]] = mapped_column(Json)
+    owner: Mapped[str | None] = mapped_column(sa.String(63))
+    label: Mapped[str | None] = mapped_column(sa.String(320))  # "key=value"
+    format: Mapped[str] = mapped_column(sa.String(16))
+    secret: Mapped[str | None] = mapped_column(sa.String(64))
+    old_secret: Mapped[str | None] = mapped_column(sa.String(64))  # signs too, until ``old_secret_until``
+    old_secret_until: Mapped[datetime | None]
+    cursor: Mapped[int] = mapped_column(default=0)
+    failures: Mapped[int] = mapped_column(default=0)  # in a row
+    disabled_at: Mapped[datetime | None]
+    disabled_reason: Mapped[str | None] = mapped_column(sa.Text)
+    created_at: Mapped[datetime]
+    created_by: Mapped[str] = mapped_column(sa.String(63))
+    lease_owner: Mapped[str | None] = mapped_column(sa.String(128))
+    lease_token: Mapped[str | None] = mapped_column(sa.String(64))
+    lease_expires_at: Mapped[datetime | None]
+
+
+class WebhookDelivery(Base):
+    """The delivery of one event to one webhook. Rows of events that are still to be delivered stay; of the others, the newest."""
+
+    __tablename__ = "webhook_deliveries"
+    __table_args__ = (sa.Index("ix_webhook_deliveries_webhook_id_status_job_id", "webhook_id", "status", "job_id"),)
+
+    webhook_id: Mapped[str] = mapped_column(
+        sa.String(16), sa.ForeignKey("webhooks.id", ondelete="CASCADE"), primary_key=True
+    )
+    event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    job_id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH))  # the job may be deleted
+    type: Mapped[str] = mapped_column(sa.String(80))
+    status: Mapped[str] = mapped_column(sa.String(16))  # pending, delivered, dropped
+    tries: Mapped[int] = mapped_column(default=0)
+    answer: Mapped[int | None]  # HTTP status
+    error: Mapped[str | None] = mapped_column(sa.Text)
+    next_try: Mapped[datetime | None]  # None: not tried yet, or done
+    at: Mapped[datetime]
+
+
 RECOVERED_FROM_DISK: Final = "found"
 """Key of ``Attempt.launch``: the row was created from files on disk."""

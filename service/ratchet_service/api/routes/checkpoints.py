@@ -26,8 +26,7 @@ from ratchet_service.api import openapi
 from ratchet_service.api.authentication import Caller, needs
 from ratchet_service.api.dependencies import Cursor, JsonPost, Limit, ServiceDep, disconnect_event, reply
 from ratchet_service.api.file_response import Sending, read_chunks
-from ratchet_service.api.request_body import parse
-from ratchet_service.api.routes.job_actions import Nothing
+from ratchet_service.api.request_body import Nothing, parse
 from ratchet_service.usecases import checkpoints, export, job_history
 from ratchet_service.usecases import prune_checkpoints as prune
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Response
-from pydantic import BaseModel, ConfigDict
 from sqlalchemy.orm import Session
 
 from ratchet_contract.api.requests import ForkRequest, ResumeRequest
@@ -17,7 +16,7 @@ from ratchet_service.api import openapi
 from ratchet_service.api.authentication import Caller, needs
 from ratchet_service.api.dependencies import JsonPost, Poster, Service, ServiceDep, SpecPost, reply
 from ratchet_service.api.idempotency import Reply
-from ratchet_service.api.request_body import parse
+from ratchet_service.api.request_body import Nothing, parse
 from ratchet_service.db import queries
 from ratchet_service.db.models import Job
 from ratchet_service.usecases import fork, job_actions
@@ -28,12 +27,6 @@ _STOP_RESPONSES: dict[int | str, dict[str, Any]] = {
     202: {"model": JobView, "description": "Accepted, in progress."},
     200: {"description": "Done at once, or already before."},
 }
-
-
-class Nothing(BaseModel):
-    """The body of an action without parameters: no body, or an empty object."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 def _run_change(

@@ -1,0 +1,153 @@
+"""Webhooks: created, read, changed, rotated, tested and deleted by admins."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import time
+from datetime import timedelta
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+
+from ratchet_contract.api.views import Page
+from ratchet_contract.api.webhooks import (
+    DeliveryView,
+    WebhookChange,
+    WebhookMade,
+    WebhookRequest,
+    WebhookTest,
+    WebhookView,
+)
+from ratchet_contract.errors import Conflict, NotFound
+from ratchet_service.db.clock import now_in
+from ratchet_service.db.engine import Database
+from ratchet_service.db.leases import NO_LEASE
+from ratchet_service.db.models import Event, Webhook, WebhookDelivery
+from ratchet_service.scheduling.quotas import lock_until_commit
+from ratchet_service.webhooks import message
+from ratchet_service.webhooks.send import Sender
+
+MAX_WEBHOOKS: Final = 50
+_SAME: Final = WebhookView.model_fields.keys() - {"enabled", "pending"}
+OVERLAP: Final = timedelta(hours=24)
+"""Time after a rotation in which the old secret signs too."""
+
+
+def create(session: Session, created_by: str, request: WebhookRequest) -> WebhookMade:
+    """Create a webhook and return it with its secret, which cannot be read again. It gets events from now on; one that another
+    transaction is just writing may be left out. Raise ``Conflict`` if there are ``MAX_WEBHOOKS``."""
+    lock_until_commit(session, "webhooks")
+    if (session.scalar(sa.select(sa.func.count()).select_from(Webhook)) or 0) >= MAX_WEBHOOKS:
+        raise Conflict(f"there are {MAX_WEBHOOKS} webhooks already: delete one first", code="too-many-webhooks")
+    row = Webhook(
+        id="wh-" + "".join(secrets.choice(string.ascii_lowercase + string.digits) for _ in range(12)),
+        **request.model_dump(),
+        secret=None if request.format == "slack" else message.new_secret(),
+        cursor=session.scalar(sa.select(sa.func.max(Event.id))) or 0,
+        failures=0,
+        created_at=now_in(session),
+        created_by=created_by,
+    )
+    session.add(row)
+    session.flush()
+    return _made(session, row)
+
+
+def list_webhooks(session: Session) -> Page[WebhookView]:
+    """Return all webhooks on one page, oldest first."""
+    rows = session.scalars(sa.select(Webhook).order_by(Webhook.created_at, Webhook.id))
+    return Page[WebhookView](items=[view(session, row) for row in rows])
+
+
+def find(session: Session, webhook_id: str, *, lock: bool = False) -> Webhook:
+    """Return the webhook with this id. ``lock``: lock its row, and end the lease of the process that delivers to it, which reads
+    the row again. Raise ``NotFound``."""
+    row = session.get(Webhook, webhook_id, with_for_update=lock) if len(webhook_id) <= 16 else None
+    if row is None:
+        raise NotFound(
+            f"there is no webhook {webhook_id[:64]!r}; `ratchet webhook ls` shows all", code="webhook-not-found"
+        )
+    if lock:
+        for key, value in NO_LEASE.items():
+            setattr(row, key, value)
+    return row
+
+
+def change(session: Session, webhook_id: str, request: WebhookChange) -> WebhookView:
+    """Change what ``request`` has set. Enabling a disabled webhook continues with the first event that was not delivered, which
+    gets all its tries again. Raise ``NotFound``."""
+    row = find(session, webhook_id, lock=True)
+    values = request.model_dump(exclude_unset=True)
+    enabled = values.pop("enabled", None)
+    for key, value in values.items():
+        setattr(row, key, value)
+    if enabled is False and row.disabled_at is None:
+        row.disabled_at, row.disabled_reason = now_in(session), "disabled by an admin"
+    if enabled is True and row.disabled_at is not None:
+        row.disabled_at, row.disabled_reason, row.failures = None, None, 0
+        pending = sa.update(WebhookDelivery).where(*_pending(webhook_id))
+        session.execute(pending.values(tries=0, next_try=None).execution_options(synchronize_session=False))
+    session.flush()
+    return view(session, row)
+
+
+def rotate(session: Session, webhook_id: str) -> WebhookMade:
+    """Give the webhook a new secret, and return it. For ``OVERLAP`` the old one signs too. Raise ``NotFound``, or ``Conflict``
+    for the format ``slack``."""
+    row = find(session, webhook_id, lock=True)
+    if row.secret is None:
+        raise Conflict("a webhook of the format slack has no secret: its URL is one", code="no-secret")
+    row.old_secret, row.old_secret_until = row.secret, now_in(session) + OVERLAP
+    row.secret = message.new_secret()
+    session.flush()
+    return _made(session, row)
+
+
+def delete(session: Session, webhook_id: str) -> None:
+    """Delete the webhook with its deliveries. Raise ``NotFound``."""
+    session.delete(find(session, webhook_id, lock=True))
+
+
+def test(database: Database, sender: Sender, webhook_id: str) -> WebhookTest:
+    """Send an event of the type ``webhook.test`` now, also if the webhook is disabled, and return the result. Blocks. Raise
+    ``NotFound``."""
+    with database.read() as session:
+        row = find(session, webhook_id)
+    made, began = message.of_test(row), time.monotonic()
+    answer = sender.send(row.url, message.headers(row, made, database.clock.now()), made.body)
+    seconds = round(time.monotonic() - began, 3)
+    return WebhookTest(delivered=answer.error is None, answer=answer.status, error=answer.error, seconds=seconds)
+
+
+def deliveries(session: Session, webhook_id: str, limit: int) -> Page[DeliveryView]:
+    """Return the deliveries of the last events, newest event first. Raise ``NotFound``."""
+    find(session, webhook_id)
+    query = sa.select(WebhookDelivery).where(WebhookDelivery.webhook_id == webhook_id)
+    rows = session.scalars(query.order_by(WebhookDelivery.event_id.desc()).limit(limit))
+    return Page[DeliveryView](items=[_delivery(row) for row in rows])
+
+
+def _delivery(row: WebhookDelivery) -> DeliveryView:
+    """Return the API's view of a delivery."""
+    status = row.status if row.status != "pending" else "waiting" if row.tries == 0 else "retrying"
+    same = {name: getattr(row, name) for name in DeliveryView.model_fields}
+    return DeliveryView.model_validate(same | {"status": status})
+
+
+def _pending(webhook_id: str) -> tuple[sa.ColumnElement[bool], ...]:
+    """Return the SQL conditions for the webhook's rows of events that are still to be delivered."""
+    return WebhookDelivery.webhook_id == webhook_id, WebhookDelivery.status == "pending"
+
+
+def view(session: Session, row: Webhook) -> WebhookView:
+    """Return the API's view of a webhook, without its secret."""
+    pending = session.scalar(sa.select(sa.func.count()).select_from(WebhookDelivery).where(*_pending(row.id)))
+    same = {name: getattr(row, name) for name in _SAME}
+    return WebhookView.model_validate(same | {"enabled": row.disabled_at is None, "pending": pending or 0})
+
+
+def _made(session: Session, row: Webhook) -> WebhookMade:
+    """Return the API's view of a webhook with its secret."""
+    return WebhookMade(**view(session, row).model_dump(), secret=row.secret)
