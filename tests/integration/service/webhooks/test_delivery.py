@@ -1,0 +1,342 @@
+"""Events reach webhooks at least once and in order per job, whatever the receiver does; on both databases."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.orm import Session
+from standardwebhooks import Webhook as Verifier
+from standardwebhooks import WebhookVerificationError
+
+from ratchet_contract.api.webhooks import NOT_EXACT, WebhookChange, WebhookRequest
+from ratchet_contract.phases import Event as Transition
+from ratchet_contract.phases import EventType
+from ratchet_service.db.engine import Database, utc_now
+from ratchet_service.db.leases import LeaseLost, lease_values
+from ratchet_service.db.models import Event, Job, Webhook, WebhookDelivery
+from ratchet_service.db.transitions import add_event, lock_job
+from ratchet_service.usecases import webhooks
+from ratchet_service.webhooks.deliver import MAX_TRIES, Deliverer, pause_after
+from ratchet_service.webhooks.settled import SettledEvents
+from tests.support.receiver import Receiver, happen, job_row, receiving, to_loopback
+
+
+def create(database: Database, receiver: Receiver, **fields: Any) -> tuple[str, str]:
+    """Id and secret of a webhook."""
+    with database.write() as session:
+        made = webhooks.create(session, "root", WebhookRequest(url=receiver.url, **fields))
+    return made.id, made.secret or ""
+
+
+def deliver(database: Database, webhook_id: str) -> None:
+    """All that is due now, as a process of its own would send it."""
+    deliverer, settled = Deliverer(database, to_loopback()), SettledEvents(database).newest()
+    if deliverer.has_work(webhook_id, settled):
+        deliverer.deliver(webhook_id, settled)
+    assert not deliverer.has_work(webhook_id, settled)
+
+
+def make_due(database: Database) -> None:
+    """The pause before the next try is over."""
+    with database.write() as session:
+        session.execute(sa.update(WebhookDelivery).values(next_try=utc_now() - timedelta(days=1)))
+
+
+def statuses(database: Database, webhook_id: str) -> list[str]:
+    with database.read() as session:
+        return [one.status for one in webhooks.deliveries(session, webhook_id, 100).items][::-1]
+
+
+def test_a_failing_job_holds_back_only_its_own_later_events(database: Database) -> None:
+    bad, good = job_row(database, "bad"), job_row(database, "good")
+    broken = True
+    with receiving(lambda request: "500" if broken and request.event[0] == bad else "200") as receiver:
+        webhook_id, _ = create(database, receiver)
+        for job_id in (bad, good, bad, good, bad):
+            happen(database, job_id)
+        deliver(database, webhook_id)
+        assert [one.event[0] for one in receiver.accepted()] == [good, good]
+        assert statuses(database, webhook_id) == ["retrying", "delivered", "waiting", "delivered", "waiting"]
+        deliver(database, webhook_id)
+        assert len(receiver.requests) == 3, "it pauses before the next try"
+        broken = False
+        make_due(database)
+        deliver(database, webhook_id)
+        assert statuses(database, webhook_id) == ["delivered"] * 5
+    events = [one.event[1] for one in receiver.accepted() if one.event[0] == bad]
+    assert len(events) == 3 and events == sorted(events)
+    assert receiver.requests[0].id == receiver.accepted()[2].id, "the same message, so the same id"
+    assert receiver.requests[0].body == receiver.accepted()[2].body
+
+
+@pytest.mark.parametrize("answer", ["close", "redirect", "410"])
+def test_what_is_not_accepted_is_sent_again(database: Database, answer: str) -> None:
+    job_id = job_row(database, "a")
+    with receiving(lambda _: answer) as receiver:
+        webhook_id, _ = create(database, receiver)
+        happen(database, job_id)
+        deliver(database, webhook_id)
+        assert len(receiver.requests) == 1 and statuses(database, webhook_id) == ["retrying"]
+        receiver.behave = lambda _: "200"
+        make_due(database)
+        deliver(database, webhook_id)
+    assert statuses(database, webhook_id) == ["delivered"]
+
+
+def test_event_committed_after_one_with_a_larger_id_is_sent(database: Database) -> None:
+    """On SQLite the second writer waits for the first; on PostgreSQL it overtakes it."""
+    slow, fast = job_row(database, "slow"), job_row(database, "fast")
+    settled = SettledEvents(database)
+    with receiving() as receiver:
+        webhook_id, _ = create(database, receiver)
+        with database.write() as session:
+            _write(session, slow)
+            if not database.is_sqlite:
+                happen(database, fast)
+                for _ in range(3):
+                    largest = settled.newest()
+                    with database.read() as other:
+                        assert largest < (other.scalar(sa.select(sa.func.max(Event.id))) or 0)
+                    Deliverer(database, to_loopback()).deliver(webhook_id, largest)
+                assert receiver.requests == []
+        if database.is_sqlite:
+            happen(database, fast)
+        settled.newest()
+        Deliverer(database, to_loopback()).deliver(webhook_id, settled.newest())
+    assert [one.event[0] for one in receiver.accepted()] == [slow, fast]
+
+
+def test_writers_that_never_pause_do_not_hold_delivery_back(database: Database) -> None:
+    """At each look another transaction has written and not committed; only those of the look before matter."""
+    if database.is_sqlite:
+        pytest.skip("SQLite has one writer at a time")
+    settled, jobs = SettledEvents(database), [job_row(database, name) for name in "abc"]
+    with ExitStack() as later:
+        with database.write() as open_at_first:
+            happen(database, jobs[0])
+            _write(open_at_first, jobs[1])
+            assert settled.newest() == 0
+            _write(later.enter_context(database.write()), jobs[2])
+        first = settled.newest()
+        with database.read() as session:
+            assert session.scalars(sa.select(Event.job_id).where(Event.id <= first)).all() == [jobs[0]]
+
+
+def _write(session: Session, job_id: str) -> None:
+    """An event that is not committed yet."""
+    lock_job(session, job_id)
+    add_event(session, job_id, EventType.CHECKPOINT_FAILED, "x")
+    session.flush()
+
+
+def test_webhook_is_disabled_after_the_last_try_and_continues_where_it_stood(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    job_id = job_row(database, "a")
+    with receiving(lambda _: "503") as receiver, receiving() as other:
+        webhook_id, _ = create(database, receiver)
+        other_id, _ = create(database, other)
+        happen(database, job_id)
+        happen(database, job_id)
+        with caplog.at_level(logging.WARNING):
+            for _ in range(MAX_TRIES - 1):
+                deliver(database, webhook_id)
+                make_due(database)
+            assert caplog.records == []
+            with pytest.raises(LeaseLost, match="disabled"):
+                deliver(database, webhook_id)
+        assert webhook_id in caplog.text and receiver.url not in caplog.text
+        assert len(receiver.requests) == MAX_TRIES
+        with database.read() as session:
+            view = webhooks.view(session, webhooks.find(session, webhook_id))
+        assert not view.enabled and f"of {job_id} was not accepted in {MAX_TRIES} tries" in str(view.disabled_reason)
+        deliver(database, other_id)
+        assert [one.json["type"] for one in other.accepted()][-1] == "job.webhook-disabled"
+        deliver(database, webhook_id)
+        assert len(receiver.requests) == MAX_TRIES, "a disabled webhook gets nothing"
+        receiver.behave = lambda _: "200"
+        happen(database, job_id)
+        with database.write() as session:
+            assert webhooks.change(session, webhook_id, WebhookChange(enabled=True)).enabled
+        deliver(database, webhook_id)
+        assert [one.json["type"] for one in receiver.accepted()] == [
+            "job.checkpoint-failed",
+            "job.checkpoint-failed",
+            "job.webhook-disabled",
+            "job.checkpoint-failed",
+        ]
+    assert 2 < sum(pause_after(tries) for tries in range(1, MAX_TRIES)) / 86400 < 4, "about three days"
+
+
+def test_receiver_that_is_down_gets_only_the_events_that_failed(database: Database) -> None:
+    jobs = [job_row(database, f"j{number}") for number in range(12)]
+    with receiving(lambda _: "503") as receiver:
+        webhook_id, _ = create(database, receiver)
+        for job_id in jobs:
+            happen(database, job_id)
+        for _ in range(2):
+            deliver(database, webhook_id)
+            make_due(database)
+        assert {one.event[0] for one in receiver.requests} == set(jobs[:5])
+        receiver.behave = lambda _: "200"
+        deliver(database, webhook_id)
+        assert sorted(one.event[0] for one in receiver.accepted()) == sorted(jobs)
+
+
+def test_one_process_delivers_at_a_time(database: Database) -> None:
+    job_id = job_row(database, "a")
+    with receiving() as receiver:
+        webhook_id, _ = create(database, receiver)
+        happen(database, job_id)
+        settled = SettledEvents(database).newest()
+        other = Deliverer(database, to_loopback())
+        with database.write() as session:  # of a process on another machine
+            for key, value in lease_values(session, "elsewhere/1/1", 60).items():
+                setattr(session.get_one(Webhook, webhook_id), key, value)
+        assert not other.has_work(webhook_id, settled)
+        other.deliver(webhook_id, settled)
+        assert receiver.requests == []
+        with database.write() as session:  # it has died
+            session.get_one(Webhook, webhook_id).lease_expires_at = utc_now() - timedelta(seconds=1)
+        both = [Deliverer(database, to_loopback()) for _ in range(2)]
+        threads = [threading.Thread(target=one.deliver, args=(webhook_id, settled)) for one in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30)
+    assert len(receiver.requests) == 1
+
+
+def test_process_that_lost_the_lease_records_nothing(database: Database) -> None:
+    """It was suspended while it sent: the next one has sent the event, too, and recorded it."""
+    job_id = job_row(database, "a")
+    with receiving() as receiver:
+        webhook_id, _ = create(database, receiver)
+        happen(database, job_id)
+
+        def change(_: Any) -> str:
+            with database.write() as session:
+                webhooks.find(session, webhook_id, lock=True)
+            return "200"
+
+        receiver.behave = change
+        settled = SettledEvents(database).newest()
+        with pytest.raises(LeaseLost):
+            Deliverer(database, to_loopback()).deliver(webhook_id, settled)
+        assert statuses(database, webhook_id) == []
+        receiver.behave = lambda _: "200"
+        deliver(database, webhook_id)
+    assert [one.id for one in receiver.requests] == [receiver.requests[0].id] * 2
+
+
+def test_filters_by_type_owner_and_label(database: Database) -> None:
+    vision = job_row(database, "vision", "ann", team="vision")
+    speech = job_row(database, "speech", "bob", team="speech")
+    with receiving() as receiver:
+        makes: dict[str, dict[str, Any]] = {
+            "default": {},
+            "all": {"types": ["job.*"]},
+            "owner": {"owner": "ann", "types": ["job.failed", "job.cancelled"]},
+            "label": {"label": "team=speech", "types": ["job.*"]},
+            "elsewhere": {"label": "team=other", "types": ["job.*"]},
+        }
+        ids = {name: create(database, receiver, **fields)[0] for name, fields in makes.items()}
+        for job_id in (vision, speech):
+            happen(database, job_id, Transition.TRAINING, **{"from": "STARTING", "to": "RUNNING"})
+            happen(database, job_id, EventType.RESUMED, verdict="exact")
+            happen(database, job_id, EventType.RESUMED, verdict="not-exact")
+            happen(database, job_id, Transition.CANCEL, **{"from": "QUEUED", "to": "CANCELLED"})
+        found = {}
+        for name, webhook_id in ids.items():
+            receiver.requests.clear()
+            deliver(database, webhook_id)
+            found[name] = [(one.event[0], one.json["type"]) for one in receiver.requests]
+    every = ["job.training", "job.resumed", NOT_EXACT, "job.cancelled"]
+    assert found == {
+        "default": [(job_id, kind) for job_id in (vision, speech) for kind in (NOT_EXACT, "job.cancelled")],
+        "all": [(job_id, kind) for job_id in (vision, speech) for kind in every],
+        "owner": [(vision, "job.cancelled")],
+        "label": [(speech, kind) for kind in every],
+        "elsewhere": [],
+    }
+
+
+def test_many_events_without_a_match_are_passed_and_old_deliveries_not_kept(database: Database) -> None:
+    job_id = job_row(database, "a")
+    with receiving() as receiver:
+        webhook_id, _ = create(database, receiver)
+        with database.write() as session:
+            lock_job(session, job_id)
+            for number in range(1000):
+                kind = EventType.CHECKPOINT_FAILED if number % 8 == 7 else EventType.CHECKPOINT
+                add_event(session, job_id, kind, str(number))
+        deliver(database, webhook_id)
+    assert [one.json["data"]["message"] for one in receiver.accepted()] == [str(n) for n in range(7, 1000, 8)]
+    with database.read() as session:
+        assert session.scalar(sa.select(sa.func.count()).select_from(WebhookDelivery)) == 100
+
+
+def test_events_of_a_deleted_job_are_dropped_and_said_to_be(database: Database) -> None:
+    gone, stays = job_row(database, "gone"), job_row(database, "stays")
+    with receiving(lambda _: "503") as receiver:
+        webhook_id, _ = create(database, receiver)
+        for _ in range(6):
+            happen(database, gone)
+        deliver(database, webhook_id)
+        with database.write() as session:
+            session.execute(sa.delete(Job).where(Job.id == gone))
+        receiver.behave = lambda _: "200"
+        happen(database, stays)
+        make_due(database)
+        deliver(database, webhook_id)
+    assert statuses(database, webhook_id) == ["dropped"] * 6 + ["delivered"]
+    assert [one.event[0] for one in receiver.accepted()] == [stays]
+
+
+def verifies(secret: str, receiver: Receiver) -> bool:
+    request = receiver.requests[-1]
+    try:
+        Verifier(secret).verify(request.body, request.headers)
+    except WebhookVerificationError:
+        return False
+    return True
+
+
+def test_signatures_are_those_of_standard_webhooks_and_rotation_has_both(database: Database) -> None:
+    job_id = job_row(database, "a")
+    with receiving() as receiver:
+        webhook_id, old = create(database, receiver)
+        happen(database, job_id)
+        deliver(database, webhook_id)
+        assert verifies(old, receiver) and not verifies("whsec_" + "A" * 43 + "=", receiver)
+        with database.write() as session:
+            new = webhooks.rotate(session, webhook_id).secret
+        assert new is not None and new != old
+        happen(database, job_id)
+        deliver(database, webhook_id)
+        assert verifies(old, receiver) and verifies(new, receiver)
+        with database.write() as session:
+            session.get_one(Webhook, webhook_id).old_secret_until = utc_now() - timedelta(seconds=1)
+        happen(database, job_id)
+        deliver(database, webhook_id)
+        assert not verifies(old, receiver) and verifies(new, receiver)
+    assert receiver.requests[0].json["data"]["job"] == {"id": job_id, "name": "a", "owner": "local"}
+
+
+def test_slack_gets_a_text_without_formatting_commands(database: Database) -> None:
+    with receiving() as receiver:
+        webhook_id, secret = create(database, receiver, format="slack")
+        job_id = job_row(database, "a")
+        with database.write() as session:
+            lock_job(session, job_id)
+            add_event(session, job_id, EventType.CHECKPOINT_FAILED, "<!channel> & more")
+        deliver(database, webhook_id)
+    text = f"job.checkpoint-failed: a ({job_id}, local): &lt;!channel&gt; &amp; more"
+    assert secret == "" and receiver.requests[0].json == {"text": text}
+    assert "webhook-signature" not in receiver.requests[0].headers
