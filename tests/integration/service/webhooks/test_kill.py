@@ -1,0 +1,77 @@
+"""A real service delivers to a receiver with every fault, is killed and started again: no event is lost or out of order."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+from standardwebhooks import Webhook as Verifier
+
+from ratchet_service.db.engine import Database, sqlite_url
+from tests.support.receiver import Request, happen, job_row, receiving
+from tests.support.server import Server, wait_for
+
+pytestmark = pytest.mark.processes
+JOBS, EVENTS = 10, 200
+FAULTS = {5: "500", 31: "close", 58: "redirect", 77: "503", 120: "hang", 140: "429", 171: "close"}
+"""What the receiver does with the n-th event when it gets it first."""
+
+
+def test_no_event_is_lost_or_out_of_order_over_faults_of_the_receiver_and_a_kill(tmp_path: Path) -> None:
+    server = Server(tmp_path / "home", "--no-reconciler", "--webhook-network", "127.0.0.0/8")
+    tries: Counter[tuple[str, int]] = Counter()
+    numbers: dict[tuple[str, int], int] = {}
+    down = False
+
+    def behave(request: Request) -> str:
+        if "job" not in request.json["data"]:
+            return "200"
+        tries[request.event] += 1
+        number = numbers.setdefault(request.event, len(numbers))
+        if down:
+            return "503"
+        return FAULTS.get(number, "200") if tries[request.event] == 1 else "200"
+
+    try:
+        server.start()
+        database = Database(sqlite_url(server.paths.database))
+        jobs = [job_row(database, f"j{number}") for number in range(JOBS)]
+        with receiving(behave) as receiver:
+            made = server.call("POST", "/v1/webhooks", json={"url": receiver.url, "types": ["job.*"]}).json()
+            path = f"/v1/webhooks/{made['id']}"
+            assert server.call("POST", f"{path}/test").json()["delivered"]
+            assert receiver.requests.pop().json["type"] == "webhook.test"
+
+            def happened(begin: int, end: int) -> None:
+                for number in range(begin, end):
+                    happen(database, jobs[number * 7 % JOBS])
+
+            happened(0, 100)
+            wait_for(lambda: len(receiver.accepted()) >= 60, "the first events to be delivered", 60)
+            server.kill()
+            down = True  # and it goes away while the service is started again
+            happened(100, 150)
+            server.start()
+            before = len(receiver.requests)
+            wait_for(lambda: len(receiver.requests) > before, "the service to go on", 30)
+            down = False
+            happened(150, EVENTS)
+            wait_for(lambda: len({one.id for one in receiver.accepted()}) == EVENTS, "every event", 90)
+            wait_for(lambda: server.call("GET", path).json()["pending"] == 0, "no event to be pending", 30)
+            accepted = receiver.accepted()
+            assert set(FAULTS.values()) <= {one.answer for one in receiver.requests}
+            last = server.call("GET", f"{path}/deliveries").json()["items"]
+            assert len(last) == 50 and {one["status"] for one in last} == {"delivered"}
+        database.dispose()
+    finally:
+        server.stop()
+    first: dict[str, Request] = {}
+    for request in accepted:
+        Verifier(made["secret"]).verify(request.body, request.headers)
+        assert first.setdefault(request.id, request).body == request.body
+    by_job: dict[str, list[int]] = defaultdict(list)
+    for request in first.values():
+        by_job[request.event[0]].append(request.event[1])
+    assert {job: len(events) for job, events in by_job.items()} == dict.fromkeys(jobs, EVENTS // JOBS)
+    assert all(events == sorted(events) for events in by_job.values())
