@@ -39,6 +39,7 @@ COMMON: Final = {
     "spec": "the path of a YAML or JSON file, a mapping, or a `JobSpec`",
     "checkpoint_id": "`id` of a checkpoint that `checkpoints` yields, such as `step-000000000120.a0001`",
     "owner": "name of an owner; None: all owners, or in `create_token` the caller",
+    "webhook_id": "id of a webhook, such as `wh-k3v9x2m1q7ab`",
     "page_size": "number of items that one request asks for; the iterator yields all items in any case",
     "rank": "only this rank; None: all ranks",
     "attempt": 'number of an attempt, or `"all"`. None: the newest attempt (all attempts in `events`)',

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ratchet_client.resources.job import Job
     from ratchet_contract.api.quotas import QuotaRequest
     from ratchet_contract.api.requests import ForkRequest, PatchRequest
+    from ratchet_contract.api.webhooks import WebhookChange
     from ratchet_contract.errors import Conflict, NotFound, RatchetError, Refused, SpecError, UserError
     from ratchet_contract.phases import JobPhase
     from ratchet_contract.spec.job import JobSpec
@@ -29,7 +30,7 @@ __all__ = [
     "AmbiguousName", "Client", "Conflict", "DeadlineReached", "EvaluatingTask", "ForkRequest", "Job", "JobPhase",
     "JobSpec", "LossResult", "NotFound", "Parts", "PatchRequest", "QuotaRequest", "RatchetError", "Refused",
     "ServiceFault", "ServiceUnreachable", "Session", "SpecError", "Sums", "Task", "TaskContext", "TrainLoader",
-    "TrainStream", "UserError",
+    "TrainStream", "UserError", "WebhookChange",
 ]  # fmt: skip
 
 if not TYPE_CHECKING:  # type checkers use the imports above; with ``__getattr__`` they would accept any name

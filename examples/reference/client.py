@@ -75,6 +75,14 @@ print([token.name for token in client.tokens()])
 print(client.usage_csv(by="label:team"))
 client.revoke_token(made.id)
 
+webhook = client.create_webhook("http://127.0.0.1:9000/ratchet", types=["job.failed", "job.succeeded"])
+client.change_webhook(webhook.id, ratchet.WebhookChange(label="team=vision"))
+secret = client.rotate_webhook_secret(webhook.id).secret
+if not client.test_webhook(webhook.id).delivered:
+    print(client.webhook(webhook.id).failures, client.webhook_deliveries(webhook.id))
+print([one.url for one in client.webhooks()])
+client.delete_webhook(webhook.id)
+
 client.resume(job.id)
 client.wait(job.id, until=[RUNNING], deadline=120)
 client.checkpoint_now(job.id)

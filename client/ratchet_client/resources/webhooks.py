@@ -17,6 +17,7 @@ class Webhooks(Calls):
                        format: api_webhooks.Format = "standard") -> api_webhooks.WebhookMade:  # fmt: skip
         """Create a webhook for the endpoint ``url``, and return it. ``types``: only events of these types; by default those of
         docs/webhooks.md. ``owner``, ``label``: only events of this owner's jobs, or of jobs with this label (``key=value``).
+        ``format``: ``standard`` (Standard Webhooks) or ``slack`` (the URL is one of Slack's incoming webhooks).
 
         ``secret`` of the result is returned only once. It is None for the format ``slack``, and if this call was retried after
         its first response was lost. Raises ``SpecError`` for an invalid argument, ``Conflict`` if there are too many webhooks.
@@ -27,11 +28,7 @@ class Webhooks(Calls):
         return self._post("/v1/webhooks", api_webhooks.WebhookMade, json=body)
 
     def webhooks(self) -> Iterator[api_webhooks.WebhookView]:
-        """Yield all webhooks, oldest first.
-
-        >>> list(client.webhooks())
-        []
-        """
+        """Yield all webhooks, oldest first."""
         return self._pages("/v1/webhooks", api_webhooks.WebhookView, {})
 
     def webhook(self, webhook_id: str) -> api_webhooks.WebhookView:

@@ -17,9 +17,14 @@ Format = Literal["standard", "slack"]
 TEST: Final = "webhook.test"
 NOT_EXACT: Final = "job.resumed-not-exact"
 NOTES: Final = "job.note."
-TYPES: Final = frozenset(
-    {*(f"job.{one}" for one in (*Event, *EventType, "succeeded", "failed", "cancelled", "suspended")), NOT_EXACT}
-)
+_ENDS: Final = ("succeeded", "failed", "cancelled", "suspended")
+_NEVER: Final = {
+    Event.PATCH,
+    Event.DELETE,
+    Event.FORK,
+    *(f"end-{one}" for one in _ENDS),
+}  # not stored, or sent as an end
+TYPES: Final = frozenset({*(f"job.{one}" for one in ({*Event, *EventType, *_ENDS} - _NEVER)), NOT_EXACT})
 """All types but those of notes, which begin with ``NOTES``."""
 DEFAULT_TYPES: Final = (
     "job.succeeded", "job.failed", "job.cancelled", NOT_EXACT, "job.replay-difference", "job.checkpoint-failed",

@@ -37,6 +37,7 @@ PUBLIC: Final[Mapping[str, str]] = MappingProxyType(
         "TrainLoader": "ratchet_worker.data.loader:TrainLoader",
         "TrainStream": "ratchet_worker.data.iterable:TrainStream",
         "UserError": "ratchet_contract.errors:UserError",
+        "WebhookChange": "ratchet_contract.api.webhooks:WebhookChange",
     }
 )
 

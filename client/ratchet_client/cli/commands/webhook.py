@@ -54,7 +54,7 @@ def _show_secret(made: WebhookMade, as_json: bool) -> None:
         output.line(made.secret)
         output.note(f"webhook {made.id}; keep its secret: it is shown only once")
     elif made.format == "slack":
-        output.note(f"webhook {made.id}; ratchet webhook test {made.id} sends a message")
+        output.note(f"webhook {made.id}; to try it: ratchet webhook test {made.id}")
     else:
         output.note(f"the response with the secret of {made.id} was lost: ratchet webhook rotate {made.id}")
 
