@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, defaultdict
 from pathlib import Path
 
@@ -16,12 +17,15 @@ pytestmark = pytest.mark.processes
 JOBS, EVENTS = 10, 200
 FAULTS = {5: "500", 31: "close", 58: "redirect", 77: "503", 120: "hang", 140: "429", 171: "close"}
 """What the receiver does with the n-th event when it gets it first."""
+KILLS = {60: "200", 180: "close"}
+"""The same; before it answers, the service is killed, which can then not record the answer."""
 
 
 def test_no_event_is_lost_or_out_of_order_over_faults_of_the_receiver_and_a_kill(tmp_path: Path) -> None:
     server = Server(tmp_path / "home", "--no-reconciler", "--webhook-network", "127.0.0.0/8")
     tries: Counter[tuple[str, int]] = Counter()
     numbers: dict[tuple[str, int], int] = {}
+    killed = threading.Event()
     down = False
 
     def behave(request: Request) -> str:
@@ -31,6 +35,10 @@ def test_no_event_is_lost_or_out_of_order_over_faults_of_the_receiver_and_a_kill
         number = numbers.setdefault(request.event, len(numbers))
         if down:
             return "503"
+        if number in KILLS and tries[request.event] == 1:
+            server.kill()
+            killed.set()
+            return KILLS[number]
         return FAULTS.get(number, "200") if tries[request.event] == 1 else "200"
 
     try:
@@ -48,15 +56,17 @@ def test_no_event_is_lost_or_out_of_order_over_faults_of_the_receiver_and_a_kill
                     happen(database, jobs[number * 7 % JOBS])
 
             happened(0, 100)
-            wait_for(lambda: len(receiver.accepted()) >= 60, "the first events to be delivered", 60)
-            server.kill()
+            assert killed.wait(60)
             down = True  # and it goes away while the service is started again
             happened(100, 150)
             server.start()
             before = len(receiver.requests)
             wait_for(lambda: len(receiver.requests) > before, "the service to go on", 30)
             down = False
+            killed.clear()
             happened(150, EVENTS)
+            assert killed.wait(60)
+            server.start()
             wait_for(lambda: len({one.id for one in receiver.accepted()}) == EVENTS, "every event", 90)
             wait_for(lambda: server.call("GET", path).json()["pending"] == 0, "no event to be pending", 30)
             accepted = receiver.accepted()
@@ -66,6 +76,7 @@ def test_no_event_is_lost_or_out_of_order_over_faults_of_the_receiver_and_a_kill
         database.dispose()
     finally:
         server.stop()
+    assert max(Counter(one.id for one in accepted).values()) == 2, "accepted, but not recorded before the kill"
     first: dict[str, Request] = {}
     for request in accepted:
         Verifier(made["secret"]).verify(request.body, request.headers)
