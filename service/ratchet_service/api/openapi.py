@@ -46,7 +46,11 @@ PIN: Final[dict[str, Any]] = {"pinned": True}
 PRUNE: Final[dict[str, Any]] = {"dry_run": True}
 QUOTA: Final[dict[str, Any]] = {"queued": 100, "jobs": 4, "ranks": 16, "gpus": 8}
 TOKEN: Final[dict[str, Any]] = {"name": "laptop", "scopes": ["jobs:read", "jobs:write"], "expires_days": 30}
-WEBHOOK: Final[dict[str, Any]] = {"url": "https://hooks.example/ratchet", "types": ["job.failed"], "label": "team=vision"}
+WEBHOOK: Final[dict[str, Any]] = {
+    "url": "https://hooks.example/ratchet",
+    "types": ["job.failed"],
+    "label": "team=vision",
+}
 WEBHOOK_CHANGE: Final[dict[str, Any]] = {"enabled": True}
 PROBLEM: Final[dict[str, Any]] = {
     "type": "urn:ratchet:problem:invalid-spec",

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -51,7 +52,6 @@ _MAX_PENDING: Final = 1000
 """Rows that wait for a try of one webhook: beyond that, no job's later events are looked at."""
 _UNREACHABLE: Final = 5
 """Failures in a row after which only events that failed are tried, until one is accepted: the receiver itself is down."""
-_MAX_THREADS: Final = 8
 _KEPT: Final = 100
 """Rows of finished deliveries that stay, of one webhook."""
 
@@ -71,7 +71,7 @@ class _Found(NamedTuple):
 
 
 class Deliverer:
-    """Delivers to all webhooks of a database in background threads, one for each webhook with events to send."""
+    """Delivers to all webhooks of a database in background threads: one for each webhook with an event to send now."""
 
     def __init__(self, database: Database, sender: Sender) -> None:
         self._database, self._sender = database, sender
@@ -106,17 +106,35 @@ class Deliverer:
                 log.exception("webhooks: trying again")
 
     def run_round(self) -> None:
-        """Start a thread for each enabled webhook that has none; it ends when there is nothing to send now."""
-        with self._database.read() as session:
-            ids = session.scalars(sa.select(Webhook.id).where(Webhook.disabled_at.is_(None)).order_by(Webhook.id)).all()
+        """Start a thread for each webhook with an event to send now. Advance the cursors of the others, so that a later change of
+        their filters does not apply to these events."""
+        if (settled := self._settled_if_used()) is None:
+            return
         self._at_work = {one: thread for one, thread in self._at_work.items() if thread.is_alive()}
-        settled = self._settled.newest() if ids else 0
-        random.shuffle(free := [one for one in ids if one not in self._at_work])
-        for webhook_id in free[: _MAX_THREADS - len(self._at_work)]:
-            if self.has_work(webhook_id, settled):
-                thread = threading.Thread(target=self._deliver_logged, args=(webhook_id, settled), daemon=True)
-                self._at_work[webhook_id] = thread
-                thread.start()
+        passed: list[tuple[Webhook, int]] = []
+        with self._database.read() as session:
+            for webhook in session.scalars(sa.select(Webhook).where(Webhook.disabled_at.is_(None))):
+                if webhook.id in self._at_work:
+                    continue
+                upto = passable(session, webhook, settled)
+                if upto is None:
+                    work = partial(self._deliver_logged, webhook.id, settled)
+                    self._at_work[webhook.id] = threading.Thread(target=work, name=webhook.id, daemon=True)
+                    self._at_work[webhook.id].start()
+                elif upto > webhook.cursor:
+                    passed.append((webhook, upto))
+        if passed:
+            with self._database.write() as session:
+                for webhook, upto in passed:
+                    unchanged = (Webhook.cursor == webhook.cursor) & Webhook.lease_token.is_(None)
+                    session.execute(sa.update(Webhook).where(Webhook.id == webhook.id, unchanged).values(cursor=upto))
+
+    def _settled_if_used(self) -> int | None:
+        """Return the id up to which all events are visible; None if no webhook is enabled."""
+        with self._database.read() as session:
+            if session.scalar(sa.select(Webhook.id).where(Webhook.disabled_at.is_(None)).limit(1)) is None:
+                return None
+        return self._settled.newest()
 
     def _deliver_logged(self, webhook_id: str, settled: int) -> None:
         """Deliver to one webhook; errors are logged, and the next round tries again."""
@@ -128,17 +146,6 @@ class Deliverer:
             log.warning("webhook %s: trying again: %s", webhook_id, first_line(error))
         except Exception:
             log.exception("webhook %s: trying again", webhook_id)
-
-    def has_work(self, webhook_id: str, settled: int) -> bool:
-        """True if the webhook has an event to send now, or so many events to pass that the cursor should be stored."""
-        with self._database.read() as session:
-            webhook = session.get(Webhook, webhook_id)
-            if webhook is None or not _is_free(session, webhook):
-                return False
-            if _due(session, webhook_id):
-                return True
-            found, _ = _new_events(session, webhook, settled)
-            return len(found) == _BATCH or any(_is_wanted(webhook, one) for one in found)
 
     def deliver(self, webhook_id: str, settled: int) -> None:
         """Deliver to one webhook until nothing is to be sent now, or ``running`` ends. Do nothing if another process has
@@ -197,7 +204,7 @@ class _Work:
             return False
         with self._database.read() as session:
             found, held = _new_events(session, self._webhook, settled)
-        return self._send_new(found, held) or bool(due)
+        return self._send_new(found or [], held) or bool(due)
 
     def _send_new(self, found: Sequence[_Found], held: set[str]) -> bool:
         """Send the events that match, in their order. ``held``: jobs with an event that is still to be delivered, whose further
@@ -282,10 +289,11 @@ def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, now
     if row.tries < MAX_TRIES:
         row.next_try = now + timedelta(seconds=pause_after(row.tries) * random.uniform(0.9, 1.1))
         return
-    reason = f"event {row.event_id} of {row.job_id} was not accepted in {row.tries} tries: {row.error}"
-    webhook.disabled_at, webhook.disabled_reason = now, reason
+    reason = f"event {row.event_id} of {row.job_id} was not accepted in {row.tries} tries"
+    webhook.disabled_at, webhook.disabled_reason = now, f"{reason}: {row.error}"
     with suppress(NotFound):
         lock_job(session, row.job_id)
+        # without the error, which may show addresses that only admins may see
         text = f"webhook {webhook.id} is disabled: {reason}"
         add_event(session, row.job_id, EventType.WEBHOOK_DISABLED, text, data={"webhook": webhook.id})
 
@@ -293,6 +301,19 @@ def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, now
 def _pending(webhook_id: str) -> sa.ColumnElement[bool]:
     """Return the SQL condition for the webhook's rows of events that are still to be delivered."""
     return (WebhookDelivery.webhook_id == webhook_id) & (WebhookDelivery.status == "pending")
+
+
+def passable(session: Session, webhook: Webhook, settled: int) -> int | None:
+    """Return the id up to which the cursor may advance without a delivery; None if there is an event to send now, or a whole
+    batch to look at. ``settled``: of ``SettledEvents``."""
+    if not _is_free(session, webhook):
+        return webhook.cursor
+    if _due(session, webhook.id):
+        return None
+    found, _ = _new_events(session, webhook, settled)
+    if found is None:
+        return webhook.cursor
+    return None if len(found) == _BATCH or any(_is_wanted(webhook, one) for one in found) else settled
 
 
 def _is_free(session: Session, webhook: Webhook) -> bool:
@@ -303,12 +324,12 @@ def _is_free(session: Session, webhook: Webhook) -> bool:
     return expired or leases.owner_is_dead(webhook.lease_owner)
 
 
-def _new_events(session: Session, webhook: Webhook, settled: int) -> tuple[list[_Found], set[str]]:
-    """Return the next events after the cursor, and the jobs with a recorded event that is still to be delivered. No event while
-    the receiver is down, or if too many are recorded."""
+def _new_events(session: Session, webhook: Webhook, settled: int) -> tuple[list[_Found] | None, set[str]]:
+    """Return the next events after the cursor, and the jobs with a recorded event that is still to be delivered. None while the
+    receiver is down, or if too many events are recorded: then no further event is looked at."""
     pending = session.scalars(sa.select(WebhookDelivery.job_id).where(_pending(webhook.id))).all()
     if (pending and webhook.failures >= _UNREACHABLE) or len(pending) >= _MAX_PENDING:
-        return [], set(pending)
+        return None, set(pending)
     return _after_cursor(session, webhook, settled), set(pending)
 
 
