@@ -15,7 +15,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -44,6 +44,7 @@ MAX_TRIES: Final = 20
 """Of one event; then the webhook is disabled. With the pauses of ``pause_after`` that is after about three days."""
 _MAX_PAUSE: Final = 6 * 3600.0
 _INTERVAL: Final = 1.0
+_ERROR_PAUSE: Final = 10.0
 _STOP_SECONDS: Final = 3.0
 _LEASE_SECONDS: Final = 60.0
 _BATCH: Final = 200
@@ -97,13 +98,9 @@ class Deliverer:
 
     def _run(self) -> None:
         """Run rounds until the end of ``running``. Errors are logged."""
-        while not self._stopping.wait(_INTERVAL):
-            try:
-                self.run_round()
-            except SQLAlchemyError as error:
-                log.warning("webhooks: trying again: %s", first_line(error))
-            except Exception:
-                log.exception("webhooks: trying again")
+        pause = _INTERVAL
+        while not self._stopping.wait(pause):
+            pause = _INTERVAL if self._log_errors("webhooks", self.run_round) else _ERROR_PAUSE
 
     def run_round(self) -> None:
         """Start a thread for each webhook with an event to send now. Advance the cursors of the others, so that a later change of
@@ -118,7 +115,7 @@ class Deliverer:
                     continue
                 upto = passable(session, webhook, settled)
                 if upto is None:
-                    work = partial(self._deliver_logged, webhook.id, settled)
+                    work = partial(self._log_errors, webhook.id, partial(self.deliver, webhook.id, settled))
                     self._at_work[webhook.id] = threading.Thread(target=work, name=webhook.id, daemon=True)
                     self._at_work[webhook.id].start()
                 elif upto > webhook.cursor:
@@ -136,16 +133,19 @@ class Deliverer:
                 return None
         return self._settled.newest()
 
-    def _deliver_logged(self, webhook_id: str, settled: int) -> None:
-        """Deliver to one webhook; errors are logged, and the next round tries again."""
+    def _log_errors(self, name: str, work: Callable[[], None]) -> bool:
+        """Run ``work``. Errors are logged under ``name``, and the next round tries again. Return True without an error."""
         try:
-            self.deliver(webhook_id, settled)
+            work()
         except LeaseLost:
-            pass  # changed, deleted, or taken over
+            return True  # changed, deleted, or taken over
         except SQLAlchemyError as error:
-            log.warning("webhook %s: trying again: %s", webhook_id, first_line(error))
+            log.warning("%s: trying again: %s", name, first_line(error))
+            return False
         except Exception:
-            log.exception("webhook %s: trying again", webhook_id)
+            log.exception("%s: trying again", name)
+            return False
+        return True
 
     def deliver(self, webhook_id: str, settled: int) -> None:
         """Deliver to one webhook until nothing is to be sent now, or ``running`` ends. Do nothing if another process has

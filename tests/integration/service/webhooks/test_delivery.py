@@ -218,6 +218,20 @@ def test_one_process_delivers_at_a_time(database: Database) -> None:
     assert len(receiver.requests) == 1
 
 
+def test_two_services_deliver_each_event_once_and_in_order(database: Database) -> None:
+    jobs = [job_row(database, name) for name in "abc"]
+    with receiving() as receiver, ExitStack() as services:
+        webhook_id, _ = create(database, receiver)
+        for _ in range(2):
+            services.enter_context(Deliverer(database, to_loopback()).running())
+        for number in range(60):
+            happen(database, jobs[number % 3])
+        wait_for(lambda: statuses(database, webhook_id) == ["delivered"] * 60, "every event to be delivered")
+    events = [one.event for one in receiver.requests]
+    assert len(events) == 60
+    assert all(events == sorted(events) for events in ([n for job, n in events if job == one] for one in jobs))
+
+
 def test_process_that_lost_the_lease_records_nothing(database: Database) -> None:
     """It was suspended while it sent: the next one has sent the event, too, and recorded it."""
     job_id = job_row(database, "a")
