@@ -7,13 +7,19 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from standardwebhooks import Webhook as Verifier
 
+from ratchet_contract.api.webhooks import WebhookRequest
 from ratchet_service.db.engine import Database, sqlite_url
+from ratchet_service.db.migrate import upgrade
+from ratchet_service.db.models import Webhook
+from ratchet_service.usecases import webhooks
 from tests.support.receiver import Request, happen, job_row, receiving
 from tests.support.server import Server, wait_for
 
 pytestmark = pytest.mark.processes
+OPTIONS = ("--no-reconciler", "--webhook-network", "127.0.0.0/8")
 JOBS, EVENTS = 10, 200
 FAULTS = {5: "500", 31: "close", 58: "redirect", 77: "503", 120: "hang", 140: "429", 171: "close"}
 """What the receiver does with the n-th event when it gets it first."""
@@ -22,7 +28,7 @@ KILLS = {60: "200", 180: "close"}
 
 
 def test_no_event_is_lost_or_out_of_order_over_faults_of_the_receiver_and_a_kill(tmp_path: Path) -> None:
-    server = Server(tmp_path / "home", "--no-reconciler", "--webhook-network", "127.0.0.0/8")
+    server = Server(tmp_path / "home", *OPTIONS)
     tries: Counter[tuple[str, int]] = Counter()
     numbers: dict[tuple[str, int], int] = {}
     killed = threading.Event()
@@ -86,3 +92,44 @@ def test_no_event_is_lost_or_out_of_order_over_faults_of_the_receiver_and_a_kill
         by_job[request.event[0]].append(request.event[1])
     assert {job: len(events) for job, events in by_job.items()} == dict.fromkeys(jobs, EVENTS // JOBS)
     assert all(events == sorted(events) for events in by_job.values())
+
+
+def test_second_service_on_the_database_continues_when_the_first_is_killed(tmp_path: Path, postgres_url: str) -> None:
+    main = Database(postgres_url)
+    auto = main.engine.execution_options(isolation_level="AUTOCOMMIT")
+    with auto.connect() as connection:
+        connection.exec_driver_sql("CREATE DATABASE two_services")
+    database = Database(main.url.set(database="two_services").render_as_string(hide_password=False))
+    upgrade(database)
+    shared = {"RATCHET_DATABASE_URL": database.url.render_as_string(hide_password=False)}
+    servers = [Server(tmp_path / name, *OPTIONS, variables=shared) for name in "ab"]
+
+    def kill_one(_: Request) -> str:
+        if len(receiver.requests) == 20:
+            with database.read() as session:
+                owner = str(session.scalar(sa.select(Webhook.lease_owner)))
+            (holder,) = [one for one in servers if one.process and f"/{one.process.pid}/" in owner]
+            holder.kill()
+        return "200"
+
+    try:
+        for server in servers:
+            server.start()
+        with receiving(kill_one) as receiver:
+            with database.write() as session:
+                webhooks.create(session, "root", WebhookRequest(url=receiver.url, types=["job.*"]))
+            jobs = [job_row(database, f"j{number}") for number in range(5)]
+            for number in range(50):
+                happen(database, jobs[number % 5])
+            wait_for(lambda: len({one.id for one in receiver.accepted()}) == 50, "every event", 60)
+        assert sum(one.process is not None and one.process.poll() is None for one in servers) == 1
+        events = list(dict.fromkeys(one.event[1] for one in receiver.requests))
+        assert len(receiver.requests) == 51, "one event twice: that of the kill"
+        assert events == sorted(events)
+    finally:
+        for server in servers:
+            server.stop()
+        database.dispose()
+        with auto.connect() as connection:
+            connection.exec_driver_sql("DROP DATABASE two_services WITH (FORCE)")
+        main.dispose()
