@@ -11,7 +11,7 @@ from pydantic import Field
 from ratchet_contract.api.roles import Role
 from ratchet_contract.api.views import View
 
-SubjectKind = Literal["job", "token", "quota", "code"]
+SubjectKind = Literal["job", "token", "quota", "code", "webhook"]
 
 
 class AuditAction(StrEnum):
@@ -37,6 +37,10 @@ class AuditAction(StrEnum):
     REVOKE_TOKEN = "revoke-token"
     SET_QUOTA = "set-quota"
     DELETE_QUOTA = "delete-quota"
+    CREATE_WEBHOOK = "create-webhook"
+    CHANGE_WEBHOOK = "change-webhook"
+    ROTATE_WEBHOOK = "rotate-webhook"
+    DELETE_WEBHOOK = "delete-webhook"
 
 
 class AuditView(View):
@@ -54,7 +58,7 @@ class AuditView(View):
     action: AuditAction
     subject_kind: SubjectKind
     subject: str = Field(
-        description="Id of the job or token, owner of the quota, or digest of the code. It may be deleted since."
+        description="Id of the job, token or webhook, owner of the quota, or digest of the code. It may be deleted since."
     )
     owner: str = Field(description="Owner of the subject.")
     data: dict[str, Any] = Field(

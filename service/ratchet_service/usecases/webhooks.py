@@ -6,11 +6,12 @@ import secrets
 import string
 import time
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.views import Page
 from ratchet_contract.api.webhooks import (
     DeliveryView,
@@ -21,6 +22,7 @@ from ratchet_contract.api.webhooks import (
     WebhookView,
 )
 from ratchet_contract.errors import Conflict, NotFound
+from ratchet_service.db import audit
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.engine import Database
 from ratchet_service.db.leases import NO_LEASE
@@ -51,6 +53,7 @@ def create(session: Session, created_by: str, request: WebhookRequest) -> Webhoo
         created_by=created_by,
     )
     session.add(row)
+    _record(session, AuditAction.CREATE_WEBHOOK, row, format=row.format)
     session.flush()
     return _made(session, row)
 
@@ -80,6 +83,9 @@ def change(session: Session, webhook_id: str, request: WebhookChange) -> Webhook
     gets all its tries again. Raise ``NotFound``."""
     row = find(session, webhook_id, lock=True)
     values = request.model_dump(exclude_unset=True)
+    now = view(session, row).model_dump()
+    if changed := sorted(key for key, value in values.items() if now[key] != value):
+        _record(session, AuditAction.CHANGE_WEBHOOK, row, changed=changed)
     enabled = values.pop("enabled", None)
     for key, value in values.items():
         setattr(row, key, value)
@@ -101,13 +107,21 @@ def rotate(session: Session, webhook_id: str) -> WebhookMade:
         raise Conflict("a webhook of the format slack has no secret: its URL is one", code="no-secret")
     row.old_secret, row.old_secret_until = row.secret, now_in(session) + OVERLAP
     row.secret = message.new_secret()
+    _record(session, AuditAction.ROTATE_WEBHOOK, row)
     session.flush()
     return _made(session, row)
 
 
 def delete(session: Session, webhook_id: str) -> None:
     """Delete the webhook with its deliveries. Raise ``NotFound``."""
-    session.delete(find(session, webhook_id, lock=True))
+    row = find(session, webhook_id, lock=True)
+    _record(session, AuditAction.DELETE_WEBHOOK, row)
+    session.delete(row)
+
+
+def _record(session: Session, action: AuditAction, row: Webhook, **data: Any) -> None:
+    """Add a change of the webhook to the audit log, without its URL, which may be a secret."""
+    audit.record(session, action, "webhook", row.id, row.created_by, data)
 
 
 def test(database: Database, sender: Sender, webhook_id: str) -> WebhookTest:

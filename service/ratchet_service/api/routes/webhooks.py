@@ -73,18 +73,18 @@ def get_webhook(service: ServiceDep, webhook_id: str) -> WebhookView:
     openapi_extra=openapi.body(WebhookChange, openapi.WEBHOOK_CHANGE, required=True),
     summary="Change, enable or disable a webhook",
 )
-def change_webhook(service: ServiceDep, webhook_id: str, body: BodyDep) -> Response:
+def change_webhook(service: ServiceDep, caller: Caller, webhook_id: str, body: BodyDep) -> Response:
     """Changes the keys that are sent. `enabled: true` continues with the first event that was not delivered."""
     request = parse(WebhookChange, decode(body))
-    with service.database.write() as session:
+    with service.database.write(caller) as session:
         view = webhooks.change(session, webhook_id, request)
     return respond(reply(200, view))
 
 
 @router.delete("/v1/webhooks/{webhook_id}", status_code=204, summary="Delete a webhook")
-def delete_webhook(service: ServiceDep, webhook_id: str) -> Response:
+def delete_webhook(service: ServiceDep, caller: Caller, webhook_id: str) -> Response:
     """Deletes the webhook with its deliveries. A request that is under way is not stopped."""
-    with service.database.write() as session:
+    with service.database.write(caller) as session:
         webhooks.delete(session, webhook_id)
     return Response(status_code=204)
 

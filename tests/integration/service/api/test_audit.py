@@ -31,8 +31,8 @@ from tests.support.team import Team, problem_status_and_code, team, token_requir
 
 __all__ = ["team", "token_required_service"]
 
-NOT_AUDITED = {"POST /v1/jobs/{job_id}/attempts/{number}/reports"}
-"""Reports of agents: what a job itself does, which its history has."""
+NOT_AUDITED = {"POST /v1/jobs/{job_id}/attempts/{number}/reports", "POST /v1/webhooks/{webhook_id}/test"}
+"""Reports of agents: what a job itself does, which its history has. A test of a webhook changes nothing."""
 
 
 class Log:
@@ -150,6 +150,14 @@ def test_every_request_that_changes_something_leaves_one_row(team: Team) -> None
     )
     row = log.change(team.root, "DELETE /v1/quotas/{owner}", "delete-quota", {"owner": "ann"})
     assert row.data == {"jobs": {"old": 2, "new": None}}
+    hook = {"url": "https://receiver.example/secret-path"}
+    row = log.change(team.root, "POST /v1/webhooks", "create-webhook", {}, json=hook)
+    ids, one = {"webhook_id": row.subject}, "/v1/webhooks/{webhook_id}"
+    assert (row.subject_kind, row.owner, row.data) == ("webhook", "root", {"format": "standard"})
+    row = log.change(team.root, f"PATCH {one}", "change-webhook", ids, json={"enabled": False})
+    assert row.data == {"changed": ["enabled"]}
+    log.change(team.root, f"POST {one}/rotate", "rotate-webhook", ids)
+    log.change(team.root, f"DELETE {one}", "delete-webhook", ids)
     described = team.nobody.get("/openapi.json").json()["paths"]
     changing = {
         f"{method.upper()} {path}"
