@@ -213,6 +213,7 @@ class EventType(StrEnum):
     LEFT_OUT = "left-out"  # at the attempt's end: the numbers of notes and metric values that are not stored
     MESSAGE_DROPPED = "message-dropped"
     WEBHOOK_DISABLED = "webhook-disabled"  # an event of this job could not be delivered to it
+    WEBHOOK_GAVE_UP = "webhook-gave-up"  # the same, but the webhook accepted other events
 
 
 class NoteType(StrEnum):

@@ -27,6 +27,7 @@ def upgrade() -> None:
         sa.Column("old_secret_until", _TIME, nullable=True),
         sa.Column("cursor", _BIG, nullable=False),
         sa.Column("failures", _BIG, nullable=False),
+        sa.Column("accepted_at", _TIME, nullable=True),
         sa.Column("disabled_at", _TIME, nullable=True),
         sa.Column("disabled_reason", sa.Text(), nullable=True),
         sa.Column("created_at", _TIME, nullable=False),
@@ -46,6 +47,7 @@ def upgrade() -> None:
         sa.Column("tries", _BIG, nullable=False),
         sa.Column("answer", _BIG, nullable=True),
         sa.Column("error", sa.Text(), nullable=True),
+        sa.Column("first_try", _TIME, nullable=True),
         sa.Column("next_try", _TIME, nullable=True),
         sa.Column("at", _TIME, nullable=False),
         sa.ForeignKeyConstraint(

@@ -434,6 +434,7 @@ class Webhook(Base):
     old_secret_until: Mapped[datetime | None]
     cursor: Mapped[int] = mapped_column(default=0)
     failures: Mapped[int] = mapped_column(default=0)  # in a row
+    accepted_at: Mapped[datetime | None]  # the last acceptance of an event
     disabled_at: Mapped[datetime | None]
     disabled_reason: Mapped[str | None] = mapped_column(sa.Text)
     created_at: Mapped[datetime]
@@ -455,10 +456,11 @@ class WebhookDelivery(Base):
     event_id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     job_id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH))  # the job may be deleted
     type: Mapped[str] = mapped_column(sa.String(80))
-    status: Mapped[str] = mapped_column(sa.String(16))  # pending, delivered, dropped
+    status: Mapped[str] = mapped_column(sa.String(16))  # pending, delivered, failed, dropped
     tries: Mapped[int] = mapped_column(default=0)
     answer: Mapped[int | None]  # HTTP status
     error: Mapped[str | None] = mapped_column(sa.Text)
+    first_try: Mapped[datetime | None]
     next_try: Mapped[datetime | None]  # None: not tried yet, or done
     at: Mapped[datetime]
 

@@ -41,7 +41,8 @@ from ratchet_service.webhooks.settled import SettledEvents
 log = logging.getLogger(__name__)
 
 MAX_TRIES: Final = 20
-"""Of one event; then the webhook is disabled. With the pauses of ``pause_after`` that is after about three days."""
+"""Of one event; then the event is given up, or, if no event was accepted meanwhile, the webhook is disabled. With the pauses of
+``pause_after`` that is after about three days."""
 _MAX_PAUSE: Final = 6 * 3600.0
 _INTERVAL: Final = 1.0
 _ERROR_PAUSE: Final = 10.0
@@ -52,7 +53,9 @@ _BATCH: Final = 200
 _MAX_PENDING: Final = 1000
 """Rows that wait for a try of one webhook: beyond that, no job's later events are looked at."""
 _UNREACHABLE: Final = 5
-"""Failures in a row after which only events that failed are tried, until one is accepted: the receiver itself is down."""
+"""Failures in a row after which the receiver counts as down, if they are of at least two jobs: then events that failed are tried,
+and every ``_PROBE_PAUSE`` seconds one new event, until one is accepted."""
+_PROBE_PAUSE: Final = 60.0
 _KEPT: Final = 100
 """Rows of finished deliveries that stay, of one webhook."""
 
@@ -93,7 +96,7 @@ class Deliverer:
             self._stopping.set()
             until = time.monotonic() + _STOP_SECONDS
             self._thread.join(_STOP_SECONDS)
-            for thread in self._at_work.values():
+            for thread in list(self._at_work.values()):
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _run(self) -> None:
@@ -111,19 +114,23 @@ class Deliverer:
         passed: list[tuple[Webhook, int]] = []
         with self._database.read() as session:
             for webhook in session.scalars(sa.select(Webhook).where(Webhook.disabled_at.is_(None))):
+                if self._stopping.is_set():
+                    return
                 if webhook.id in self._at_work:
                     continue
                 upto = passable(session, webhook, settled)
                 if upto is None:
-                    work = partial(self._log_errors, webhook.id, partial(self.deliver, webhook.id, settled))
-                    self._at_work[webhook.id] = threading.Thread(target=work, name=webhook.id, daemon=True)
-                    self._at_work[webhook.id].start()
+                    work = partial(self._deliver_or_pause, webhook.id, settled)
+                    thread = threading.Thread(target=work, name=webhook.id, daemon=True)
+                    thread.start()
+                    self._at_work[webhook.id] = thread
                 elif upto > webhook.cursor:
                     passed.append((webhook, upto))
         if passed:
             with self._database.write() as session:
                 for webhook, upto in passed:
-                    unchanged = (Webhook.cursor == webhook.cursor) & Webhook.lease_token.is_(None)
+                    same_lease = Webhook.lease_token.is_not_distinct_from(webhook.lease_token)
+                    unchanged = (Webhook.cursor == webhook.cursor) & same_lease
                     session.execute(sa.update(Webhook).where(Webhook.id == webhook.id, unchanged).values(cursor=upto))
 
     def _settled_if_used(self) -> int | None:
@@ -147,23 +154,30 @@ class Deliverer:
             return False
         return True
 
+    def _deliver_or_pause(self, webhook_id: str, settled: int) -> None:
+        """Deliver to one webhook. After an error the thread pauses, so that no round begins this webhook again meanwhile."""
+        if not self._log_errors(webhook_id, partial(self.deliver, webhook_id, settled)):
+            self._stopping.wait(_ERROR_PAUSE)
+
     def deliver(self, webhook_id: str, settled: int) -> None:
         """Deliver to one webhook until nothing is to be sent now, or ``running`` ends. Do nothing if another process has
         its lease. Raise ``LeaseLost`` if the webhook is changed or deleted meanwhile. ``settled``: of
         ``SettledEvents``."""
+        held_at = time.monotonic()
         webhook = self._acquire(webhook_id)
         if webhook is None or webhook.lease_token is None:
             return
-        work = _Work(self._database, self._sender, webhook, webhook.lease_token, self._stopping)
+        work = _Work(self._database, self._sender, webhook, webhook.lease_token, held_at, self._stopping)
         try:
             while work.run(settled):
                 pass
         finally:
-            with suppress(LeaseLost), self._database.write() as session:
-                row = work.lock(session)
-                for key, value in NO_LEASE.items():
-                    setattr(row, key, value)
-                _delete_old(session, webhook_id)
+            try:
+                work.release()
+            except LeaseLost:
+                pass
+            except SQLAlchemyError as error:  # the first error, if there is one, is the cause
+                log.warning("%s: its lease ends in %.0f s: %s", webhook_id, _LEASE_SECONDS, first_line(error))
 
     def _acquire(self, webhook_id: str) -> Webhook | None:
         """Take the lease of an enabled webhook, and return its row; None if another living process has it."""
@@ -180,24 +194,37 @@ class _Work:
     """The delivery to one webhook under one lease. ``webhook``: its row, as last read."""
 
     def __init__(
-        self, database: Database, sender: Sender, webhook: Webhook, token: str, stopping: threading.Event
+        self,
+        database: Database,
+        sender: Sender,
+        webhook: Webhook,
+        token: str,
+        held_at: float,
+        stopping: threading.Event,
     ) -> None:
         self._database, self._sender, self._webhook, self._token = database, sender, webhook, token
-        self._stopping = stopping
-        self._held_at = time.monotonic()
+        self._id, self._held_at, self._stopping = webhook.id, held_at, stopping
 
     def lock(self, session: Session) -> Webhook:
         """Return the webhook's row, locked. Raise ``LeaseLost`` unless it still has this lease."""
-        mine = (Webhook.id == self._webhook.id) & (Webhook.lease_token == self._token)
+        mine = (Webhook.id == self._id) & (Webhook.lease_token == self._token)
         row = session.scalar(sa.select(Webhook).where(mine).with_for_update())
         if row is None:
-            raise LeaseLost(f"webhook {self._webhook.id}: it was changed or taken over")
+            raise LeaseLost(f"webhook {self._id}: it was changed or taken over")
         return row
+
+    def release(self) -> None:
+        """Give the lease back. Raise ``LeaseLost`` without one."""
+        with self._database.write() as session:
+            row = self.lock(session)
+            for key, value in NO_LEASE.items():
+                setattr(row, key, value)
+            _delete_old(session, self._id)
 
     def run(self, settled: int) -> bool:
         """Try each event that is due, and send a batch of new ones. Return False if there was nothing to do."""
         with self._database.read() as session:
-            due = _due(session, self._webhook.id)
+            due = _due(session, self._id)
         for event_id in due:
             self._retry(event_id)
         if self._stopping.is_set():
@@ -211,7 +238,7 @@ class _Work:
         events are only recorded. Return True unless there is no event, or none that matches among few."""
         sent = False
         for one in found:
-            if self._stopping.is_set() or (held and self._webhook.failures >= _UNREACHABLE):
+            if self._stopping.is_set():
                 return False
             if not _is_wanted(self._webhook, one):
                 continue
@@ -222,12 +249,21 @@ class _Work:
             if answer is None or answer.error is not None:
                 held.add(one.event.job_id)
             self._record(one.event, answer)
+            if answer is not None and answer.error is not None and self._is_down():
+                return False
         full = len(found) == _BATCH
-        if full and self._webhook.cursor < found[-1].event.id:
+        if full:
             with self._database.write() as session:
-                self._webhook = self.lock(session)
-                self._webhook.cursor = found[-1].event.id
+                webhook = self.lock(session)
+                webhook.cursor = max(webhook.cursor, found[-1].event.id)
+                _delete_old(session, self._id)
+            self._webhook = webhook
         return sent or full
+
+    def _is_down(self) -> bool:
+        """True if the receiver counts as down."""
+        with self._database.read() as session:
+            return _last_failure_if_down(session, self._webhook) is not None
 
     def _retry(self, event_id: int) -> None:
         """Try a recorded event; one that was deleted with its job is marked as dropped."""
@@ -242,27 +278,29 @@ class _Work:
             return
         with self._database.write() as session:
             self.lock(session)
-            delivery = session.get_one(WebhookDelivery, (self._webhook.id, event_id))
+            delivery = session.get_one(WebhookDelivery, (self._id, event_id))
             delivery.status, delivery.error, delivery.next_try = "dropped", "the job was deleted", None
             delivery.at = leases.database_now(session)
 
     def _send(self, found: _Found) -> Answer:
         """Send one event, and return the result. Raise ``LeaseLost`` if the lease might end meanwhile."""
         if not leases.is_surely_held(self._held_at, time.monotonic() + 2 * DEADLINE, _LEASE_SECONDS):
-            raise LeaseLost(f"webhook {self._webhook.id}: its lease is about to end")
+            raise LeaseLost(f"webhook {self._id}: its lease is about to end")
         made = message.of_event(self._webhook, found.event, found.job_name, found.owner)
         headers = message.headers(self._webhook, made, self._database.clock.now())
         return self._sender.send(self._webhook.url, headers, made.body)
 
     def _record(self, event: Event, answer: Answer | None) -> None:
         """Store the result of a delivery with the cursor, and renew the lease. ``answer`` None: not sent, since an earlier event
-        of the job is still to be delivered. After the last try, disable the webhook."""
+        of the job is still to be delivered. After the last try, give the event up, or disable the webhook."""
         held_at = time.monotonic()
         with self._database.write() as session:
-            webhook = self._webhook = self.lock(session)
+            webhook = self.lock(session)
             now = leases.database_now(session)
             webhook.cursor = max(webhook.cursor, event.id)
             webhook.lease_expires_at = now + timedelta(seconds=_LEASE_SECONDS)
+            if webhook.old_secret_until is not None and webhook.old_secret_until <= now:
+                webhook.old_secret = webhook.old_secret_until = None
             row = session.get(WebhookDelivery, (webhook.id, event.id))
             if row is None:
                 row = WebhookDelivery(webhook_id=webhook.id, event_id=event.id, job_id=event.job_id, tries=0)
@@ -271,12 +309,18 @@ class _Work:
             row.at = now
             if answer is not None:
                 row.tries += 1
+                row.first_try = now if row.tries == 1 else row.first_try
                 row.answer, row.error = answer.status, None if answer.error is None else sanitize_text(answer.error)
                 row.status, row.next_try = "delivered" if answer.error is None else "pending", None
-                webhook.failures = 0 if answer.error is None else webhook.failures + 1
-                if answer.error is not None:
+                if answer.error is None:
+                    webhook.failures, webhook.accepted_at = 0, now
+                else:
+                    webhook.failures += 1
                     _plan_next_try(session, webhook, row, now)
-        self._held_at = held_at
+        self._webhook, self._held_at = webhook, held_at
+        if row.status == "failed":
+            log.warning("webhook %s (%s): event %d of %s is given up after %d tries: %s", webhook.id,
+                        urlsplit(webhook.url).hostname, row.event_id, row.job_id, row.tries, row.error)  # fmt: skip
         if webhook.disabled_at is not None:
             log.warning("webhook %s (%s) is disabled: %s", webhook.id, urlsplit(webhook.url).hostname,
                         webhook.disabled_reason)  # fmt: skip
@@ -284,18 +328,24 @@ class _Work:
 
 
 def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, now: datetime) -> None:
-    """Store when the event that was not accepted is tried again. After ``MAX_TRIES``, disable the webhook instead, and add an
-    event to the job's history."""
+    """Store when the event that was not accepted is tried again. After ``MAX_TRIES``, give it up, or disable the webhook if it
+    accepted no event since the first try; and add an event to the job's history."""
     if row.tries < MAX_TRIES:
         row.next_try = now + timedelta(seconds=pause_after(row.tries) * random.uniform(0.9, 1.1))
         return
     reason = f"event {row.event_id} of {row.job_id} was not accepted in {row.tries} tries"
-    webhook.disabled_at, webhook.disabled_reason = now, f"{reason}: {row.error}"
+    if webhook.accepted_at is not None and (row.first_try is None or webhook.accepted_at >= row.first_try):
+        row.status = "failed"
+        if row.type == f"job.{EventType.WEBHOOK_GAVE_UP}":
+            return  # no event about an event about an event
+        kind, text = EventType.WEBHOOK_GAVE_UP, f"webhook {webhook.id}: {reason}, and is given up"
+    else:
+        webhook.disabled_at, webhook.disabled_reason = now, f"{reason}: {row.error}"
+        kind, text = EventType.WEBHOOK_DISABLED, f"webhook {webhook.id} is disabled: {reason}"
     with suppress(NotFound):
         lock_job(session, row.job_id)
         # without the error, which may show addresses that only admins may see
-        text = f"webhook {webhook.id} is disabled: {reason}"
-        add_event(session, row.job_id, EventType.WEBHOOK_DISABLED, text, data={"webhook": webhook.id})
+        add_event(session, row.job_id, kind, text, data={"webhook": webhook.id})
 
 
 def _pending(webhook_id: str) -> sa.ColumnElement[bool]:
@@ -325,12 +375,29 @@ def _is_free(session: Session, webhook: Webhook) -> bool:
 
 
 def _new_events(session: Session, webhook: Webhook, settled: int) -> tuple[list[_Found] | None, set[str]]:
-    """Return the next events after the cursor, and the jobs with a recorded event that is still to be delivered. None while the
-    receiver is down, or if too many events are recorded: then no further event is looked at."""
+    """Return the next events after the cursor, and the jobs with a recorded event that is still to be delivered. None if the
+    receiver is down and was tried less than ``_PROBE_PAUSE`` ago, or if too many events are recorded: then no further event is
+    looked at."""
     pending = session.scalars(sa.select(WebhookDelivery.job_id).where(_pending(webhook.id))).all()
-    if (pending and webhook.failures >= _UNREACHABLE) or len(pending) >= _MAX_PENDING:
+    if len(pending) >= _MAX_PENDING:
+        return None, set(pending)
+    tried, now = _last_failure_if_down(session, webhook), leases.database_now(session)
+    if tried is not None and tried <= now < tried + timedelta(seconds=_PROBE_PAUSE):
         return None, set(pending)
     return _after_cursor(session, webhook, settled), set(pending)
+
+
+def _last_failure_if_down(session: Session, webhook: Webhook) -> datetime | None:
+    """Return the time of the last failure if the receiver counts as down, else None: ``_UNREACHABLE`` failures in a row, of events
+    of at least two jobs since the last acceptance."""
+    if webhook.failures < _UNREACHABLE:
+        return None
+    failed = _pending(webhook.id) & (WebhookDelivery.tries > 0)
+    if webhook.accepted_at is not None:
+        failed &= WebhookDelivery.at > webhook.accepted_at
+    count, last = sa.func.count(sa.distinct(WebhookDelivery.job_id)), sa.func.max(WebhookDelivery.at)
+    jobs, tried = session.execute(sa.select(count, last).where(failed)).one()
+    return tried if jobs > 1 else None
 
 
 def _due(session: Session, webhook_id: str) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import Session
 from standardwebhooks import Webhook as Verifier
 from standardwebhooks import WebhookVerificationError
@@ -22,10 +23,17 @@ from ratchet_service.db.leases import LeaseLost, lease_values
 from ratchet_service.db.models import Event, Job, Webhook, WebhookDelivery
 from ratchet_service.db.transitions import add_event, lock_job
 from ratchet_service.usecases import webhooks
+from ratchet_service.webhooks import deliver as deliver_module
 from ratchet_service.webhooks.deliver import MAX_TRIES, Deliverer, passable, pause_after
 from ratchet_service.webhooks.settled import SettledEvents
 from tests.support.receiver import Receiver, happen, job_row, receiving, to_loopback
 from tests.support.server import wait_for
+
+
+@pytest.fixture(autouse=True)
+def hold_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, the next try is that after ``make_due``."""
+    monkeypatch.setattr(deliver_module, "pause_after", lambda _: 3600.0)
 
 
 def create(database: Database, receiver: Receiver, **fields: Any) -> tuple[str, str]:
@@ -195,6 +203,122 @@ def test_receiver_that_is_down_gets_only_the_events_that_failed(database: Databa
         assert sorted(one.event[0] for one in receiver.accepted()) == sorted(jobs)
 
 
+def test_receiver_that_came_back_is_noticed_by_a_new_event(database: Database) -> None:
+    jobs = [job_row(database, f"j{number}") for number in range(8)]
+    with receiving(lambda _: "503") as receiver:
+        webhook_id, _ = create(database, receiver)
+        for job_id in jobs:
+            happen(database, job_id)
+        deliver(database, webhook_id)
+        assert len(receiver.requests) == 5
+        pass_a_minute(database)
+        deliver(database, webhook_id)
+        assert [one.event[0] for one in receiver.requests[5:]] == [jobs[5]], "one new event is tried"
+        receiver.behave = lambda _: "200"
+        deliver(database, webhook_id)
+        assert receiver.accepted() == []
+        pass_a_minute(database)
+        deliver(database, webhook_id)
+        assert [one.event[0] for one in receiver.accepted()] == jobs[6:]
+
+
+def pass_a_minute(database: Database) -> None:
+    """All that is recorded happened more than a minute ago."""
+    with database.write() as session:
+        session.execute(sa.update(WebhookDelivery).values(at=utc_now() - timedelta(seconds=61)))
+
+
+def test_one_job_whose_events_are_rejected_does_not_hold_others_back(database: Database) -> None:
+    bad, good = job_row(database, "bad"), job_row(database, "good")
+    with receiving(lambda request: "400" if request.event[0] == bad else "200") as receiver:
+        webhook_id, _ = create(database, receiver)
+        happen(database, bad)
+        for _ in range(7):
+            deliver(database, webhook_id)
+            make_due(database)
+        happen(database, good)
+        deliver(database, webhook_id)
+        assert [one.event[0] for one in receiver.accepted()] == [good]
+
+
+def test_event_that_alone_is_never_accepted_is_given_up(database: Database, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = job_row(database, "bad"), job_row(database, "good")
+    with receiving(lambda _: "400") as receiver:
+        webhook_id, _ = create(database, receiver, types=["job.*"])
+        for _ in range(2):
+            happen(database, bad)
+        deliver(database, webhook_id)
+        rejected = receiver.requests[0].event
+        receiver.behave = lambda request: "400" if request.event == rejected else "200"
+        happen(database, good)
+        for _ in range(MAX_TRIES - 1):
+            make_due(database)
+            deliver(database, webhook_id)
+        deliver(database, webhook_id)
+        assert statuses(database, webhook_id) == ["failed", "delivered", "delivered", "delivered"]
+        with database.read() as session:
+            assert webhooks.view(session, webhooks.find(session, webhook_id)).enabled
+    assert [one.event[0] for one in receiver.accepted()] == [good, bad, bad]
+    assert receiver.accepted()[-1].json["type"] == "job.webhook-gave-up"
+    assert f"of {bad} is given up after {MAX_TRIES} tries" in caplog.text
+
+
+def test_error_of_the_database_is_raised_as_it_is_and_the_lease_ends(database: Database) -> None:
+    job_id = job_row(database, "a")
+    with receiving() as receiver:
+        webhook_id, _ = create(database, receiver)
+        happen(database, job_id)
+        fails = fail_at_insert(database)
+        with pytest.raises(OperationalError, match="disk I/O error"):
+            Deliverer(database, to_loopback()).deliver(webhook_id, SettledEvents(database).newest())
+        fails.clear()
+        deliver(database, webhook_id)
+    assert statuses(database, webhook_id) == ["delivered"]
+
+
+def fail_at_insert(database: Database) -> list[bool]:
+    """Until the list is cleared, the database stores no delivery."""
+    fails = [True]
+
+    @sa.event.listens_for(database.engine, "before_cursor_execute")
+    def fail(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        if fails and statement.startswith("INSERT INTO webhook_deliveries"):
+            raise OperationalError(statement, None, Exception("disk I/O error"))
+
+    return fails
+
+
+def test_webhook_with_an_error_pauses_before_it_is_tried_again(
+    database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    job_id = job_row(database, "a")
+    with receiving() as receiver:
+        create(database, receiver)
+        happen(database, job_id)
+        fails, deliverer = fail_at_insert(database), Deliverer(database, to_loopback())
+        wait_for(lambda: deliverer.run_round() or "disk I/O error" in caplog.text, "the error to be logged")
+        for _ in range(10):
+            deliverer.run_round()
+        fails.clear()
+        assert len(receiver.requests) == 1 and len(caplog.records) == 1
+        deliverer._stopping.set()
+
+
+def test_expired_lease_does_not_stop_the_cursor_of_an_idle_webhook(database: Database) -> None:
+    job_id = job_row(database, "a")
+    with receiving() as receiver:
+        webhook_id, _ = create(database, receiver)
+        with database.write() as session:
+            for key, value in lease_values(session, "elsewhere/1/1", -1).items():
+                setattr(session.get_one(Webhook, webhook_id), key, value)
+        happen(database, job_id, EventType.CHECKPOINT)
+        deliverer = Deliverer(database, to_loopback())
+        for _ in range(2):
+            deliverer.run_round()
+    with database.read() as session:
+        assert session.get_one(Webhook, webhook_id).cursor == session.scalar(sa.select(sa.func.max(Event.id)))
+
+
 def test_one_process_delivers_at_a_time(database: Database) -> None:
     job_id = job_row(database, "a")
     with receiving() as receiver:
@@ -359,10 +483,19 @@ def test_signatures_are_those_of_standard_webhooks_and_rotation_has_both(databas
         deliver(database, webhook_id)
         assert verifies(old, receiver) and verifies(new, receiver)
         with database.write() as session:
+            new = webhooks.rotate(session, webhook_id).secret
+        happen(database, job_id)
+        deliver(database, webhook_id)
+        assert verifies(old, receiver) and verifies(str(new), receiver), (
+            "a second rotation keeps the first secret's time"
+        )
+        with database.write() as session:
             session.get_one(Webhook, webhook_id).old_secret_until = utc_now() - timedelta(seconds=1)
         happen(database, job_id)
         deliver(database, webhook_id)
-        assert not verifies(old, receiver) and verifies(new, receiver)
+        assert not verifies(old, receiver) and verifies(str(new), receiver)
+        with database.read() as session:
+            assert session.get_one(Webhook, webhook_id).old_secret is None, "it is forgotten"
     assert receiver.requests[0].json["data"]["job"] == {"id": job_id, "name": "a", "owner": "local"}
 
 
