@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address
+from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final, NamedTuple
 
 import httpcore
@@ -22,8 +22,17 @@ DEADLINE: Final = 10.0
 """Seconds for a whole delivery: look-up, connection, request and answer."""
 _MAX_ANSWER: Final = 16 * 1024
 """Bytes of an answer's body that are read at most; the rest is not needed."""
-_EMBEDS_IPV4: Final = (IPv6Network("64:ff9b::/96"), IPv6Network("2002::/16"), IPv6Network("2001::/32"))
-"""NAT64, 6to4 and Teredo: such an address may lead to a private IPv4 address."""
+_ADDRESS_SECONDS: Final = 3.0
+"""For a connection to an address that is not the last of its name."""
+_UNICAST_IPV6: Final = IPv6Network("2000::/3")
+_SPECIAL: Final = tuple(
+    ip_network(text)
+    for text in (
+        "192.0.0.0/24", "192.88.99.0/24", "168.63.129.16",  # protocols, 6to4 relays, Azure's virtual host
+        "2001::/23", "2002::/16", "3fff::/20",  # protocols such as Teredo, 6to4, examples
+    )
+)  # fmt: skip
+"""Ranges that lead to no public host, or to any IPv4 address, beyond those that ``ipaddress`` knows."""
 
 
 class Answer(NamedTuple):
@@ -44,9 +53,9 @@ class Sender:
         """Send a POST request and return the result within ``DEADLINE`` seconds. Only a 2xx answer is an acceptance; redirects
         are not followed, and no proxy is used."""
         backend = _Backend(self._networks, time.monotonic() + DEADLINE)
-        if self._tls is None and url.startswith("https:"):
-            self._tls = httpx.create_ssl_context()
         try:
+            if self._tls is None and url.startswith("https:"):
+                self._tls = httpx.create_ssl_context()
             with (
                 httpcore.ConnectionPool(ssl_context=self._tls, network_backend=backend) as pool,
                 pool.stream("POST", url, headers=headers, content=body) as response,
@@ -82,14 +91,16 @@ class _Backend(httpcore.NetworkBackend):
     ) -> httpcore.NetworkStream:
         """Look ``host`` up once, and connect to its first permitted address that accepts. Raise ``httpcore.ConnectError``."""
         problem = f"{host} has no address"
-        for address in _look_up(host, port, _left(self._deadline)):
+        addresses = _look_up(host, port, _left(self._deadline))
+        for address in addresses:
             if not is_permitted(address, self._networks):
                 problem = f"{host} is at {address}, which is not public: see the service's --webhook-network"
                 continue
             try:
-                connect = httpcore.SyncBackend().connect_tcp
-                stream = connect(address, port, _left(self._deadline), local_address, socket_options)
-            except httpcore.ConnectError as error:
+                left = _left(self._deadline)
+                seconds = left if address == addresses[-1] else min(left, _ADDRESS_SECONDS)
+                stream = httpcore.SyncBackend().connect_tcp(address, port, seconds, local_address, socket_options)
+            except (httpcore.ConnectError, httpcore.ConnectTimeout) as error:
                 problem = f"{address}: {error}"
                 continue
             return _Stream(stream, self._deadline)
@@ -156,5 +167,7 @@ def is_permitted(text: str, networks: Sequence[Network]) -> bool:
         address = address.ipv4_mapped
     if any(address in network for network in networks):
         return True
-    embeds = isinstance(address, IPv6Address) and any(address in network for network in _EMBEDS_IPV4)
-    return address.is_global and not address.is_multicast and not embeds
+    if isinstance(address, IPv6Address) and address not in _UNICAST_IPV6:
+        return False
+    special = address.is_multicast or address.is_reserved or any(address in network for network in _SPECIAL)
+    return address.is_global and not special

@@ -30,7 +30,9 @@ def post(sender: Sender, url: str) -> Answer:
     [
         "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.1.1",
         "240.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fc00::1", "ff0e::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1",
-        "64:ff9b::7f00:1", "2002:7f00:1::1", "2001:0:1::1",
+        "64:ff9b::7f00:1", "2002:7f00:1::1", "2001:0:1::1", "64:ff9b:1::7f00:1", "fec0::1", "::127.0.0.1",
+        "::ffff:0:127.0.0.1", "192.0.0.192", "192.88.99.1", "168.63.129.16", "5f00::1", "4000::1", "2002:7f00:1::",
+        "2001:db8::1", "3fff::1",
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
@@ -38,7 +40,7 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 
 
 def test_public_addresses_and_those_of_the_option_are_permitted() -> None:
-    assert is_permitted(PUBLIC, ()) and is_permitted("2606:2800:220:1::1", ())
+    assert all(is_permitted(one, ()) for one in (PUBLIC, "1.1.1.1", "2606:2800:220:1::1", "2606:4700::1111"))
     assert is_permitted("::ffff:127.0.0.1", to_loopback()._networks) and not is_permitted(
         "::1", to_loopback()._networks
     )
@@ -97,6 +99,28 @@ def test_only_permitted_addresses_of_a_name_are_tried(monkeypatch: pytest.Monkey
     assert dialled == [PUBLIC, "127.0.0.1"]
 
 
+def test_address_that_does_not_answer_leaves_time_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    resolve_to(monkeypatch, [PUBLIC, "127.0.0.1"])
+    real, timeouts = httpcore.SyncBackend.connect_tcp, list[float]()
+
+    def connect(self: httpcore.SyncBackend, host: str, port: int, timeout: float, *more: Any) -> httpcore.NetworkStream:
+        timeouts.append(timeout)
+        if host == PUBLIC:
+            raise httpcore.ConnectTimeout("timed out")
+        return real(self, host, port, timeout, *more)
+
+    monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", connect)
+    with receiving() as receiver:
+        assert post(to_loopback(), f"http://several.test:{receiver.port}/") == Answer(200, None)
+    assert timeouts[0] == 3 < timeouts[1]
+
+
+def test_authorities_that_cannot_be_read_are_an_error_of_the_delivery(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", "/nowhere/ca.pem")
+    answer = post(to_loopback(), "https://127.0.0.1:1/")
+    assert answer.status is None and "FileNotFoundError" in str(answer.error)
+
+
 @pytest.mark.parametrize(
     "url", ["http://127.0.0.1:1/", "http://localhost:1/", "http://[::1]:1/", "http://2130706433:1/"]
 )
@@ -113,7 +137,7 @@ def test_redirects_are_not_followed() -> None:
 @pytest.mark.parametrize("answer", ["hang", "drip", "flood"])
 def test_request_ends_at_the_deadline_and_after_few_bytes(monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
     """``drip``: a byte comes long before each read's end, so that only the whole request's deadline ends it."""
-    monkeypatch.setattr(send, "DEADLINE", 1.0)
+    monkeypatch.setattr(send, "DEADLINE", 3.0)
     with receiving(lambda _: answer) as receiver:
         began = time.monotonic()
         result = post(to_loopback(), receiver.url)
