@@ -28,7 +28,7 @@ TYPES: Final = frozenset({*(f"job.{one}" for one in ({*Event, *EventType, *_ENDS
 """All types but those of notes, which begin with ``NOTES``."""
 DEFAULT_TYPES: Final = (
     "job.succeeded", "job.failed", "job.cancelled", NOT_EXACT, "job.replay-difference", "job.checkpoint-failed",
-    "job.checkpoint-quarantined", "job.not-proved-dead", "job.webhook-disabled",
+    "job.checkpoint-quarantined", "job.not-proved-dead", "job.webhook-disabled", "job.webhook-gave-up",
 )  # fmt: skip
 
 
@@ -43,7 +43,7 @@ def _check_url(url: str) -> str:
         raise ValueError("must be like https://host/path, in ASCII")
     if "@" in parts.netloc:
         raise ValueError("may not hold a user or a password: put a secret into the path, or verify the signature")
-    return url
+    return parts.scheme + url[len(parts.scheme) :]  # in small letters
 
 
 def _check_type(text: str) -> str:
@@ -102,7 +102,7 @@ class WebhookView(View):
     SHOWN = ("id", "url", "format", "enabled")
 
     id: str
-    url: str
+    url: str = Field(description="Without its path for the format `slack`, since that is a secret.")
     types: list[str]
     owner: str | None = None
     label: str | None = None
@@ -139,7 +139,8 @@ class DeliveryView(View):
     job_id: str
     type: str
     status: str = Field(
-        description="`delivered`; `retrying`; `waiting`: for an earlier event of its job; `dropped`: the job was deleted."
+        description="`delivered`; `retrying`; `waiting`: for an earlier event of its job; `failed`: given up; "
+        "`dropped`: the job was deleted."
     )
     tries: int
     answer: int | None = Field(None, description="HTTP status of the last answer; null: there was none.")

@@ -7,6 +7,7 @@ import string
 import time
 from datetime import timedelta
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session
@@ -32,7 +33,7 @@ from ratchet_service.webhooks import message
 from ratchet_service.webhooks.send import Sender
 
 MAX_WEBHOOKS: Final = 50
-_SAME: Final = WebhookView.model_fields.keys() - {"enabled", "pending"}
+_SAME: Final = WebhookView.model_fields.keys() - {"url", "enabled", "pending"}
 OVERLAP: Final = timedelta(hours=24)
 """Time after a rotation in which the old secret signs too."""
 
@@ -83,7 +84,7 @@ def change(session: Session, webhook_id: str, request: WebhookChange) -> Webhook
     gets all its tries again. Raise ``NotFound``."""
     row = find(session, webhook_id, lock=True)
     values = request.model_dump(exclude_unset=True)
-    now = view(session, row).model_dump()
+    now = view(session, row).model_dump() | {"url": row.url}
     if changed := sorted(key for key, value in values.items() if now[key] != value):
         _record(session, AuditAction.CHANGE_WEBHOOK, row, changed=changed)
     enabled = values.pop("enabled", None)
@@ -100,12 +101,15 @@ def change(session: Session, webhook_id: str, request: WebhookChange) -> Webhook
 
 
 def rotate(session: Session, webhook_id: str) -> WebhookMade:
-    """Give the webhook a new secret, and return it. For ``OVERLAP`` the old one signs too. Raise ``NotFound``, or ``Conflict``
+    """Give the webhook a new secret, and return it. For ``OVERLAP`` the old one signs too, not one of
+    a further rotation in that time. Raise ``NotFound``, or ``Conflict``
     for the format ``slack``."""
     row = find(session, webhook_id, lock=True)
     if row.secret is None:
         raise Conflict("a webhook of the format slack has no secret: its URL is one", code="no-secret")
-    row.old_secret, row.old_secret_until = row.secret, now_in(session) + OVERLAP
+    now = now_in(session)
+    if row.old_secret_until is None or row.old_secret_until <= now:
+        row.old_secret, row.old_secret_until = row.secret, now + OVERLAP
     row.secret = message.new_secret()
     _record(session, AuditAction.ROTATE_WEBHOOK, row)
     session.flush()
@@ -156,10 +160,12 @@ def _pending(webhook_id: str) -> tuple[sa.ColumnElement[bool], ...]:
 
 
 def view(session: Session, row: Webhook) -> WebhookView:
-    """Return the API's view of a webhook, without its secret."""
+    """Return the API's view of a webhook, without its secret; for the format ``slack`` the URL's path is one."""
+    parts = urlsplit(row.url)
+    url = f"{parts.scheme}://{parts.netloc}/..." if row.format == "slack" else row.url
     pending = session.scalar(sa.select(sa.func.count()).select_from(WebhookDelivery).where(*_pending(row.id)))
     same = {name: getattr(row, name) for name in _SAME}
-    return WebhookView.model_validate(same | {"enabled": row.disabled_at is None, "pending": pending or 0})
+    return WebhookView.model_validate(same | {"url": url, "enabled": row.disabled_at is None, "pending": pending or 0})
 
 
 def _made(session: Session, row: Webhook) -> WebhookMade:

@@ -33,6 +33,17 @@ def test_created_webhook_shows_its_secret_once(team: Team) -> None:
     assert rotated["old_secret_until"] is not None
 
 
+def test_path_of_a_slack_url_is_not_shown(team: Team) -> None:
+    url, key = "HTTPS://hooks.slack.test:444/services/T1/secret", {"Idempotency-Key": "k"}
+    answers = [team.root.post("/v1/webhooks", json={"url": url, "format": "slack"}, headers=key) for _ in range(2)]
+    path = answers[0].headers["location"]
+    answers += [team.root.get("/v1/webhooks"), team.root.get(path), team.root.patch(path, json={"types": ["job.*"]})]
+    answers += [team.root.patch(path, json={"url": url + "2"}), team.root.get(path)]
+    for answer in answers:
+        assert "secret" not in answer.text.replace('"secret":null', "").replace("old_secret", "")
+        assert "https://hooks.slack.test:444/..." in answer.text
+
+
 def test_webhook_can_be_changed_disabled_and_deleted(team: Team) -> None:
     made = team.root.post("/v1/webhooks", json=URL | {"owner": "ann", "format": "slack"}).json()
     path = f"/v1/webhooks/{made['id']}"
@@ -41,7 +52,7 @@ def test_webhook_can_be_changed_disabled_and_deleted(team: Team) -> None:
         ["job.*"],
         None,
         "team=vision",
-        URL["url"],
+        "https://hooks.example.org/...",
     )
     off = team.root.patch(path, json={"enabled": False}).json()
     assert not off["enabled"] and off["disabled_reason"] == "disabled by an admin"
