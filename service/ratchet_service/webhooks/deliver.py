@@ -388,7 +388,7 @@ def _new_events(session: Session, webhook: Webhook, settled: int) -> tuple[list[
 
 
 def _last_failure_if_down(session: Session, webhook: Webhook) -> datetime | None:
-    """Return the time of the last failure if the receiver counts as down, else None: ``_UNREACHABLE`` failures in a row, of events
+    """Return the time of the last failure if the receiver is down, else None: ``_UNREACHABLE`` failures in a row, of events
     of at least two jobs since the last acceptance."""
     if webhook.failures < _UNREACHABLE:
         return None
