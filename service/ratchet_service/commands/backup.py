@@ -24,7 +24,7 @@ from ratchet_service.checkpoints import run_directory_scan
 from ratchet_service.config.settings import Settings
 from ratchet_service.db import migrate
 from ratchet_service.db.engine import Database, first_line, normalise_url, utc_now
-from ratchet_service.db.models import ApiToken
+from ratchet_service.db.models import ApiToken, Webhook
 from ratchet_service.errors import StartError
 
 _BUSY_SECONDS: Final = 20.0
@@ -155,7 +155,12 @@ def describe_differences(settings: Settings) -> Iterator[str]:
         migrate.check_revision(database)
         yield from run_directory_scan.compare(settings.paths, database).sentences()
         with database.read() as session:
-            if not sa.inspect(session.connection()).has_table(ApiToken.__tablename__):
+            tables = sa.inspect(session.connection())
+            if tables.has_table(Webhook.__tablename__):
+                enabled = sa.select(sa.func.count()).select_from(Webhook).where(Webhook.disabled_at.is_(None))
+                if count := session.scalar(enabled):
+                    yield f"webhooks in it that get events as soon as the service starts: {count}; see docs/backup.md"
+            if not tables.has_table(ApiToken.__tablename__):
                 return
             valid = sa.select(sa.func.count()).select_from(ApiToken).where(ApiToken.revoked_at.is_(None))
             if count := session.scalar(valid):

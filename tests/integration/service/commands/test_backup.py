@@ -15,11 +15,13 @@ import pytest
 import sqlalchemy as sa
 
 from ratchet_contract.api.roles import Role
+from ratchet_contract.api.webhooks import WebhookRequest
 from ratchet_service import __main__
 from ratchet_service.commands import backup
 from ratchet_service.db import migrate
 from ratchet_service.db.engine import Database, sqlite_url, utc_now
 from ratchet_service.db.models import Event, Job
+from ratchet_service.usecases import webhooks
 from tests.support.tokens import make_token
 
 
@@ -95,6 +97,8 @@ def test_restore_replaces_the_database_and_reports_later_jobs_and_tokens(
     database = Database(sqlite_url(home / "ratchet.db"))
     later = add_job(database, "later")
     make_token(database, "local", Role.ADMIN)
+    with database.write() as session:
+        webhooks.create(session, "local", WebhookRequest(url="https://hooks.example/"))
     database.dispose()
     (home / "jobs" / later / "attempts" / "0001").mkdir(parents=True)
     (home / "jobs" / "job-0000000first" / "attempts" / "0002").mkdir(parents=True)
@@ -105,12 +109,14 @@ def test_restore_replaces_the_database_and_reports_later_jobs_and_tokens(
     said = capsys.readouterr().out
     assert f"1 job on the disk, but not in the database: {later}" in said
     assert "1 job with attempts that the database does not know: job-0000000first" in said
-    assert "not revoked" not in said
+    assert "not revoked" not in said and "webhooks" not in said
     assert jobs_in(home / "ratchet.db") == ["first"]
     (aside,) = home.glob("ratchet.db.before-*")
     assert jobs_in(aside) == ["first", "later"]
     assert command(home, "restore", "--replace", str(aside)) == 0
-    assert "tokens in it that are not revoked, including those revoked after the backup: 1." in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tokens in it that are not revoked, including those revoked after the backup: 1." in said
+    assert "webhooks in it that get events as soon as the service starts: 1;" in said
 
 
 @pytest.mark.parametrize("name", ["ratchet.db", "../link.db", "../hard.db", "ratchet.db-wal", "service.lock", "new.db"])
