@@ -289,19 +289,21 @@ def fail_at_insert(database: Database) -> list[bool]:
 
 
 def test_webhook_with_an_error_pauses_before_it_is_tried_again(
-    database: Database, caplog: pytest.LogCaptureFixture
+    database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(deliver_module, "_ERROR_PAUSE", 3600.0)
     job_id = job_row(database, "a")
     with receiving() as receiver:
-        create(database, receiver)
+        webhook_id, _ = create(database, receiver)
         happen(database, job_id)
-        fails, deliverer = fail_at_insert(database), Deliverer(database, to_loopback())
+        fail_at_insert(database)
+        deliverer = Deliverer(database, to_loopback())
         wait_for(lambda: deliverer.run_round() or "disk I/O error" in caplog.text, "the error to be logged")
-        for _ in range(10):
-            deliverer.run_round()
-        fails.clear()
-        assert len(receiver.requests) == 1 and len(caplog.records) == 1
+        deliverer._at_work[webhook_id].join(1)
+        deliverer.run_round()
         deliverer._stopping.set()
+        deliverer._at_work[webhook_id].join(30)
+        assert len(receiver.requests) == 1 and len(caplog.records) == 1
 
 
 def test_expired_lease_does_not_stop_the_cursor_of_an_idle_webhook(database: Database) -> None:
