@@ -80,7 +80,7 @@ def test_wheels_have_one_version_and_no_common_file(wheels: Path) -> None:
     assert {name.partition("/")[2] for name in theirs if "LICENSE" in name} == {"licenses/LICENSE"}
     assert (hooks.read_text("licenses/LICENSE") or "") == (ROOT / "LICENSE").read_text()
     assert hooks.metadata.get_payload() == (ROOT / "hooks" / "README.md").read_text()  # type: ignore[attr-defined]
-    assert {line for line in train.requires or () if "hooks" in line} == {f"ratchet-hooks=={RATCHET_VERSION}"}
+    assert {line for line in train.requires or () if "ratchet-hooks" in line} == {f"ratchet-hooks=={RATCHET_VERSION}"}
     asked = {line.partition(";")[0].strip() for line in train.requires or () if line.endswith("extra == 'worker'")}
     assert {line.partition(";")[0].strip() for line in hooks.requires or ()} == {
         line for line in asked if line.startswith(("torch", "numpy"))
@@ -139,7 +139,7 @@ def test_editable_install_provides_hooks_and_train_without_index(tmp_path: Path)
     program = """
 import ratchet_client.cli.app, ratchet_hooks.specs
 from importlib.metadata import requires, version
-print(ratchet_hooks.__file__, version("ratchet-train"), any("hooks" in line for line in requires("ratchet-train")))
+print(ratchet_hooks.__file__, version("ratchet-train"), any("ratchet-hooks" in line for line in requires("ratchet-train")))
 """
     place, *told = run(python, program).split()
     assert Path(place).is_relative_to(ROOT / "hooks") and told == [RATCHET_VERSION, "False"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -268,24 +269,23 @@ def test_error_of_the_database_is_raised_as_it_is_and_the_lease_ends(database: D
     with receiving() as receiver:
         webhook_id, _ = create(database, receiver)
         happen(database, job_id)
-        fails = fail_at_insert(database)
-        with pytest.raises(OperationalError, match="disk I/O error"):
+        with failing_at_insert(database), pytest.raises(OperationalError, match="disk I/O error"):
             Deliverer(database, to_loopback()).deliver(webhook_id, SettledEvents(database).newest())
-        fails.clear()
         deliver(database, webhook_id)
     assert statuses(database, webhook_id) == ["delivered"]
 
 
-def fail_at_insert(database: Database) -> list[bool]:
-    """Until the list is cleared, the database stores no delivery."""
-    fails = [True]
+@contextmanager
+def failing_at_insert(database: Database) -> Iterator[None]:
+    """The database stores no delivery meanwhile."""
 
-    @sa.event.listens_for(database.engine, "before_cursor_execute")
     def fail(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if fails and statement.startswith("INSERT INTO webhook_deliveries"):
+        if statement.startswith("INSERT INTO webhook_deliveries"):
             raise OperationalError(statement, None, Exception("disk I/O error"))
 
-    return fails
+    sa.event.listen(database.engine, "before_cursor_execute", fail)
+    yield
+    sa.event.remove(database.engine, "before_cursor_execute", fail)
 
 
 def test_webhook_with_an_error_pauses_before_it_is_tried_again(
@@ -293,10 +293,9 @@ def test_webhook_with_an_error_pauses_before_it_is_tried_again(
 ) -> None:
     monkeypatch.setattr(deliver_module, "_ERROR_PAUSE", 3600.0)
     job_id = job_row(database, "a")
-    with receiving() as receiver:
+    with receiving() as receiver, failing_at_insert(database):
         webhook_id, _ = create(database, receiver)
         happen(database, job_id)
-        fail_at_insert(database)
         deliverer = Deliverer(database, to_loopback())
         wait_for(lambda: deliverer.run_round() or "disk I/O error" in caplog.text, "the error to be logged")
         deliverer._at_work[webhook_id].join(1)
