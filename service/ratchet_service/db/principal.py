@@ -36,6 +36,6 @@ def session_info(caller: Principal | None) -> dict[str, Any]:
 
 
 def caller_of(session: Session) -> Principal | None:
-    """Return the caller for whom this session writes; None: the service itself."""
+    """Return the caller of this transaction; None: the service itself."""
     found = session.info.get(_KEY)
     return found if isinstance(found, Principal) else None
