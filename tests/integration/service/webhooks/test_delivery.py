@@ -130,7 +130,7 @@ def test_event_committed_after_one_with_a_larger_id_is_sent(database: Database) 
 def test_writers_that_never_pause_do_not_hold_delivery_back(database: Database) -> None:
     """At each look another transaction has written and not committed; only those of the look before matter."""
     if database.is_sqlite:
-        pytest.skip("SQLite has one writer at a time")
+        pytest.skip("SQLite has one writer at a time: the test on PostgreSQL runs it")
     settled, jobs = SettledEvents(database), [job_row(database, name) for name in "abc"]
     with ExitStack() as later:
         with database.write() as open_at_first:
