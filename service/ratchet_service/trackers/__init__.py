@@ -1,0 +1,1 @@
+"""Export of jobs to experiment trackers: TensorBoard, MLflow and W&B."""
