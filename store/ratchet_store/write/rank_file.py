@@ -13,7 +13,7 @@ from ratchet_contract.checkpoint.manifest import RANK_PREFIX, FileEntry, TensorE
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
 from ratchet_hooks.state.safetensors_header import ITEMSIZE, Stored, entries_json
-from ratchet_store.filesystem.durable_io import EXISTS, write_error
+from ratchet_store.filesystem.durable_io import EXISTS, wait_for_writeback, write_error
 from ratchet_store.format.json_state import JsonValue, encode_state
 from ratchet_store.format.safetensors_header import MAX_DIMENSIONS, build_header, is_complete
 from ratchet_store.write.block_writer import BLOCK, Blockwise, Range
@@ -94,6 +94,7 @@ class RankWriter:
             _raise_if_committed(directory)
             with atomic_file(path, durable=True) as fd:
                 size, blocks, digests = self._stream(Blockwise(fd, header, view, BLOCK, ranges))
+                wait_for_writeback(fd, size)
         except OSError as error:
             raise write_error(path, error, len(header) + layout.size) from error
         file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=blocks)

@@ -15,7 +15,6 @@ from ratchet_contract.errors import RatchetError
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_hooks.specs.hook_specs import CustomSpec
-from ratchet_store.filesystem.durable_io import unwritten_pages
 from ratchet_store.format.manifest_file import ManifestWriter, mark_finished
 from ratchet_store.retention.attempt_retention import Keeper
 from ratchet_worker.checkpoint.checkpoint_content import Content
@@ -231,12 +230,11 @@ class _Listings:
 
 
 def write_progress(directory: Path) -> tuple[int, int]:
-    """Return two numbers that show whether a save in ``directory`` makes progress. The first is the sizes of its files plus
-    the bytes allocated for them; it grows. The second is the number of pages that are not on the disk yet; it shrinks during a
-    sync. Both are 0 after an error."""
+    """Return two numbers that change while a save in ``directory`` makes progress. The first is the sizes of its files plus the
+    bytes allocated for them. The second is the sum of their times of modification, which a writer also changes while it waits
+    for a slow disk (``wait_for_writeback``). Both are 0 after an error."""
     try:
-        paths = list(directory.iterdir())
-        found = [path.stat() for path in paths]
-        return sum(one.st_size + 512 * one.st_blocks for one in found), sum(map(unwritten_pages, paths))
+        found = [path.stat() for path in directory.iterdir()]
+        return sum(one.st_size + 512 * one.st_blocks for one in found), sum(one.st_mtime_ns for one in found)
     except OSError:
         return 0, 0

@@ -206,10 +206,6 @@ def test_slow_disk_is_waited_for_and_no_save_is_lost(place: Place, whole: Path) 
     assert comparison.identical, render(comparison)
 
 
-@pytest.mark.skipif(
-    tuple(map(int, os.uname().release.split(".")[:2])) < (6, 5),
-    reason="needs Linux 6.5, which tells what is yet to be written",
-)
 def test_slow_save_that_makes_progress_is_not_aborted(place: Place, whole: Path) -> None:
     """The files have their sizes at once, in memory; the disk takes six seconds for what rank 1 has there."""
     disk = place.loop_device("ext4")

@@ -3,8 +3,13 @@ lists of tensors is never that of another save."""
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +20,22 @@ from torch.distributed import HashStore
 
 from ratchet_contract.checkpoint.manifest import HOOK_SUMMARY, HookRecord, parse_entries
 from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import MANIFEST_NAME, JobPaths
 from ratchet_contract.spec.checkpoint import CheckpointSpec
 from ratchet_hooks.summary import HookSummary
+from ratchet_store.filesystem import durable_io
 from ratchet_store.format import manifest_file as store_commit
 from ratchet_store.format.manifest_file import read_manifest
 from ratchet_store.read.checkpoint_reader import CheckpointReader, verify
-from ratchet_store.write.rank_file import RankWriter
+from ratchet_store.write.rank_file import Piece, RankWriter, Written
 from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.manifest_commit import Committer, Order, Verdict, write_progress
 from ratchet_worker.coordination.store_exchange import Exchange, PeerTimeout
 from ratchet_worker.state.replica_digests import number_of_parts, plan_parts, slice_digests
 from ratchet_worker.state.snapshot import Snapshot
 from tests.support.one_shot_writers import Given, layout_pieces
+from tests.support.server import wait_for
 
 RANKS = 2
 
@@ -222,3 +230,69 @@ def test_written_bytes_detect_progress_of_out_of_order_blocks(tmp_path: Path) ->
         file.write(block)
         os.fsync(file.fileno())
         assert write_progress(tmp_path) != before
+
+
+class SlowDisk:
+    """``sync_file_range`` of a disk that needs a permission for each wait."""
+
+    def __init__(self) -> None:
+        self.permits, self.waits = threading.Semaphore(0), list[tuple[int, int]]()
+        self.code = 0
+
+    def __call__(self, _fd: int, offset: int, nbytes: int, flags: int) -> int:
+        if flags & 4:
+            self.waits.append((offset, nbytes))
+            assert self.permits.acquire(timeout=30)
+            ctypes.set_errno(self.code)
+        return -1 if self.code else 0
+
+    def has_begun(self, number: int) -> bool:
+        return len(self.waits) > number
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> SlowDisk:
+    disk = SlowDisk()
+    monkeypatch.setattr(durable_io, "_sync_file_range", lambda: disk)
+    monkeypatch.setattr(durable_io, "_SHOW_SECONDS", 0.0)
+    return disk
+
+
+def write_three_mib(directory: Path) -> Written:
+    return RankWriter(0, 1).write(directory, [Piece("w", "U8", (3 << 20,), 0, 3 << 20)], bytes(3 << 20), {})
+
+
+def test_written_bytes_show_progress_while_a_slow_disk_has_yet_to_write_them(
+    tmp_path: Path, slow_disk: SlowDisk
+) -> None:
+    """Size and allocation of the file are final, and each MiB that reaches the disk is progress."""
+    directory = tmp_path / "step"
+    with ThreadPoolExecutor(1) as pool:
+        written = pool.submit(write_three_mib, directory)
+        seen = []
+        for number in range(3):
+            wait_for(partial(slow_disk.has_begun, number), "the wait for the disk", 30)
+            seen.append(write_progress(directory))
+            time.sleep(0.01)  # a file system's clock may be that coarse
+            slow_disk.permits.release()
+        slow_disk.permits.release(9)
+        written.result(30)
+    assert len({size for size, _ in seen}) == 1 and len(set(seen)) == 3, seen
+    assert slow_disk.waits[0][0] == 0 and all(nbytes <= 1 << 20 for _, nbytes in slow_disk.waits)
+
+
+@pytest.mark.parametrize(
+    ("code", "fails"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.ENOSYS, False), (errno.EPERM, False)]
+)
+def test_error_of_a_wait_for_the_disk_fails_the_save(
+    tmp_path: Path, slow_disk: SlowDisk, code: int, fails: bool
+) -> None:
+    """Linux reports an error of the disk once: ``fsync`` would succeed. Where the call is refused, ``fsync`` alone decides."""
+    slow_disk.permits.release(9)
+    slow_disk.code = code
+    if not fails:
+        assert write_three_mib(tmp_path / "step").file.size > 3 << 20
+        return
+    with pytest.raises(CheckpointError, match=os.strerror(code)):
+        write_three_mib(tmp_path / "step")
+    assert not list((tmp_path / "step").iterdir())
