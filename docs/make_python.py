@@ -54,6 +54,7 @@ COMMON: Final = {
 FIRST: Final[dict[str, tuple[str, ...]]] = {
     "Session": (
         "__init__", "prepare", "epochs", "enumerate", "wrap", "register", "ignore", "restore", "batches", "steps", "log",
+        "alert",
         "checkpoint", "evaluation",
     ),
     "RatchetClient": ("__init__", "submit", "plan", "job", "jobs", "view", "wait", "poll", "series", "metrics", "logs", "events"),

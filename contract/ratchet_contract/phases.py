@@ -181,6 +181,7 @@ class EventType(StrEnum):
 
     RANK_STARTED = "rank-started"
     RESUMED = "resumed"  # state restored, or started at step 0
+    ALERT = "alert"  # of the training script
     REPLAY_DIFFERENCE = "replay-difference"  # the attempt's first step whose replay gave a different result
     RESULT = "result"  # a node's agent has ended
     ATTEMPT_ENDED = "attempt-ended"

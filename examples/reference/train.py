@@ -52,6 +52,8 @@ def main() -> None:
                         right += int((net(x.to(session.device)).argmax(1).cpu() == y).sum())
                         total += len(y)
                     session.log(ev.averages({"accuracy": (right, total)}) | {"largest_loss": largest})
+            if step == 30 and session.rank == 0:
+                session.alert("three quarters are done", f"loss {float(loss):.3f}")
             if step == 24:
                 session.checkpoint()
         session.finish()  # the end of the `with` block would do it, too

@@ -27,8 +27,9 @@ _NEVER: Final = {
 TYPES: Final = frozenset({*(f"job.{one}" for one in ({*Event, *EventType, *_ENDS} - _NEVER)), NOT_EXACT})
 """All types but those of notes, which begin with ``NOTES``."""
 DEFAULT_TYPES: Final = (
-    "job.succeeded", "job.failed", "job.cancelled", NOT_EXACT, "job.replay-difference", "job.checkpoint-failed",
-    "job.checkpoint-quarantined", "job.not-proved-dead", "job.webhook-disabled", "job.webhook-gave-up",
+    "job.succeeded", "job.failed", "job.cancelled", "job.alert", NOT_EXACT, "job.replay-difference",
+    "job.checkpoint-failed", "job.checkpoint-quarantined", "job.not-proved-dead", "job.webhook-disabled",
+    "job.webhook-gave-up",
 )  # fmt: skip
 
 

@@ -298,6 +298,26 @@ class Quarantined(Message):
     error: str
 
 
+AlertLevel = Literal["info", "warning", "error"]
+
+
+class Alert(Message):
+    """What a training script sends by ``Session.alert``. ``step``: the open step, counted from 1."""
+
+    kind: Literal["alert"] = "alert"
+    rank: int
+    at: str
+    step: int
+    title: str = Field(min_length=1, max_length=200)
+    text: str = Field("", max_length=1000)
+    level: AlertLevel = "info"
+
+    @property
+    def line(self) -> str:
+        """Title and text."""
+        return f"{self.title}: {self.text}" if self.text else self.title
+
+
 class Note(Message):
     """A text for the job's history, such as a warning, that has no message class of its own. It becomes an event of the type
     ``note.TYPE``. ``type``: this ``TYPE``, a short word in kebab-case."""
@@ -312,7 +332,7 @@ class Note(Message):
 
 RankMessage = Annotated[
     Started | Training | Resumed | Metrics | Progress | RedoneSteps | HookState | CheckpointCommitted | CheckpointUploaded
-    | CheckpointFailed | CheckpointDeleted | Quarantined | Note,
+    | CheckpointFailed | CheckpointDeleted | Quarantined | Alert | Note,
     Field(discriminator="kind"),
 ]  # fmt: skip
 

@@ -6,11 +6,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, get_args
 
+import sqlalchemy as sa
 from sqlalchemy.orm import Session
 
 from ratchet_contract.phases import Event, EventType
 from ratchet_contract.plural import pluralize
 from ratchet_contract.protocol.messages import (
+    Alert,
     CheckpointCommitted,
     CheckpointDeleted,
     CheckpointFailed,
@@ -30,7 +32,7 @@ from ratchet_contract.protocol.messages import (
 from ratchet_service.agent_reports.checkpoint_effects import Checkpoints, Key
 from ratchet_service.agent_reports.metric_series import Samples, Series
 from ratchet_service.config.output_limits import Bounds
-from ratchet_service.db import transitions
+from ratchet_service.db import models, transitions
 from ratchet_service.db.clock import now_in
 from ratchet_service.db.models import Attempt, Job
 from ratchet_service.db.sanitize import parse_time, sanitize_bounded_json, sanitize_json, sanitize_text
@@ -127,6 +129,8 @@ class Effects:
                 self._checkpoints.apply_deleted(message)
             case Quarantined():
                 self._checkpoints.apply_quarantined(message)
+            case Alert():
+                self._apply_alert(rank, message)
             case Note():
                 node = node_of_agent_rank(rank)
                 who = {"rank": rank} if node is None else {"node": node}
@@ -253,6 +257,27 @@ class Effects:
         difference = add_redone(self._attempt, rank, message)
         if difference is not None:
             self._add_event(EventType.REPLAY_DIFFERENCE, difference.sentence(), difference.model_dump(mode="json"))
+
+    def _apply_alert(self, rank: int, message: Alert) -> None:
+        """Add an event, unless an earlier attempt has stored an alert of the same rank, step and title."""
+        title, text = sanitize_text(message.title), sanitize_text(message.text)
+        data = {"title": title, "text": text, "level": message.level, "step": message.step, "rank": rank}
+        if self._attempt.notes_reported < self._bounds.notes and self._is_redone(data):
+            return
+        self._add_note(EventType.ALERT, sanitize_text(message.line), data)
+
+    def _is_redone(self, alert: dict[str, Any]) -> bool:
+        """True if an earlier attempt has stored an alert of the same rank, step and title."""
+        data = models.Event.data
+        query = sa.select(models.Event.id).where(
+            models.Event.job_id == self._job.id,
+            models.Event.type == EventType.ALERT,
+            models.Event.attempt < self._attempt.number,
+            data["step"].as_integer() == alert["step"],
+            data["rank"].as_integer() == alert["rank"],
+            data["title"].as_string() == alert["title"],
+        )
+        return self._session.scalar(query.limit(1)) is not None
 
     def _apply_hook_state(self, rank: int, message: HookState) -> None:
         """Collect the rank's hook summary."""

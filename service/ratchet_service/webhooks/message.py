@@ -50,6 +50,9 @@ def of_event(webhook: Webhook, event: Event, job_name: str, owner: str) -> Messa
     text = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "..."
     # the time too: a database restored from a backup assigns ids again
     ident = f"{webhook.id}_{event.id}_{int(event.at.timestamp())}"
+    if webhook.format == "slack" and event.type == EventType.ALERT:
+        level, step = event.data.get("level"), event.data.get("step")
+        return Message(ident, _slack(f"alert: {text} ({level}, step {step} of {job_name}, {event.job_id}, {owner})"))
     if webhook.format == "slack":
         return Message(ident, _slack(f"{kind}: {job_name} ({event.job_id}, {owner}): {text}"))
     fits = len(json.dumps(event.data)) <= _MAX_DETAILS

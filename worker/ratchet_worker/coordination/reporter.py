@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast, get_args
 
 import torch
 
@@ -164,6 +164,18 @@ class Reporter:
         """Send that a damaged checkpoint, by step and attempt, was moved to the quarantine."""
         self._send(m.Quarantined(rank=self._rank, at=now(), step=step, attempt=attempt, error=error))
 
+    def alert(self, step: int, title: str, text: str, level: str) -> None:
+        """Send an alert of the script. ``title`` and ``text`` are cut at 200 and 1000 characters, with ``...`` at the end, and
+        the title becomes one line. Raises ``UserError`` for an unknown level, and for what is no text or an empty title."""
+        if level not in get_args(m.AlertLevel):
+            raise UserError(f"an alert's level is {', '.join(get_args(m.AlertLevel))}, not {str(level)[:40]!r}")
+        if not isinstance(title, str) or not isinstance(text, str) or not title.strip():
+            raise UserError("an alert needs a title that is text and not empty; its text is text, too: use str(value)")
+        title, text = _cut(" ".join(title.split()), 200), _cut(text.strip(), 1000)
+        self._send(
+            m.Alert(rank=self._rank, at=now(), step=step, title=title, text=text, level=cast("m.AlertLevel", level))
+        )
+
     def note(self, type_: NoteType, message: str, **data: Any) -> None:
         """Send an event for the job's history. ``message`` is cut at 4000 characters; ``data``: further fields of the event."""
         self._send_note(type_, message, data)
@@ -181,6 +193,12 @@ class Reporter:
 
 
 Reason = Literal["schedule", "stop", "request", "end", "first"]
+
+
+def _cut(text: str, most: int) -> str:
+    """Return ``text``, with ``...`` at the end if it was longer than ``most`` characters, and ``?`` for what is no character."""
+    text = text.encode("utf-8", "replace").decode()
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def metric_value(name: str, value: float | torch.Tensor) -> float:

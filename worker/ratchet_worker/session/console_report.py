@@ -60,6 +60,8 @@ class ConsoleReport(Spool):
                 return [f"step {message.step} was not saved: {message.error}"]
             case m.Quarantined():
                 return [f"the checkpoint of step {message.step} is damaged and was set aside: {message.error}"]
+            case m.Alert():
+                return [f"{message.level}: {' '.join(message.line.split())}"]
             case m.Note():
                 return [message.message]
         return []

@@ -377,3 +377,14 @@ class Session:
         """Log metrics of the current step. ``values``: numbers or tensors of one element, by name. Only rank 0's values are kept
         and checked. Raises ``UserError`` for an invalid name or value."""
         self._runtime.log(values)
+
+    def alert(self, title: str, text: str = "", level: str = "info") -> None:
+        """Add an event ``alert`` of the current step to the job's history; webhooks send it as ``job.alert``. ``level``:
+        ``info``, ``warning`` or ``error``. ``title`` and ``text`` are cut after 200 and 1000 characters, with ``...`` at the end.
+
+        Each rank that calls this adds an event of its own, so call it on rank 0 only, unless the alert is about a rank. A resume
+        repeats steps, but not their alerts: an alert is left out if an earlier attempt has sent one of the same rank, step and
+        title. So put numbers that may vary into ``text``. After 1000 alerts and notes, further ones of an attempt are only
+        counted. Without a service, the alert is a line on stderr. Raises ``UserError`` for another level, an empty title, and
+        values that are not ``str``."""
+        self._runtime.alert(title, text, level)

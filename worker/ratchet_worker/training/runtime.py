@@ -470,6 +470,10 @@ class Runtime:
             self.reporter.report_metrics(step, found)
             self.checkpointer.record_metrics(step, found)
 
+    def alert(self, title: str, text: str, level: str) -> None:
+        """Send an alert in the open step; between two steps, in the last step."""
+        self.reporter.alert(self.open_step, title, text, level)
+
     def finish(self) -> None:
         """End the job: save the final checkpoint unless it exists, and wait for all ranks. Raises ``Stopped``,
         ``CheckpointError``, ``UserError`` if, for example, a fork has done no step, and ``RuntimeError`` if the training thread

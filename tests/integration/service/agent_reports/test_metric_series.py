@@ -222,6 +222,41 @@ def test_notes_beyond_the_bound_are_counted_and_left_out(told: Told) -> None:
     assert told.events("note.n")[-1].message == "again"
 
 
+def alert(step: int, title: str, rank: int = 0, text: str = "") -> dict[str, Any]:
+    return message("alert", rank, step=step, title=title, text=text, level="warning")
+
+
+def test_alert_of_a_redone_step_is_stored_once(told: Told) -> None:
+    told.say(alert(7, "spike", text="loss 9.5"), alert(7, "spike", text="loss 9.6"), alert(8, "o'h\"%"))
+    told.next()
+    told.say(alert(7, "spike", text="loss 9.7"), alert(8, "o'h\"%"), alert(8, "spike"), alert(9, "spike"))
+    told.say(alert(7, "spike", rank=1), rank=1)
+    told.next()
+    told.say(alert(9, "spike"), alert(10, "spike"))
+    stored = [(e.attempt, e.data["rank"], e.data["step"], e.message) for e in told.events("alert")]
+    assert stored == [
+        (1, 0, 7, "spike: loss 9.5"), (1, 0, 7, "spike: loss 9.6"), (1, 0, 8, "o'h\"%"),
+        (2, 0, 8, "spike"), (2, 0, 9, "spike"), (2, 1, 7, "spike"), (3, 0, 10, "spike"),
+    ]  # fmt: skip
+    assert told.events("alert")[0].data == {
+        "title": "spike",
+        "text": "loss 9.5",
+        "level": "warning",
+        "step": 7,
+        "rank": 0,
+    }
+
+
+def test_alerts_are_bounded_like_notes_and_redone_ones_do_not_count(told: Told) -> None:
+    told.say(*(alert(step, "a") for step in range(8)))
+    told.next()
+    told.say(*(alert(step, "a") for step in range(30)))
+    assert [(e.attempt, e.data["step"]) for e in told.events("alert")] == [(1, n) for n in range(8)] + [
+        (2, n) for n in range(8, 18)
+    ]
+    assert len(told.events("notes-left-out")) == 1
+
+
 def test_hook_samples_stay_bounded_by_periodic_thinning(told: Told) -> None:
     told.say(*(hook_message(step) for step in range(1, 1001)), portion=50)
     with told.database.read() as session:

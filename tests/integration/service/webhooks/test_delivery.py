@@ -508,6 +508,12 @@ def test_slack_gets_a_text_without_formatting_commands(database: Database) -> No
             lock_job(session, job_id)
             add_event(session, job_id, EventType.CHECKPOINT_FAILED, "<!channel> & more")
         deliver(database, webhook_id)
+        data = {"title": "spike", "text": "loss 9", "level": "warning", "step": 7, "rank": 0}
+        with database.write() as session:
+            lock_job(session, job_id)
+            add_event(session, job_id, EventType.ALERT, "spike: loss 9", data=data)
+        deliver(database, webhook_id)
+    assert receiver.requests[1].json == {"text": f"alert: spike: loss 9 (warning, step 7 of a, {job_id}, local)"}
     text = f"job.checkpoint-failed: a ({job_id}, local): &lt;!channel&gt; &amp; more"
     assert secret == "" and receiver.requests[0].json == {"text": text}
     assert "webhook-signature" not in receiver.requests[0].headers

@@ -512,6 +512,33 @@ def test_two_consecutive_sessions_in_a_pytest_function_work(place: Path) -> None
     assert "not compared" in found.stderr and "and the main file" in found.stderr
 
 
+ALERTING = """
+from torch import nn
+from ratchet import Session, UserError
+
+with Session() as session:
+    model = session.wrap(nn.Linear(4, 2))
+    for step in session.steps(3):
+        model.module.weight.grad = None
+        if step == 1:
+            session.alert("loss is high", "it is\\n9.5", level="warning")
+            try:
+                session.alert("loss is high", level="fatal")
+            except UserError as error:
+                print(error)
+"""
+
+
+def test_alert_without_a_service_is_one_line_on_stderr(place: Path) -> None:
+    (place / "alerting.py").write_text(ALERTING)
+    found = _run(place, "alerting.py")
+    assert found.returncode == 0, found.stderr
+    assert [line for line in found.stderr.splitlines() if "loss is high" in line] == [
+        "ratchet: warning: loss is high: it is 9.5"
+    ]
+    assert "an alert's level is info, warning, error, not 'fatal'" in found.stdout
+
+
 IN_A_THREAD = """
 import threading
 from ratchet import Session

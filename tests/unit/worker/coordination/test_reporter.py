@@ -13,7 +13,7 @@ import torch
 from pydantic import TypeAdapter
 
 from ratchet_contract.errors import UserError
-from ratchet_contract.protocol.messages import Progress, RankMessage
+from ratchet_contract.protocol.messages import Alert, Progress, RankMessage
 from ratchet_worker.coordination import reporter as module
 from ratchet_worker.coordination.reporter import Reporter, metric_value
 from ratchet_worker.ipc.report_spool import Spool
@@ -67,3 +67,38 @@ def test_complex_metric_value_is_refused_by_name() -> None:
 def test_metric_value_beyond_a_float_is_refused_by_name(value: Any) -> None:
     with pytest.raises(UserError, match="metric 'acc' is too large for a float"):
         metric_value("acc", value)
+
+
+def alert_of(path: Path, title: Any, text: Any = "", level: str = "info") -> Alert:
+    reporter = Reporter(Spool(path), 1)
+    reporter.alert(7, title, text, level)
+    reporter.close()
+    message = _MESSAGE.validate_json(path.read_text())
+    assert isinstance(message, Alert)
+    return message
+
+
+def test_alert_is_cut_visibly_and_its_title_is_one_line(tmp_path: Path) -> None:
+    sent = alert_of(tmp_path / "spool", "two\nlines " + "t" * 300, "first\nsecond" + "x" * 2000, "error")
+    assert (sent.rank, sent.step, sent.level) == (1, 7, "error")
+    assert sent.title == "two lines " + "t" * 187 + "..." and len(sent.title) == 200
+    assert sent.text.startswith("first\nsecondx") and sent.text.endswith("x...") and len(sent.text) == 1000
+    exact = alert_of(tmp_path / "exact", "t" * 200, "x" * 1000)
+    assert (exact.title, exact.text) == ("t" * 200, "x" * 1000)
+    assert alert_of(tmp_path / "odd", "a\ud800b").title == "a?b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("a", "b", "fatal"), "an alert's level is info, warning, error, not 'fatal'"),
+        (("a", "b", None), "an alert's level is info, warning, error, not 'None'"),
+        (("", "b"), "an alert needs a title"),
+        ((" \n", "b"), "an alert needs a title"),
+        ((3, "b"), "use str"),
+        (("a", torch.tensor(1.0)), "use str"),
+    ],
+)
+def test_invalid_alert_is_refused_with_the_cure(tmp_path: Path, arguments: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        alert_of(tmp_path / "spool", *arguments)
