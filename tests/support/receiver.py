@@ -50,6 +50,7 @@ class Receiver:
     def __init__(self, behave: Callable[[Request], str] = lambda _: "200", tls: ssl.SSLContext | None = None) -> None:
         self.behave = behave
         self.requests: list[Request] = []
+        self.fields: dict[str, str] = {}  # further headers of its answers
         self._lock, self._ended = threading.Lock(), threading.Event()
         receiver = self
 
@@ -91,6 +92,8 @@ class Receiver:
         handler.send_response(200 if answer in ("drip", "flood") else 302 if answer == "redirect" else int(answer))
         if answer == "redirect":
             handler.send_header("Location", self.url)
+        for name, value in self.fields.items():
+            handler.send_header(name, value.encode().decode("latin-1"))
         handler.end_headers()
         while answer in ("drip", "flood") and not self._ended.is_set():
             handler.wfile.write(b"x" * (1 if answer == "drip" else 65536))

@@ -95,6 +95,7 @@ class WebhookChange(BaseModel):
     owner: Owner = None
     label: Label = None
     enabled: bool = Field(True, description="true continues with the first event that was not delivered.")
+    from_now: bool = Field(False, description="true drops all events so far that were not delivered.")
 
 
 class WebhookView(View):
@@ -141,7 +142,7 @@ class DeliveryView(View):
     type: str
     status: str = Field(
         description="`delivered`; `retrying`; `waiting`: for an earlier event of its job; `failed`: given up; "
-        "`dropped`: the job was deleted."
+        "`dropped`: the job was deleted, or `from_now` was requested."
     )
     tries: int
     answer: int | None = Field(None, description="HTTP status of the last answer; null: there was none.")

@@ -81,13 +81,15 @@ def find(session: Session, webhook_id: str, *, lock: bool = False) -> Webhook:
 
 def change(session: Session, webhook_id: str, request: WebhookChange) -> WebhookView:
     """Change what ``request`` has set. Enabling a disabled webhook continues with the first event that was not delivered, which
-    gets all its tries again. Raise ``NotFound``."""
+    gets all its tries again; with ``from_now`` the events so far are dropped first. Raise ``NotFound``."""
     row = find(session, webhook_id, lock=True)
     values = request.model_dump(exclude_unset=True)
-    now = view(session, row).model_dump() | {"url": row.url}
+    now = view(session, row).model_dump() | {"url": row.url, "from_now": False}
     if changed := sorted(key for key, value in values.items() if now[key] != value):
         _record(session, AuditAction.CHANGE_WEBHOOK, row, changed=changed)
-    enabled = values.pop("enabled", None)
+    enabled, from_now = values.pop("enabled", None), values.pop("from_now", False)
+    if from_now:
+        _drop_events_so_far(session, row)
     for key, value in values.items():
         setattr(row, key, value)
     if enabled is False and row.disabled_at is None:
@@ -98,6 +100,14 @@ def change(session: Session, webhook_id: str, request: WebhookChange) -> Webhook
         session.execute(pending.values(tries=0, next_try=None).execution_options(synchronize_session=False))
     session.flush()
     return view(session, row)
+
+
+def _drop_events_so_far(session: Session, row: Webhook) -> None:
+    """Let the webhook begin with the next event; one that another transaction is just writing may be dropped, too."""
+    row.cursor, row.failures = session.scalar(sa.select(sa.func.max(Event.id))) or row.cursor, 0
+    dropped = {"status": "dropped", "error": "an admin let the webhook begin with new events", "next_try": None}
+    pending = sa.update(WebhookDelivery).where(*_pending(row.id)).values(**dropped, at=now_in(session))
+    session.execute(pending.execution_options(synchronize_session=False))
 
 
 def rotate(session: Session, webhook_id: str) -> WebhookMade:

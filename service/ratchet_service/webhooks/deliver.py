@@ -44,6 +44,7 @@ MAX_TRIES: Final = 20
 """Of one event; then the event is given up, or, if no event was accepted meanwhile, the webhook is disabled. With the pauses of
 ``pause_after`` that is after about three days."""
 _MAX_PAUSE: Final = 6 * 3600.0
+_GONE: Final = 410
 _INTERVAL: Final = 1.0
 _ERROR_PAUSE: Final = 10.0
 _STOP_SECONDS: Final = 3.0
@@ -316,7 +317,7 @@ class _Work:
                     webhook.failures, webhook.accepted_at = 0, now
                 else:
                     webhook.failures += 1
-                    _plan_next_try(session, webhook, row, now)
+                    _plan_next_try(session, webhook, row, answer, now)
         self._webhook, self._held_at = webhook, held_at
         if row.status == "failed":
             log.warning("webhook %s (%s): event %d of %s is given up after %d tries: %s", webhook.id,
@@ -327,11 +328,17 @@ class _Work:
             raise LeaseLost(f"webhook {webhook.id}: it is disabled")
 
 
-def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, now: datetime) -> None:
+def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, answer: Answer, now: datetime) -> None:
     """Store when the event that was not accepted is tried again. After ``MAX_TRIES``, give it up, or disable the webhook if it
-    accepted no event since the first try; and add an event to the job's history."""
+    accepted no event since the first try; and add an event to the job's history. The answer 410 disables it at once."""
+    if answer.status == _GONE:
+        reason = f"event {row.event_id} of {row.job_id} was answered with 410 Gone"
+        webhook.disabled_at, webhook.disabled_reason = now, f"{reason}: the receiver wants no more events"
+        _add_job_event(session, webhook, row, EventType.WEBHOOK_DISABLED, f"webhook {webhook.id} is disabled: {reason}")
+        return
     if row.tries < MAX_TRIES:
-        row.next_try = now + timedelta(seconds=pause_after(row.tries) * random.uniform(0.9, 1.1))
+        pause = max(pause_after(row.tries) * random.uniform(0.9, 1.1), min(answer.retry_after, _MAX_PAUSE))
+        row.next_try = now + timedelta(seconds=pause)
         return
     reason = f"event {row.event_id} of {row.job_id} was not accepted in {row.tries} tries"
     if webhook.accepted_at is not None and (row.first_try is None or webhook.accepted_at >= row.first_try):
@@ -342,6 +349,11 @@ def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, now
     else:
         webhook.disabled_at, webhook.disabled_reason = now, f"{reason}: {row.error}"
         kind, text = EventType.WEBHOOK_DISABLED, f"webhook {webhook.id} is disabled: {reason}"
+    _add_job_event(session, webhook, row, kind, text)
+
+
+def _add_job_event(session: Session, webhook: Webhook, row: WebhookDelivery, kind: EventType, text: str) -> None:
+    """Add an event about the webhook to the history of the delivery's job, unless the job was deleted."""
     with suppress(NotFound):
         lock_job(session, row.job_id)
         # without the error, which may show addresses that only admins may see

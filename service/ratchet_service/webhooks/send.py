@@ -10,6 +10,8 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC
+from email.utils import parsedate_to_datetime
 from ipaddress import IPv4Address, IPv6Address, IPv6Network, ip_address, ip_network
 from typing import Any, Final, NamedTuple
 
@@ -35,10 +37,12 @@ _SPECIAL: Final = tuple(
 
 
 class Answer(NamedTuple):
-    """The result of a request. ``status``: of the HTTP answer, None if there was none. ``error``: None if it was accepted."""
+    """The result of a request. ``status``: of the HTTP answer, None if there was none. ``error``: None if it was accepted.
+    ``retry_after``: seconds that a refusal asks for by its header ``Retry-After``; 0 without one."""
 
     status: int | None
     error: str | None
+    retry_after: float = 0.0
 
 
 class Sender:
@@ -61,7 +65,7 @@ class Sender:
                 httpcore.ConnectionPool(ssl_context=self._tls, network_backend=backend) as pool,
                 pool.stream("POST", url, headers=headers, content=body) as response,
             ):
-                status, read = response.status, 0
+                status, read, fields = response.status, 0, response.headers
                 with suppress(httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError):
                     for part in response.iter_stream():
                         read += len(part)
@@ -71,9 +75,20 @@ class Sender:
             return Answer(None, f"{type(error).__name__}: {error}"[:500])
         if 200 <= status < 300:
             return Answer(status, None)
-        return Answer(
-            status, "redirects are not followed" if 300 <= status < 400 else f"the answer has status {status}"
-        )
+        problem = "redirects are not followed" if 300 <= status < 400 else f"the answer has status {status}"
+        given = next((value for name, value in fields if name.lower() == b"retry-after"), b"")
+        return Answer(status, problem, _retry_after(given.decode("latin-1")))
+
+
+def _retry_after(text: str) -> float:
+    """Return the seconds that a header ``Retry-After`` asks for, as a number or a date (RFC 9110); 0 for any other text."""
+    if text.isascii() and text.isdigit():
+        return float(text[:9])
+    try:
+        at = parsedate_to_datetime(text)
+        return max(0.0, (at if at.tzinfo else at.replace(tzinfo=UTC)).timestamp() - time.time())
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
 
 
 class _Backend(httpcore.NetworkBackend):

@@ -18,7 +18,7 @@ _DELIVERIES = 20
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Send jobs' events to other programs and to Slack.", no_args_is_help=True)
-    for command in (add, ls, show, test, rm, enable, rotate):
+    for command in (add, ls, show, test, rm, enable, disable, rotate):
         group.command(command.__name__)(command)
     app.add_typer(group, name="webhook", rich_help_panel=SETUP)
 
@@ -114,16 +114,37 @@ def rm(ctx: typer.Context, webhook: Id) -> None:
     output.note(f"{webhook} is deleted")
 
 
-def enable(ctx: typer.Context, webhook: Id, as_json: JsonFlag = False) -> None:
+def enable(
+    ctx: typer.Context,
+    webhook: Id,
+    from_now: Annotated[
+        bool, typer.Option("--from-now", help="Begin with new events; those that were not delivered are dropped.")
+    ] = False,
+    as_json: JsonFlag = False,
+) -> None:
     """Enable a webhook; it continues with the first event that was not delivered."""
     from ratchet_contract.api.webhooks import WebhookChange
 
+    change = WebhookChange(enabled=True, from_now=True) if from_now else WebhookChange(enabled=True)
     with open_client(ctx) as client:
-        view = client.change_webhook(webhook, WebhookChange(enabled=True))
+        view = client.change_webhook(webhook, change)
     if as_json:
         output.emit(view)
         return
-    output.note(f"{webhook} is enabled; {view.pending} events to try again")
+    rest = "it begins with new events" if from_now else f"{view.pending} events to try again"
+    output.note(f"{webhook} is enabled; {rest}")
+
+
+def disable(ctx: typer.Context, webhook: Id, as_json: JsonFlag = False) -> None:
+    """Disable a webhook; its events wait until it is enabled."""
+    from ratchet_contract.api.webhooks import WebhookChange
+
+    with open_client(ctx) as client:
+        view = client.change_webhook(webhook, WebhookChange(enabled=False))
+    if as_json:
+        output.emit(view)
+        return
+    output.note(f"{webhook} is disabled; events wait: ratchet webhook enable {webhook}")
 
 
 def rotate(ctx: typer.Context, webhook: Id, as_json: JsonFlag = False) -> None:

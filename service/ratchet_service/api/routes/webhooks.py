@@ -74,7 +74,8 @@ def get_webhook(service: ServiceDep, webhook_id: str) -> WebhookView:
     summary="Change, enable or disable a webhook",
 )
 def change_webhook(service: ServiceDep, caller: Caller, webhook_id: str, body: BodyDep) -> Response:
-    """Changes the keys that are sent. `enabled: true` continues with the first event that was not delivered."""
+    """Changes the keys that are sent. `enabled: true` continues with the first event that was not delivered; with
+    `from_now: true`, with new events."""
     request = parse(WebhookChange, decode(body))
     with service.database.write(caller) as session:
         view = webhooks.change(session, webhook_id, request)

@@ -27,6 +27,10 @@ def test_webhook_commands(cli: Cli, idle_server: Server) -> None:
         slack = client.create_webhook("https://hooks.slack.test/T/B/X", format="slack")
         assert slack.secret is None and client.webhook_deliveries(slack.id) == []
         client.delete_webhook(slack.id)
+    assert "events wait" in cli("webhook", "disable", webhook_id).errors
+    assert cli("webhook", "ls", "--json").data[0]["disabled_reason"] == "disabled by an admin"
     assert "enabled; 0 events" in cli("webhook", "enable", webhook_id).errors
+    assert not cli("webhook", "disable", webhook_id, "--json").data["enabled"]
+    assert "begins with new events" in cli("webhook", "enable", webhook_id, "--from-now").errors
     cli("webhook", "rm", webhook_id)
     assert "webhook ls" in cli("webhook", "show", webhook_id, expect=3).errors

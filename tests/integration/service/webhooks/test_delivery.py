@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from email.utils import format_datetime
 from typing import Any
 
 import pytest
@@ -90,7 +91,7 @@ def test_a_failing_job_holds_back_only_its_own_later_events(database: Database) 
     assert receiver.requests[0].body == receiver.accepted()[2].body
 
 
-@pytest.mark.parametrize("answer", ["close", "redirect", "410"])
+@pytest.mark.parametrize("answer", ["close", "redirect", "404"])
 def test_what_is_not_accepted_is_sent_again(database: Database, answer: str) -> None:
     job_id = job_row(database, "a")
     with receiving(lambda _: answer) as receiver:
@@ -187,6 +188,82 @@ def test_webhook_is_disabled_after_the_last_try_and_continues_where_it_stood(
             "job.checkpoint-failed",
         ]
     assert 2 < sum(pause_after(tries) for tries in range(1, MAX_TRIES)) / 86400 < 4, "about three days"
+
+
+def test_answer_410_disables_the_webhook_at_once(database: Database) -> None:
+    job_id = job_row(database, "a")
+    with receiving(lambda _: "410") as receiver, receiving() as other:
+        webhook_id, _ = create(database, receiver)
+        other_id, _ = create(database, other)
+        for _ in range(2):
+            happen(database, job_id)
+        with pytest.raises(LeaseLost, match="disabled"):
+            deliver(database, webhook_id)
+        with database.read() as session:
+            view = webhooks.view(session, webhooks.find(session, webhook_id))
+        assert not view.enabled and "was answered with 410 Gone" in str(view.disabled_reason)
+        deliver(database, other_id)
+        assert [one.json["type"] for one in other.accepted()][-1] == "job.webhook-disabled"
+        receiver.behave = lambda _: "200"
+        with database.write() as session:
+            webhooks.change(session, webhook_id, WebhookChange(enabled=True))
+        deliver(database, webhook_id)
+        assert len(receiver.accepted()) == 3 and receiver.requests[0].id == receiver.accepted()[0].id
+
+
+@pytest.mark.parametrize(
+    ("header", "least", "most"),
+    [
+        ("7200", 7199, 7205),
+        ("999999999999", 6 * 3600 - 1, 6 * 3600 + 5),
+        (lambda: format_datetime(utc_now() + timedelta(hours=1), usegmt=True), 3590, 3605),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0, 5),
+        ("Fri, 31 Dec 9999 23:59:59 GMT", 6 * 3600 - 1, 6 * 3600 + 5),
+        ("-5", 0, 5),
+        ("1e400", 0, 5),
+        ("nan", 0, 5),
+        ("٣", 0, 5),
+        ("soon", 0, 5),
+    ],
+)
+def test_retry_after_lengthens_the_pause_up_to_six_hours(
+    database: Database, monkeypatch: pytest.MonkeyPatch, header: Any, least: float, most: float
+) -> None:
+    monkeypatch.setattr(deliver_module, "pause_after", lambda _: 1.0)
+    job_id = job_row(database, "a")
+    with receiving(lambda _: "429") as receiver:
+        receiver.fields["Retry-After"] = header if isinstance(header, str) else header()
+        webhook_id, _ = create(database, receiver)
+        happen(database, job_id)
+        settled = SettledEvents(database).newest()
+        Deliverer(database, to_loopback()).deliver(webhook_id, settled)
+        with database.read() as session:
+            (row,) = session.scalars(sa.select(WebhookDelivery))
+        assert row.next_try is not None and least <= (row.next_try - row.at).total_seconds() <= most
+
+
+def test_enabled_from_now_drops_what_was_not_delivered(database: Database) -> None:
+    job_id = job_row(database, "a")
+    with receiving(lambda _: "503") as receiver:
+        webhook_id, _ = create(database, receiver)
+        for _ in range(2):
+            happen(database, job_id)
+        deliver(database, webhook_id)
+        with database.write() as session:
+            webhooks.change(session, webhook_id, WebhookChange(enabled=False))
+        happen(database, job_id)
+        with database.write() as session:
+            view = webhooks.change(session, webhook_id, WebhookChange(enabled=True, from_now=True))
+        assert view.enabled and (view.pending, view.failures) == (0, 0)
+        receiver.behave = lambda _: "200"
+        happen(database, job_id)
+        deliver(database, webhook_id)
+        assert statuses(database, webhook_id) == ["dropped", "dropped", "delivered"]
+        with database.read() as session:
+            newest = session.scalar(sa.select(sa.func.max(Event.id)))
+            (dropped, _) = webhooks.deliveries(session, webhook_id, 100).items[1:]
+        assert [one.event for one in receiver.accepted()] == [(job_id, newest)]
+        assert dropped.error == "an admin let the webhook begin with new events"
 
 
 def test_receiver_that_is_down_gets_only_the_events_that_failed(database: Database) -> None:
