@@ -8,7 +8,7 @@ RUNS := $(VENV)/.installed-to-run
 WEB := tests/web/node_modules/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS)
 
-.PHONY: demo test test-fast wheel constraints conditions test-torch check check-web serve quick-start bench exactness chaos simulate zombies faults fuzz teardown containers clean
+.PHONY: demo test test-fast wheel constraints conditions test-torch check check-web serve quick-start bench exactness chaos simulate zombies webhooks faults fuzz teardown containers clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
@@ -115,6 +115,11 @@ simulate: $(STAMP)
 # N attempts stopped for longer than their lease, replaced, and let go on: nothing that they write then may count
 zombies: $(STAMP)
 	RATCHET_TEST_ZOMBIES=$(or $(N),100) $(BIN)/python -m pytest -v -s --timeout=7200 tests/integration/service/reconciler/test_zombies.py
+
+# N events to a webhook whose receiver refuses, hangs, lies and is down for some time, and N/100 SIGKILLs of the service; with N=1000
+# about two minutes
+webhooks: $(STAMP)
+	RATCHET_TEST_WEBHOOKS=$(or $(N),1000) $(BIN)/python -m pytest -v -s --timeout=7200 tests/integration/service/webhooks/test_kill.py
 
 # N kills of a saving process and of real ranks, with torch.save in place as their control; N corruptions of each of 13 kinds;
 # power lost at every system call; full, slow and failing disks. With N=1000 ten to thirty minutes on two cores

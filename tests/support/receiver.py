@@ -20,6 +20,15 @@ from ratchet_service.webhooks.send import Sender
 
 LOOPBACK: Final = (ip_network("127.0.0.0/8"),)
 Headers = Mapping[str, str]
+LIES: Final = {
+    "200 cut": b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nok",
+    "200 wrong": b'HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{"ok": false',
+    "half a line": b"HTTP/1.1 20",
+    "no HTTP": b"220 mail.example ESMTP\r\n",
+    "308": b"HTTP/1.1 308 Permanent Redirect\r\nLocation: /elsewhere\r\nContent-Length: 0\r\n\r\n",
+    "100": b"HTTP/1.1 100 Continue\r\n\r\n",
+}
+"""What such a receiver sends before it closes the connection. The service takes the first two as acceptances."""
 
 
 def to_loopback() -> Sender:
@@ -45,7 +54,7 @@ class Request(NamedTuple):
 
 
 class Receiver:
-    """``behave``: from a request to a status, or ``hang``, ``close``, ``redirect``, ``drip`` or ``flood``."""
+    """``behave``: from a request to a status, or ``hang``, ``close``, ``redirect``, ``drip``, ``flood``, or a key of ``LIES``."""
 
     def __init__(self, behave: Callable[[Request], str] = lambda _: "200", tls: ssl.SSLContext | None = None) -> None:
         self.behave = behave
@@ -89,6 +98,10 @@ class Receiver:
         if answer == "close":
             handler.close_connection = True
             return
+        if answer in LIES:
+            handler.wfile.write(LIES[answer])
+            handler.close_connection = True
+            return
         handler.send_response(200 if answer in ("drip", "flood") else 302 if answer == "redirect" else int(answer))
         if answer == "redirect":
             handler.send_header("Location", self.url)
@@ -101,7 +114,7 @@ class Receiver:
 
     def accepted(self) -> list[Request]:
         with self._lock:
-            return [one for one in self.requests if one.answer == "200"]
+            return [one for one in self.requests if one.answer.startswith("200")]
 
     def close(self) -> None:
         self._ended.set()
