@@ -15,13 +15,14 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from ratchet_contract.phases import JobPhase
-from ratchet_service.trackers.sink import Batch, End, Note, Point, Run, State, TrackerError
+from ratchet_service.trackers.sink import Batch, End, Point, Run, State, TrackerError
+from ratchet_service.trackers.text import cut, fitting, joined, note_line
 
 if TYPE_CHECKING:
     import ssl
@@ -41,8 +42,6 @@ _MAX_TAG_VALUE: Final = 8000  # MAX_TAG_VAL_LENGTH
 _VALID_KEY: Final = re.compile(r"[/\w.\- :]+")  # validate_param_and_metric_name, of servers that do not run on Windows
 _RENAMED: Final = re.compile(r"-[0-9a-f]{12}\Z")
 
-_MAX_NOTE: Final = 1000
-"""Characters of one note."""
 _SECONDS: Final = 30.0
 """For one request, from the connection to the end of the answer."""
 _MAX_ANSWER: Final = 16 << 20
@@ -57,7 +56,6 @@ _CURES: Final = {
     403: "give the service's user the permission to edit the experiment; MLflow checks the host name too (--allowed-hosts)",
     404: "check that the URI is that of an MLflow server, with its prefix if it has one",
 }
-_CUT: Final = "... (cut)"
 _Json = dict[str, Any]
 
 
@@ -84,9 +82,10 @@ class MlflowSink:
             server.log(run_id, "tags", _original_names({point.name for point in batch.points}))
             server.log(run_id, "metrics", [_metric(point) for point in batch.points])
             if batch.notes:
-                notes, left_out = _append_notes(state["notes"], state["left_out"], batch.notes)
+                lines = [*state["notes"], *map(note_line, batch.notes)]
+                notes, left_out = fitting(lines, state["left_out"], _MAX_TAG_VALUE)
                 state = {**state, "notes": notes, "left_out": left_out}
-                server.log(run_id, "tags", _pairs({"mlflow.note.content": _notes_text(notes, left_out)}))
+                server.log(run_id, "tags", _pairs({"mlflow.note.content": joined(notes, left_out)}))
             if batch.end is not None:
                 _send_end(server, run_id, batch.end)
         return state
@@ -136,7 +135,7 @@ class MlflowSink:
             }
             run_id = server.call("POST", "runs/create", body)["run"]["info"]["run_id"]
         server.log(run_id, "tags", _original_names(run.parameters))
-        parameters = {_key(key): _cut(text, _MAX_PARAM_VALUE) for key, text in run.parameters.items()}
+        parameters = {_key(key): cut(text, _MAX_PARAM_VALUE) for key, text in run.parameters.items()}
         server.log(run_id, "params", _pairs(parameters))
         url = f"{self.uri}/#/experiments/{experiment}/runs/{run_id}"
         return {"run_id": run_id, "url": url, "notes": [], "left_out": 0}
@@ -209,7 +208,7 @@ class _Server:
                 "reach it"
             ) from None
         if response.is_redirect:
-            to = _cut(response.headers.get("location", ""), 200)
+            to = cut(response.headers.get("location", ""), 200)
             raise TrackerError(f"MLflow at {self._uri}: redirects are not followed: use the address {to}")
         try:
             answer = json.loads(content)
@@ -227,7 +226,7 @@ class _Refused(TrackerError):
         known = answer if isinstance(answer, dict) else {}
         self.code = str(known.get("error_code", ""))
         said = str(known.get("message") or content[:500].decode(errors="replace"))
-        text = f"MLflow at {uri} answered {status} {self.code}: {_cut(said, 500)}"
+        text = f"MLflow at {uri} answered {status} {self.code}: {cut(said, 500)}"
         # _check_run_is_active in sqlalchemy_store.py
         deleted = "Current state is deleted" in said or self.code == "RESOURCE_DOES_NOT_EXIST"
         cure = _CURES.get(status)
@@ -247,7 +246,7 @@ def _run_tags(run: Run, parent: str | None) -> dict[str, str]:
         tags["mlflow.parentRunId"] = parent
     if commit := run.parameters.get(GIT_COMMIT):
         tags["mlflow.source.git.commit"] = commit
-    return {key: _cut(value, _MAX_TAG_VALUE) for key, value in tags.items()}
+    return {key: cut(value, _MAX_TAG_VALUE) for key, value in tags.items()}
 
 
 def _label_key(key: str) -> str:
@@ -260,7 +259,7 @@ def _send_end(server: _Server, run_id: str, end: End) -> None:
     summary = [Point(f"ratchet/{name}", 0, value, end.at) for name, value in end.summary.items()]
     tags = _original_names({point.name for point in summary})
     if end.checkpoint is not None:
-        tags += _pairs({"ratchet.checkpoint": _cut(end.checkpoint, _MAX_TAG_VALUE)})
+        tags += _pairs({"ratchet.checkpoint": cut(end.checkpoint, _MAX_TAG_VALUE)})
     server.log(run_id, "tags", tags)
     server.log(run_id, "metrics", [_metric(point) for point in summary])
     status = _STATUS[JobPhase(end.status)]
@@ -290,29 +289,7 @@ def _key(name: str) -> str:
 
 def _original_names(names: Iterable[str]) -> list[_Json]:
     """Return the tags that keep the names of changed keys."""
-    return _pairs({f"ratchet.name.{_key(one)}": _cut(one, _MAX_TAG_VALUE) for one in names if _key(one) != one})
-
-
-def _append_notes(lines: Sequence[str], left_out: int, notes: Sequence[Note]) -> tuple[list[str], int]:
-    """Return the newest lines of a run's notes that fit into a tag, and how many are left out. ``lines``: of earlier notes."""
-    made = [*lines]
-    for note in notes:
-        when = note.at.astimezone(UTC).isoformat(" ", "seconds").removesuffix("+00:00")
-        made.append(f"- step {note.step}, {when} UTC: {_cut(' '.join(note.text.split()), _MAX_NOTE)}")
-    while len(_notes_text(made, left_out)) > _MAX_TAG_VALUE:
-        del made[0]
-        left_out += 1
-    return made, left_out
-
-
-def _notes_text(lines: Sequence[str], left_out: int) -> str:
-    """Return the description of a run."""
-    return "\n".join([*([f"({left_out} earlier notes are left out)", ""] if left_out else []), *lines])
-
-
-def _cut(text: str, limit: int) -> str:
-    """Return ``text``; a longer one is cut, and its end says so."""
-    return text if len(text) <= limit else text[: limit - len(_CUT)] + _CUT
+    return _pairs({f"ratchet.name.{_key(one)}": cut(one, _MAX_TAG_VALUE) for one in names if _key(one) != one})
 
 
 def _milliseconds(at: datetime) -> int:
