@@ -42,6 +42,7 @@ STORE_FD: Final = "RATCHET_STORE_FD"  # rank 0 only: inherited fd of the bound l
 NODE_ADDRESS: Final = (
     "RATCHET_NODE_ADDRESS"  # address at which the other nodes reach this one, if the launcher knows it
 )
+NODE_NAME: Final = "RATCHET_NODE_NAME"  # the engine's name of the node; unset: Slurm's, or the name of the host
 
 # set by the agent for the process that it forks ranks from
 FORK_PLANS_FD: Final = "RATCHET_FORK_PLANS_FD"  # inherited fd of the ranks' plans, JSON

@@ -185,6 +185,8 @@ class EventType(StrEnum):
     REPLAY_DIFFERENCE = "replay-difference"  # the attempt's first step whose replay gave a different result
     RESULT = "result"  # a node's agent has ended
     ATTEMPT_ENDED = "attempt-ended"
+    NODE_EXCLUDED = "node-excluded"  # this attempt and the following ones stay away from it for some time
+    STRAGGLER = "straggler"  # a rank that the others wait for at each step
     ATTEMPT_FOUND = "attempt-found"  # on the disk and not in the database, after a backup was restored
     STALE_REQUEST = "stale-request"  # from an attempt that is over
 

@@ -58,6 +58,7 @@ class SshLauncher:
     max_nodes: int | None = 1
     slots = False  # the machine's own queue is a lock file
     same_files = False  # nothing is looked up on the service's machine
+    excludes_nodes = False  # there is one machine
 
     def __init__(self, home: HomePaths, settings: Settings) -> None:
         self._home = home

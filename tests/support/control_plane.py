@@ -178,6 +178,12 @@ class Plane:
         assert answer.is_success, answer.text
         return answer.json()
 
+    def get(self, path: str) -> Any:
+        url = json.loads(self.paths.service_file.read_text())["url"]
+        answer = httpx.get(url + path, timeout=30, verify=False, headers=bearer(self.token))
+        assert answer.is_success, answer.text
+        return answer.json()
+
     def submit(self, plan: dict[str, Any] | None = None, **more: Any) -> str:
         return str(self.post("/v1/jobs", trainer_spec(plan, **more))["id"])
 

@@ -50,6 +50,8 @@ class HostEndsView(View):
     host: str
     failures: int = Field(description="Ends by a cause of outcome failed or lost, or by node-lost.")
     ends: dict[Cause, int]
+    faults: dict[str, int] = Field({}, description="Ends that this host caused by what may be its hardware, by kind.")
+    excluded_by: list[str] = Field([], description="Jobs with an attempt that stays away from it; not ended.")
 
 
 class FleetView(View):

@@ -261,6 +261,7 @@ class AttemptView(View):
         description="Names of metrics whose values differ in repeated steps that are otherwise identical, usually times.",
     )
     nodes: list[NodeView] = []
+    excluded_nodes: list[str] = Field([], description="Nodes that it stayed away from (policy.exclude_nodes).")
     created_at: datetime
     begun_at: datetime | None = Field(
         None, description="Start of its first agent; before that it waited for its engine."

@@ -106,6 +106,7 @@ class LaunchFile(Message):
     save_seconds: float = Field(0.0, description="The longest of the job's last saves, in seconds; 0: none yet.")
     log_bytes: int = Field(LOG_BYTES, description="Disk space for each rank's log; its beginning and its end are kept.")
     pace: Pace | None = Field(None, description="The job's pace as measured in earlier attempts; null: nothing yet.")
+    exclude_nodes: list[str] = Field([], description="Engine's names of nodes on which this attempt must not run.")
 
     @property
     def is_standalone(self) -> bool:

@@ -113,6 +113,13 @@ class PolicySpec(SpecModel):
         "There is no delay after the first failure since the last progress, if its cause is rank-killed, "
         "oom or exception.",
     )
+    exclude_nodes: Literal["auto", "off"] = Field(
+        "auto",
+        description="auto: on Kubernetes and Slurm, an attempt does not start on a node that has caused two ends of this "
+        "job's attempts in the last 24 hours, by faults that may be the hardware's. At most three nodes are excluded, and "
+        "never so many that fewer known machines remain than the job needs. The launcher local has one machine and "
+        "excludes nothing. off: no node is excluded.",
+    )
 
 
 def exit_code_problems(policy: PolicySpec) -> list[FieldProblem]:

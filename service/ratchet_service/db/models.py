@@ -170,6 +170,7 @@ class Attempt(Base):
     phase: Mapped[AttemptPhase] = mapped_column(default=AttemptPhase.LAUNCHING)
     outcome: Mapped[Outcome | None]
     cause: Mapped[Cause | None]
+    node: Mapped[int | None]  # that caused the end
     rank: Mapped[int | None]
     exit_code: Mapped[int | None]
     message: Mapped[str | None] = mapped_column(sa.Text)

@@ -154,12 +154,13 @@ class AttemptState:
 class Launcher(Protocol):
     """One engine. Calls do not block forever; any but ``plan`` and ``check`` may raise ``EngineUnreachable``. ``slots``: jobs get
     CPU slots and GPU indices of the service's machine. ``same_files``: a job's nodes see the files of the service's machine at
-    the same paths."""
+    the same paths. ``excludes_nodes``: it keeps an attempt off the nodes in ``LaunchFile.exclude_nodes``."""
 
     kind: str
     max_nodes: int | None
     slots: bool
     same_files: bool
+    excludes_nodes: bool
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         """Return warnings and problems. A warning is mostly about a part of the spec that this engine ignores or applies in

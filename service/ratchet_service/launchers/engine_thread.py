@@ -216,6 +216,7 @@ class ThreadedLauncher:
         self.max_nodes = launcher.max_nodes
         self.slots = launcher.slots
         self.same_files = launcher.same_files
+        self.excludes_nodes = launcher.excludes_nodes
 
     def close(self) -> None:
         """Close the queue of calls, and the launcher if it can be closed."""

@@ -156,6 +156,7 @@ def _end_attempt(
     assert decision.event is not None and decision.cause is not None
     attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.outcome, decision.cause
     attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message
+    attempt.node = 0 if len(evidence.state.nodes) == 1 else cause.node
     attempt.last_step, attempt.steps_lost, attempt.ended_at = facts.last_step, facts.lost_steps, ended_at
     attempt.stop_at, attempt.end_began_at = attempt_facts.stop_received_at(results), attempt_facts.end_began_at(results)
     pace = attempt_facts.pace_until(session, job.id, number, results)

@@ -17,7 +17,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.checkpoint.resume_report import Base, Segment
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.phases import Event, JobPhase, Reason
+from ratchet_contract.phases import Event, EventType, JobPhase, Reason
 from ratchet_contract.protocol.lineage import lineage
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved
@@ -30,10 +30,11 @@ from ratchet_service.db.clock import now_in
 from ratchet_service.db.engine import Database
 from ratchet_service.db.leases import ACTIVE, Lease, lease_values, lock_leased_job
 from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint, Job
-from ratchet_service.db.transitions import apply
+from ratchet_service.db.transitions import add_event, apply
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.launch_file import build_launch_file, read_launch_file
 from ratchet_service.launchers.registry import Launchers
+from ratchet_service.lifecycle.bad_nodes import Exclusion
 from ratchet_service.reconciler import adopt_attempt, persisted_deadlines
 from ratchet_service.reconciler.apply_schedule import (
     apply_ends,
@@ -43,7 +44,7 @@ from ratchet_service.reconciler.apply_schedule import (
     store_wait_reason,
 )
 from ratchet_service.reconciler.attempt_facts import pace_before
-from ratchet_service.scheduling import queue_queries, quotas, scheduler, slot_host_lease
+from ratchet_service.scheduling import node_faults, queue_queries, quotas, scheduler, slot_host_lease
 from ratchet_service.scheduling.scheduler import CREATION_FAILED, Key, Preemption, QueueState, Row, Schedule
 from ratchet_service.scheduling.slots import Capacity, Grant
 
@@ -364,6 +365,17 @@ class AttemptLauncher:
             values["started_at"] = now
         data = {"attempt": number, "gpus": list(grant.gpus), "cpu_slots": list(grant.cpus)}
         apply(session, job.id, Event.LAUNCH, message=None, values=values, data=data)
+        previous = session.get(Attempt, (job.id, number - 1))
+        earlier = [] if previous is None else node_faults.planned_exclusions(previous.launch)
+        for one in self._exclusions(session, job, spec):
+            if one.host not in earlier:
+                facts = {
+                    "node": one.host,
+                    "causes": [fault.kind for fault in one.faults],
+                    "attempts": [fault.attempt for fault in one.faults],
+                    "until": one.until.isoformat(),
+                }
+                add_event(session, job.id, EventType.NODE_EXCLUDED, one.sentence(), attempt=number, data=facts)
         return Launched(Lease(job.id, number, lease["lease_token"]), plan)
 
     def recover_plan(self, lease: Lease) -> LaunchPlan:
@@ -407,8 +419,15 @@ class AttemptLauncher:
                 "save_seconds": longest_save_seconds(session, job.id),
                 "pace": pace_before(session, job.id, attempt),
                 "log_bytes": self._bounds.log_bytes,
+                "exclude_nodes": [one.host for one in self._exclusions(session, job, spec)],
             }
         )
+
+    def _exclusions(self, session: Session, job: Job, spec: JobSpec) -> list[Exclusion]:
+        """Return the nodes that the job's next attempt stays away from, by ``policy.exclude_nodes``."""
+        if spec.policy.exclude_nodes == "off" or not self._launchers[spec.launcher.kind].excludes_nodes:
+            return []
+        return node_faults.exclusions(session, job, spec.world.nodes)
 
 
 def longest_save_seconds(session: Session, job_id: str) -> float:

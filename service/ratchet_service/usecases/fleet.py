@@ -21,6 +21,7 @@ from ratchet_service.lifecycle.goodput import total_parts
 from ratchet_service.lifecycle.redone_steps import redone_of
 from ratchet_service.scheduling import queue_queries
 from ratchet_service.scheduling.fair_order import Share
+from ratchet_service.scheduling.node_faults import caused_ends, faults_of, planned_exclusions
 from ratchet_service.scheduling.slots import Capacity
 from ratchet_service.usecases.goodput import SPAN_COLUMNS, Saves, goodput_view, save_times, span_of
 from ratchet_service.usecases.usage import Hours, held_hours, share_columns
@@ -121,7 +122,22 @@ def _hosts(session: Session, since: datetime) -> list[HostEndsView]:
     rows = query.join(counts, counts.c.host == hosts.c.host).order_by(hosts.c.failures.desc(), hosts.c.host)
     for host, number, cause, count in session.execute(rows):
         out.setdefault(host, HostEndsView(host=host, failures=number, ends={})).ends[cause or Cause.UNKNOWN] = count
+    _add_faults(session, since, out)
     return list(out.values())
+
+
+def _add_faults(session: Session, since: datetime, views: dict[str, HostEndsView]) -> None:
+    """Add the faults of these hosts, among the newest ``MAX_ATTEMPTS`` ends that a known node caused, and the jobs that exclude
+    them."""
+    query = caused_ends(Attempt.ended_at >= since, AttemptNode.host.in_(views)).order_by(Attempt.ended_at.desc())
+    for fault in faults_of(session, query.limit(MAX_ATTEMPTS)):
+        counts = views[fault.host].faults
+        counts[fault.kind] = counts.get(fault.kind, 0) + 1
+    alive = sa.select(Attempt.job_id, Attempt.launch).where(Attempt.phase.in_(queue_queries.ALIVE_PHASES))
+    for job_id, launch in session.execute(alive.order_by(Attempt.job_id)):
+        for host in planned_exclusions(launch):
+            if host in views:
+                views[host].excluded_by.append(job_id)
 
 
 def _newest_attempts(session: Session, since: datetime, now: datetime) -> _Figures:

@@ -26,6 +26,7 @@ from ratchet_contract.spec.job import Resolved
 from ratchet_contract.spec.masking import masked_spec
 from ratchet_service.db.models import Attempt, AttemptNode, Checkpoint, Event, Job, JobLabel
 from ratchet_service.lifecycle.redone_steps import differing_metrics, redone_of, with_replay_verdict
+from ratchet_service.scheduling.node_faults import planned_exclusions
 from ratchet_service.usecases.goodput import Spent
 
 
@@ -130,6 +131,7 @@ def attempt_view(
         nodes=[
             NodeView(node=n.node, host=n.host, pid=n.pid, gpus=n.gpus, phase=n.phase, address=n.address) for n in nodes
         ],
+        excluded_nodes=planned_exclusions(attempt.launch),
         created_at=attempt.created_at,
         begun_at=attempt.begun_at,
         training_at=attempt.training_at,

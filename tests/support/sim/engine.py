@@ -25,6 +25,7 @@ class SimLauncher:
     max_nodes: int | None = 1
     slots = True
     same_files = True
+    excludes_nodes = False
 
     def __init__(self, stage: Stage, database: Database, home: HomePaths) -> None:
         self._stage, self._database, self._home = stage, database, home

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from ratchet_contract import env_vars as names
 from ratchet_contract.atomic_write import ensure_dir, write_atomic
 from ratchet_contract.paths import NodePaths
 from ratchet_contract.phases import Cause
@@ -82,10 +83,11 @@ def start_session() -> None:
 
 
 def agent_file() -> AgentFile:
-    """The content of ``agent.json`` for this process: its pid, start time and host."""
+    """The content of ``agent.json`` for this process: its pid, start time and the engine's name of its host."""
     started = start_time(os.getpid())
     assert started is not None
-    return AgentFile(pid=os.getpid(), start_time=started, host=socket.gethostname())
+    host = os.environ.get(names.NODE_NAME) or os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return AgentFile(pid=os.getpid(), start_time=started, host=host)
 
 
 def write_refusal(paths: NodePaths, launch_file: Path, node: int, refusal: LaunchRefused, started_at: str) -> None:

@@ -228,6 +228,8 @@ def _remarks(attempt: views.AttemptView) -> Iterator[str]:
     if attempt.notice_used is not None and attempt.notice_seconds is not None:
         given, used = (output.duration(s) for s in (attempt.notice_seconds, attempt.notice_used))
         yield f"stopped {used} after the stop request, of {given} allowed"
+    if attempt.excluded_nodes:
+        yield f"not started on {', '.join(attempt.excluded_nodes)} (policy.exclude_nodes; events: node-excluded)"
     inexact = report is not None and report.verdict == "not-exact"
     if redone.reason is not None:
         why = "" if inexact and redone.reason.startswith("the resume is not exact") else f": {redone.reason}"

@@ -54,6 +54,7 @@ class KubernetesLauncher:
     kind = "kubernetes"
     slots = False
     same_files = False
+    excludes_nodes = True
 
     def __init__(self, site: Site, environ: Mapping[str, str] | None = None) -> None:
         settings = site.settings

@@ -36,6 +36,7 @@ INDEX_VARIABLE: Final = "JOB_COMPLETION_INDEX"
 
 _COMPONENT: Final = {"app.kubernetes.io/name": "ratchet", "app.kubernetes.io/component": "worker"}
 _HOST: Final = "kubernetes.io/hostname"
+_REQUIRED: Final = "requiredDuringSchedulingIgnoredDuringExecution"
 _MEMORY_PER_RANK: Final = 2
 """GiB, requested if the spec names no memory: a pod that requests none is the first to be evicted."""
 _DISK_REQUEST: Final = "1Gi"
@@ -155,7 +156,7 @@ def pod_template(site: Site, launch: LaunchFile) -> Manifest:
         pod["subdomain"] = attempt_name(launch.job_id, launch.attempt)
     optional = {
         "nodeSelector": launcher.node_selector,
-        "affinity": launcher.affinity,
+        "affinity": _affinity(launch, launcher),
         "topologySpreadConstraints": _topology_spread(site, launch, launcher),
         "priorityClassName": launcher.priority_class,
         "serviceAccountName": launcher.service_account,
@@ -191,6 +192,7 @@ def _env(launch: LaunchFile) -> list[dict[str, Any]]:
     """Return the variables of the agent's container, such as the job's secrets, but not the spec's ``env``."""
     out: list[dict[str, Any]] = [
         {"name": names.NODE_ADDRESS, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": names.NODE_NAME, "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {"name": "HOME", "value": TMP},
         {"name": "USER", "value": "ratchet"},
     ]
@@ -282,6 +284,18 @@ def _topology_spread(site: Site, launch: LaunchFile, launcher: KubernetesLaunche
     if launch.spec.world.nodes == 1:
         return []
     return [{"maxSkew": 1, "topologyKey": _HOST, "whenUnsatisfiable": "ScheduleAnyway"} | selector_fields]
+
+
+def _affinity(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> dict[str, Any]:
+    """Return the job's affinity rules; if nodes are excluded, each alternative of its required node affinity excludes them."""
+    if not launch.exclude_nodes:
+        return launcher.affinity
+    # by the nodes' names: the label kubernetes.io/hostname may have another value
+    away = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in launch.exclude_nodes]
+    of_nodes = launcher.affinity.get("nodeAffinity", {})
+    terms = of_nodes.get(_REQUIRED, {}).get("nodeSelectorTerms") or [{}]
+    terms = [term | {"matchFields": [*term.get("matchFields", ()), *away]} for term in terms]
+    return launcher.affinity | {"nodeAffinity": of_nodes | {_REQUIRED: {"nodeSelectorTerms": terms}}}
 
 
 def _tolerations(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> list[dict[str, Any]]:

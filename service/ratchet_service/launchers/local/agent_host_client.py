@@ -112,6 +112,7 @@ class HostedLauncher(LocalLauncher):
     """The local launcher whose agents an agent host starts. Its calls may wait for the host."""
 
     same_files = False
+    excludes_nodes = False
 
     def submit(self, plan: LaunchPlan) -> None:
         """Write ``launch.json`` and request the host to start the agents, unless an agent has started already. Raises

@@ -82,6 +82,7 @@ class LocalLauncher:
     max_nodes: int | None = 1
     slots = True
     same_files = True
+    excludes_nodes = False
 
     def __init__(
         self,

@@ -44,7 +44,7 @@ def render_script(launch: LaunchFile, settings: Settings, home: HomePaths) -> st
     lines = [
         "#!/bin/bash",
         *_options(launch, launcher, paths, home),
-        *(option(*item) for item in launcher.options.items()),
+        *(option(*item) for item in launcher.options.items() if item[0] != "exclude"),  # it is among those above
         "",
     ]
     lines += ["# sbatch reads no option after the first command.", _export(names.ATTEMPT_DIR, launch.attempt_dir)]
@@ -111,6 +111,7 @@ def _options(launch: LaunchFile, launcher: SlurmLauncherSpec, paths: AttemptPath
         "qos": launcher.qos,
         "constraint": launcher.constraint,
         "reservation": launcher.reservation,
+        "exclude": ",".join(filter(None, (launcher.options.get("exclude"), *launch.exclude_nodes))) or None,
         "time": None if launcher.time_limit is None else str(minutes(launcher.time_limit)),
         # Without "B:" the signal goes to the agents. Slurm sends it up to a minute early, never late.
         "signal": f"USR1@{min(MAX_NOTICE_SECONDS, math.ceil(stop_seconds(launch)))}",

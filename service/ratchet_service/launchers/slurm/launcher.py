@@ -58,6 +58,7 @@ class SlurmLauncher:
     max_nodes: int | None = None
     slots = False
     same_files = True
+    excludes_nodes = True
 
     def __init__(self, home: HomePaths, settings: Settings, environ: Mapping[str, str] | None = None) -> None:
         self._home = home

@@ -81,6 +81,7 @@ class Engine:
     kind = "local"
     max_nodes: int | None = None
     same_files = True
+    excludes_nodes = False
 
     def __init__(self, slots: bool = True) -> None:
         self.slots, self.state, self.killed = slots, UNBEGUN, False

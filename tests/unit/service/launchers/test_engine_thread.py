@@ -34,7 +34,7 @@ class Engine:
     """``hangs``: what is asked now waits for ``going``, and has begun once ``waits`` is set; the answer was true when it was
     asked. ``asked``: in the order in which it was."""
 
-    kind, max_nodes, slots, same_files = "slow", None, False, False
+    kind, max_nodes, slots, same_files, excludes_nodes = "slow", None, False, False, False
 
     def __init__(self) -> None:
         self.asked: list[str] = []
