@@ -230,6 +230,17 @@ class ResumeReportView(View, ResumeReport):
     SHOWN = ("verdict", "base.step", "world_size", "components", "differences", "quarantined", "notes")
 
 
+class StragglerView(View):
+    """A rank for which the others waited at each step."""
+
+    rank: int
+    node: int
+    host: str | None = None
+    ready_seconds: float = Field(description="From the start of a step to its first gradients; a median.")
+    others_seconds: float = Field(description="The same of the other ranks.")
+    share: float = Field(description="Share of a step for which the others waited.")
+
+
 class AttemptView(View):
     SHOWN = ("number", "phase", "cause", "base.step", "last_step", "steps_lost", "proof")
 
@@ -262,6 +273,9 @@ class AttemptView(View):
     )
     nodes: list[NodeView] = []
     excluded_nodes: list[str] = Field([], description="Nodes that it stayed away from (policy.exclude_nodes).")
+    stragglers: list[StragglerView] = Field(
+        [], description="Ranks that were slower than the others; see event straggler."
+    )
     created_at: datetime
     begun_at: datetime | None = Field(
         None, description="Start of its first agent; before that it waited for its engine."

@@ -236,11 +236,19 @@ class RedoneSteps(Message):
     reason: str | None = None
 
 
+class StepTimes(Message):
+    """Medians over a rank's steps since its last report, in seconds from the start of a step, by the clock of its host."""
+
+    ready: float = Field(ge=0, allow_inf_nan=False, description="To the hook's call for the first bucket of gradients.")
+    step: float = Field(ge=0, allow_inf_nan=False, description="To the end of the step.")
+
+
 class HookState(Message):
     kind: Literal["hook"] = "hook"
     rank: int
     at: str
     summary: HookSummary
+    times: StepTimes | None = None
 
 
 class CheckpointCommitted(Message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -59,6 +60,7 @@ class ManagedHook:
             False  # True once one is complete; not a property: a compiled model would be recompiled for each number
         )
         self._earlier_iterations = 0  # complete iterations of earlier processes
+        self.first_bucket_at = 0.0  # monotonic time of the last call for the first bucket of a backward pass
         self._bytes: tuple[int, int | None] = (0, 0)
         self._bytes_running: tuple[int, int | None] = (0, 0)
 
@@ -181,6 +183,8 @@ class ManagedHook:
 
     def _on_bucket(self, bucket: Any) -> TensorFuture:
         """Run the algorithm on a bucket and count its bytes; returns the future of its result."""
+        if not self._seen_buckets:
+            self.first_bucket_at = time.monotonic()
         if self.before_change is not None:
             self.before_change()
         if self._ddp.static_graph and self._process_iterations == 0:

@@ -45,6 +45,7 @@ class AttemptRow:
     last_step: int
     notes_reported: int
     metric_values_refused: int
+    stragglers: dict[str, Any] | None
 
 
 @dataclass(slots=True)
@@ -56,6 +57,7 @@ class NodeRow:
     acked: dict[str, int]
     address: str | None
     reported_at: datetime | None
+    times: dict[str, list[list[float]]] | None
 
 
 class Shape(NamedTuple):
@@ -110,8 +112,8 @@ _SELECT_ATTEMPT_AND_NODE: Final = (
 _SELECT_SHAPE: Final = sa.select(*_SHAPE_COLUMNS).where(_jobs.id == sa.bindparam("job_id_"))
 
 _JOB_UPDATE_COLUMNS: Final = ("step", "total_steps", "data_epoch", "steps_per_second", "updated_at")
-_ATTEMPT_UPDATE_COLUMNS: Final = ("last_step", "notes_reported", "metric_values_refused")
-_NODE_UPDATE_COLUMNS: Final = ("acked", "reported_at")
+_ATTEMPT_UPDATE_COLUMNS: Final = ("last_step", "notes_reported", "metric_values_refused", "stragglers")
+_NODE_UPDATE_COLUMNS: Final = ("acked", "reported_at", "times")
 _UPDATE_JOB: Final = sa.update(_JOBS).where(_jobs.id == sa.bindparam("job_id_"))
 _UPDATE_ATTEMPT: Final = sa.update(_ATTEMPTS).where(*_THIS_ATTEMPT)
 _UPDATE_NODE: Final = sa.update(_NODES).where(

@@ -37,6 +37,7 @@ from ratchet_service.agent_reports.fast_rows import AttemptRow, JobRow, NodeRow,
 from ratchet_service.agent_reports.fencing import count_stale_requests, raise_if_stale
 from ratchet_service.agent_reports.message_effects import Effects
 from ratchet_service.agent_reports.metric_series import is_count_due
+from ratchet_service.agent_reports.rank_times import add_straggler_events, store_times
 from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
 from ratchet_service.db.api_tokens import hash_token
 from ratchet_service.db.clock import now_in
@@ -152,6 +153,7 @@ def ingest_batches(
         effects.prefetch(fresh)
         for message in fresh:
             effects.apply(batch.rank, message)
+        store_times(node, batch.rank, fresh)
         if fresh:
             acked[str(batch.rank)] = done + len(fresh)
             stored += len(fresh)
@@ -159,6 +161,8 @@ def ingest_batches(
                 to_count.add(batch.rank)
     if stored:
         effects.finish(to_count)
+        if node.node == 0 and world > 1:  # the reports of one node are often enough
+            add_straggler_events(session, attempt, node, shape)
         node.acked = acked
         node.reported_at = now_in(session)
     return stored

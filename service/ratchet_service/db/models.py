@@ -184,6 +184,7 @@ class Attempt(Base):
     redone: Mapped[dict[str, Any] | None]  # what its ranks reported on redone steps: ``redone_steps``
     metrics_differ: Mapped[dict[str, Any] | None]  # {name: first step}: metrics that differ at redone steps
     report_token_hash: Mapped[str] = mapped_column(sa.String(64))  # hex SHA-256
+    stragglers: Mapped[dict[str, Any] | None]  # rank -> data of its event
     launch: Mapped[dict[str, Any]] = mapped_column(default=dict)  # the launcher's plan
     results: Mapped[dict[str, Any]] = mapped_column(default=dict)  # {node: AttemptResult}, as reported
     created_at: Mapped[datetime]
@@ -217,6 +218,7 @@ class AttemptNode(Base):
     cpu_slots: Mapped[list[int]] = mapped_column(Json, default=list)
     phase: Mapped[AttemptPhase] = mapped_column(default=AttemptPhase.LAUNCHING)
     acked: Mapped[dict[str, int]] = mapped_column(Json, default=dict)
+    times: Mapped[dict[str, list[list[float]]] | None] = mapped_column(Json)  # ``stragglers.Times`` of its ranks
     reported_at: Mapped[datetime | None]  # last report that stored anything
     address: Mapped[str | None] = mapped_column(sa.String(255))  # host:port at which the other nodes reach it
 

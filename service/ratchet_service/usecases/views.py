@@ -17,6 +17,7 @@ from ratchet_contract.api.views import (
     NodeView,
     ProgressView,
     ResumeReportView,
+    StragglerView,
     Warning_,
 )
 from ratchet_contract.checkpoint.resume_report import Base, ResumeReport, Segment, lineage_contains, proof_text
@@ -131,6 +132,7 @@ def attempt_view(
         nodes=[
             NodeView(node=n.node, host=n.host, pid=n.pid, gpus=n.gpus, phase=n.phase, address=n.address) for n in nodes
         ],
+        stragglers=[StragglerView.model_validate(one) for one in (attempt.stragglers or {}).values()],
         excluded_nodes=planned_exclusions(attempt.launch),
         created_at=attempt.created_at,
         begun_at=attempt.begun_at,

@@ -108,13 +108,16 @@ class Reporter:
             self._hook_begun_at = instant
         return due
 
-    def report_hook(self, summary: HookSummary, warnings: Iterable[HookWarning] = ()) -> None:
-        """Send the hook's summary, and as a note each of ``warnings`` whose text was not sent before."""
+    def report_hook(
+        self, summary: HookSummary, warnings: Iterable[HookWarning] = (), times: m.StepTimes | None = None
+    ) -> None:
+        """Send the hook's summary with the step times since the last report, and as a note each of ``warnings`` whose text was
+        not sent before."""
         self._hook_at = time.monotonic()
         if self._hook_begun_at is not None:
             self._hook_pause = max(_HOOK_SECONDS, (self._hook_at - self._hook_begun_at) / _HOOK_SHARE)
             self._hook_begun_at = None
-        self._send(m.HookState(rank=self._rank, at=now(), summary=summary))
+        self._send(m.HookState(rank=self._rank, at=now(), summary=summary, times=times))
         for warning in warnings:
             text = str(warning)
             if text not in self._warned:

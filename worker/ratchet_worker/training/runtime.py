@@ -53,6 +53,7 @@ from ratchet_worker.state.thread_pools import is_working
 from ratchet_worker.training import replay_proof, resume
 from ratchet_worker.training.all_gather import Gatherer
 from ratchet_worker.training.evaluation import Evaluation, preserving_state
+from ratchet_worker.training.step_times import StepClock
 from ratchet_worker.training.trial import Trial
 
 Item = TypeVar("Item")
@@ -103,6 +104,7 @@ class Runtime:
         self.gathers = 0  # number of the script's gathers of JSON values
         self.gatherer = Gatherer()
         self.trial = Trial(launch, exchange.rank)
+        self._clock = StepClock()
         self.is_evaluation_abandonable = False  # within an evaluation that a stop may cut short
         self.epoch_loop: object = None  # the ``EpochLoop`` that all Sessions of the script share
         self.by_epochs = False  # a step is a batch of the loop's loader; ``total`` is the expected number of steps
@@ -273,6 +275,7 @@ class Runtime:
         ``CheckpointError``."""
         if self.stopped is not None:  # and the script caught it
             raise self.stopped
+        self._clock.enter_boundary()
         self.check_not_ended()
         if self._step_open:
             raise UserError(
@@ -292,6 +295,7 @@ class Runtime:
         self.state.on_step_begin()
         self._step_open, self._iteration = True, self.state.require_wrapped()[1].iteration
         self.counter.start_step(self.step + 1)
+        self._clock.leave_boundary()
 
     def set_total(self, total: int | None) -> None:
         """Set the number of steps of the script's loop. If no number was set before, and this number differs from that of the
@@ -332,6 +336,7 @@ class Runtime:
             self._end_open_step(last)
 
     def _end_open_step(self, last: bool) -> None:
+        self._clock.end_step(self.state.require_wrapped()[1].first_bucket_at)
         self.checkpointer.wait_until_copied(
             Until.STEP
         )  # a scaler may have skipped the optimizer's step, which would have waited
@@ -357,6 +362,7 @@ class Runtime:
                 self.state.require_storable()
                 self._report_unmatched()
             self.checkpointer.on_step_end(self.step, self.state.step_tensors_and_size, self._make_content)
+        self._clock.begin_step()
 
     def _report_unmatched(self) -> None:
         if self.rank == 0 and (paths := self.state.hidden.unmatched):
@@ -577,6 +583,7 @@ class Runtime:
             Until.STEP, ends_audit=False
         )  # averages may be swapped for the parameters, and back
         self.is_evaluation_abandonable = cut_short
+        self._clock.leave_out_step()
         self.counter.enter_stage(Stage.EVALUATING)
         evaluation = Evaluation(
             self.exchange, name, self.counter.tick, lambda: cut_short and self.agreement.stop_pending()
@@ -692,7 +699,8 @@ class Runtime:
 
     def _report_hook(self) -> None:
         _, hook = self.state.require_wrapped()
-        self.reporter.report_hook(hook.summary(rank=self.rank, step=self.step), hook.warnings())
+        times = self._clock.take() if self.world_size > 1 else None
+        self.reporter.report_hook(hook.summary(rank=self.rank, step=self.step), hook.warnings(), times)
 
 
 def start_runtime(

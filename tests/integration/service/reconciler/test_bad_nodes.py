@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ratchet_contract.phases import Cause, JobPhase
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.local.launcher import LocalLauncher
@@ -22,9 +24,12 @@ class Machines(LocalLauncher):
         return super()._start(plan, node, {**env, "RATCHET_NODE_NAME": free[node]})
 
 
+def views(plane: Plane, job_id: str) -> list[Any]:
+    return sorted(plane.get(f"/v1/jobs/{job_id}/attempts")["items"], key=lambda attempt: attempt["number"])
+
+
 def hosts(plane: Plane, job_id: str) -> list[str]:
-    answer = plane.get(f"/v1/jobs/{job_id}/attempts")
-    return [attempt["nodes"][0]["host"] for attempt in answer["items"]]
+    return [attempt["nodes"][0]["host"] for attempt in views(plane, job_id)]
 
 
 def test_third_attempt_leaves_the_machine_on_which_two_have_died(control_plane: Plane) -> None:
@@ -40,8 +45,7 @@ def test_third_attempt_leaves_the_machine_on_which_two_have_died(control_plane: 
     (event,) = [event for event in control_plane.events(job_id) if event.type == "node-excluded"]
     assert (event.attempt, event.data["node"], event.data["attempts"]) == (3, "m1", [1, 2])
     assert event.data["causes"] == ["agent-lost"] * 2 and event.data["until"] and "m1 is not used" in event.message
-    attempts = control_plane.get(f"/v1/jobs/{job_id}/attempts")["items"]
-    assert [attempt["excluded_nodes"] for attempt in attempts] == [[], [], ["m1"]]
+    assert [attempt["excluded_nodes"] for attempt in views(control_plane, job_id)] == [[], [], ["m1"]]
     (of_m1,) = [host for host in control_plane.get("/v1/fleet")["hosts"] if host["host"] == "m1"]
     assert of_m1["faults"] == {"agent-lost": 2}
 
