@@ -35,6 +35,9 @@ ATTEMPT: Final = "RATCHET_ATTEMPT"  # its number
 ATTEMPT_DIR: Final = "RATCHET_ATTEMPT_DIR"  # of all nodes
 NODE_DIR: Final = "RATCHET_NODE_DIR"  # of this node's agent; for node 0 the same directory
 CODE_DIGEST: Final = "RATCHET_CODE_DIGEST"  # current digest of code that is on the nodes
+ENVIRONMENT_DIGEST: Final = (
+    "RATCHET_ENVIRONMENT_DIGEST"  # of the environment that was built for the spec's requirements
+)
 AGENT_PID: Final = "RATCHET_AGENT_PID"
 STORE_FD: Final = "RATCHET_STORE_FD"  # rank 0 only: inherited fd of the bound listening socket for the TCPStore
 

@@ -108,6 +108,11 @@ class HomePaths:
         return self.home / "code"
 
     @property
+    def environments(self) -> Path:
+        """Directory with the environments of jobs, below one directory for each user that jobs run as."""
+        return self.home / "environments"
+
+    @property
     def runs(self) -> Path:
         """Directory with the run directories of the private services that ``ratchet run`` starts, one for each job."""
         return self.home / "run"
@@ -195,6 +200,11 @@ class NodePaths:
     def result_file(self) -> Path:
         """``AttemptResult`` as JSON: how the attempt ended on this node; missing before, or if the agent could not write it."""
         return self.root / "result.json"
+
+    @property
+    def environment_log(self) -> Path:
+        """File with the output of pip, if the attempt has built an environment on this node."""
+        return self.root / "environment.log"
 
     @property
     def tmp(self) -> Path:

@@ -261,6 +261,8 @@ class NoteType(StrEnum):
     CSV_ROWS_LOST = "csv-rows-lost"
     DDP_TIMEOUT = "ddp-timeout"
 
+    ENVIRONMENT = "environment"  # that is built or was built for the job's requirements
+
     # of dropped data
     LOG_SHORTENED = "log-shortened"
     LOGS_UNBOUNDED = "logs-unbounded"

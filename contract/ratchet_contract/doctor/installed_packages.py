@@ -32,9 +32,9 @@ class Package:
         return self.installed is not None and satisfies(self.installed, self.required)
 
 
-def required_packages(extra: str) -> list[Package]:
-    """Return the packages that an extra of Ratchet requires directly. Raises ``PackageNotFoundError`` if Ratchet is not an
-    installed distribution."""
+def required_packages(extra: str | None) -> list[Package]:
+    """Return the packages that an extra of Ratchet, or with None Ratchet itself, requires directly. Raises
+    ``PackageNotFoundError`` if Ratchet is not an installed distribution."""
     found = []
     for line in metadata.requires(DISTRIBUTION) or []:
         match = _REQUIREMENT.fullmatch(line.strip())

@@ -85,6 +85,9 @@ class LaunchFile(Message):
     attempt_dir: str
     code_dir: str | None = Field(None, description="The code snapshot, read-only; null: no user code.")
     start_file: str | None = Field(None, description="The copy of start_from's file, read-only; null: none.")
+    environments_dir: str | None = Field(
+        None, description="Where the environments of jobs are kept, below a directory for each user; null: nowhere."
+    )
     workdir: str = Field(
         description="Current directory of every rank: the job's own writable copy of the snapshot, kept over all attempts."
     )

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_v
 from ratchet_contract.code.tree import DIGEST
 from ratchet_contract.env_vars import RESERVED_NAMES, RESERVED_PREFIXES
 from ratchet_contract.spec.checkpoint import CheckpointSpec
+from ratchet_contract.spec.environment import EnvironmentSpec
 from ratchet_contract.spec.git_commit import GitFacts
 from ratchet_contract.spec.launcher import LauncherSpec, LocalLauncherSpec, VolumeSpec
 from ratchet_contract.spec.masking import MASK
@@ -250,6 +251,11 @@ class JobSpec(SpecModel):
         description="The user's interpreter or virtual environment, with ratchet-train[worker] installed. null: the "
         "agent's interpreter, which is `python` in an image, else by default the service's own.",
     )
+    environment: EnvironmentSpec | None = Field(
+        None,
+        description="Packages that the job needs beyond those of its interpreter. They are installed once, before the ranks "
+        "start, and kept for later attempts. Not on Kubernetes, and not together with image.",
+    )
     env: dict[EnvName, Annotated[str, AfterValidator(_env_value)]] = Field(
         {},
         description="Variables of every rank. Their values are stored. They are shown, except those of variables in "
@@ -413,8 +419,9 @@ class JobSpec(SpecModel):
             "trial",
         }
         data = self.model_dump(mode="json", exclude=irrelevant)
-        if self.start_from is None:  # so that an optional key that is not given leaves the digest as it is
-            del data["start_from"]
+        for key in ("start_from", "environment"):  # an optional key that is not given leaves the digest as it is
+            if data[key] is None:
+                del data[key]
         # A secret must not be found by trying values until the digest fits; and a new value of a secret changes no result.
         data["env"] = {name: value for name, value in self.env.items() if name not in self.secret_env}
         del data["secret_env"]

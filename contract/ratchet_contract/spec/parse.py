@@ -42,6 +42,7 @@ _EXAMPLES = {
     "/hook": "hook: {name: powerSGD}",
     "/world": "world: {ranks_per_node: 2}",
     "/checkpoint": "checkpoint: {every_steps: 100}",
+    "/environment": 'environment: {requirements: ["timm==1.0.9"]}',
     "/labels": "labels: {team: vision}",
     "/env": "env: {NAME: value}",
 }
@@ -497,6 +498,17 @@ def cross_check(spec: JobSpec, uncertain_keys: Collection[str] = ()) -> list[Fie
         add_problem(
             "/code/git", "code-conflict", "with source nodes the directory's git repository is not read: remove it"
         )
+    if spec.environment is not None and isinstance(spec.environment.requirements, str) and is_certain("code"):
+        if spec.code is None:
+            add_problem(
+                "/environment/requirements", "missing", "a file of requirements needs code, whose path it is below"
+            )
+        elif spec.code.source == "nodes":
+            text = "with source nodes the code is not read at submission: write the lines themselves"
+            add_problem("/environment/requirements", "code-conflict", text)
+    if spec.environment is not None and (spec.launcher.kind == "kubernetes" or spec.image is not None):
+        text = "the container image is the environment: install the packages in the image, and remove environment"
+        add_problem("/environment", "launcher-cannot", text)
     out += policy_faults(spec.policy)
     for i, fault in enumerate(spec.trial.faults if spec.trial is not None and is_certain("world") else ()):
         if fault.rank >= spec.world.size:

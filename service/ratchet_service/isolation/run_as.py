@@ -151,7 +151,7 @@ def _restrict_permissions(paths: HomePaths, database: Path | None) -> None:
     """Create the run directory and its directories of jobs and code where missing, and let other users only pass through them.
     Close the service's other files in the run directory, and those of the database, to other users. Other directories in the run
     directory are closed only if it was new or was itself closed to others before."""
-    opened = (paths.home, paths.jobs, paths.code)
+    opened = (paths.home, paths.jobs, paths.code, paths.environments)
     closed = not paths.home.exists() or not paths.home.stat().st_mode & stat.S_IXOTH
     for folder in opened:
         folder.mkdir(mode=0o711, parents=True, exist_ok=True)

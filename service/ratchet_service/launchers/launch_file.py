@@ -48,6 +48,7 @@ def build_launch_file(
         attempt_dir=str(paths.root),
         code_dir=code,
         start_file=str(start) if start is not None else None,
+        environments_dir=str(home.environments) if spec.environment is not None else None,
         workdir=str(job.work_dir),
         gpus=list(gpus),
         report_token=token,

@@ -178,7 +178,9 @@ def check_custom_hook(spec: JobSpec, machine: Machine, probe: Probe, report: Rep
     imported."""
     if not isinstance(spec.hook, CustomSpec):
         return
-    if machine.is_this_machine and machine.runs_jobs:
+    if spec.environment is not None:
+        why = "the first attempt builds the job's environment"
+    elif machine.is_this_machine and machine.runs_jobs:
         try:
             report.problems += probe.check_hook(spec.hook)
             return
@@ -194,5 +196,6 @@ def state_bytes(spec: JobSpec, machine: Machine, probe: Probe) -> int | None:
     """Return the bytes that the hook's state will hold on each rank; None if unknown. May query the task in a process."""
     if not needs_shapes(spec.hook):
         return hook_memory(spec.hook, ())
-    shapes = probe.shapes() if machine.is_this_machine and machine.runs_jobs else None
+    probed = machine.is_this_machine and machine.runs_jobs and spec.environment is None
+    shapes = probe.shapes() if probed else None
     return None if shapes is None else hook_memory(spec.hook, shapes)

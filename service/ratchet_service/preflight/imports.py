@@ -14,7 +14,7 @@ from ratchet_contract.script.public_names import PACKAGE, requirement
 from ratchet_contract.spec.job import JobSpec
 from ratchet_service.isolation.file_access import as_user
 from ratchet_service.isolation.sandbox import Sandbox
-from ratchet_service.preflight import entrypoint
+from ratchet_service.preflight import entrypoint, environment
 from ratchet_service.preflight.report import Report
 from ratchet_service.user_code.interpreter_probe import pip_install_command
 from ratchet_service.user_code.snapshot import exists
@@ -106,7 +106,12 @@ def check(spec: JobSpec, python: str, packages: Imported, missing: Sequence[str]
             f"the other. Rename {file}, or write `from ratchet_worker.session import Session` where Ratchet's Session is meant"
         )
         report.warn(pointer, "ratchet-shadowed", text)
-    if certain := {name: packages.certain[name] for name in missing if name in packages.certain}:
+    missing = [name for name in missing if not environment.provides(spec, name)]
+    if spec.environment is not None and missing:
+        places = packages.certain | packages.conditional
+        text = _missing_text(python, {name: places[name] for name in missing if name in places})
+        report.warn(pointer, "package-missing", f"{text}: it must come with the requirements of environment")
+    elif certain := {name: packages.certain[name] for name in missing if name in packages.certain}:
         report.refuse(
             pointer, "package-missing", f"{_missing_text(python, certain)}. {_install_advice(python, certain)}"
         )

@@ -62,7 +62,10 @@ def check(
     if found.torch_version is not None and (note := untested(found.torch_version)) is not None:
         text = f"{path}: {note}. The resume report of every attempt says so; `ratchet doctor --exactness --python {path}` checks "
         report.warn("/python", "torch-untested", text + "on this machine that a killed job resumes bit for bit")
-    if found.missing is not None:
+    if found.missing is not None and spec.environment is not None:
+        text = f"{path} has no module {found.missing!r}: it must come with the requirements of environment"
+        report.warn("/task/entrypoint", "module-not-found", text)
+    elif found.missing is not None:
         report.refuse("/task/entrypoint", "module-not-found", _module_not_found_text(spec, path, found.missing))
     elif found.syntax is not None:
         report.refuse("/task/entrypoint", "syntax-error", found.syntax)

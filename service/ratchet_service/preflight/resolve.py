@@ -21,7 +21,7 @@ from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox, withheld_name
 from ratchet_service.launchers.base import Launcher
 from ratchet_service.lifecycle import unmanaged_script
 from ratchet_service.lifecycle.decide import MAX_BACKOFF
-from ratchet_service.preflight import checkpoint_uri, entrypoint, hook, interpreter, launcher, start_from
+from ratchet_service.preflight import checkpoint_uri, entrypoint, environment, hook, interpreter, launcher, start_from
 from ratchet_service.preflight.report import Report
 from ratchet_service.scheduling.machine import Machine
 from ratchet_service.scheduling.slots import is_oversubscribed, need_of
@@ -67,6 +67,10 @@ def resolve(
 
     found_code = check_code(spec, limits, report, allowed)
     code_ok = are_valid("code") and found_code
+    if are_valid("environment"):
+        copied = spec.code is not None and spec.code.digest is not None
+        code = Path(spec.code.path) if spec.code is not None and code_ok else None
+        spec = environment.check(spec, code, report, allow_all if copied else allowed)
     if (
         spec.code is not None
         and spec.code.source == "nodes"

@@ -22,7 +22,7 @@ from ratchet_service.isolation.concurrency_limit import ConcurrencyLimit
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers.launch_file import build_launch_file
 from ratchet_service.launchers.registry import Launchers
-from ratchet_service.preflight import hook, launcher
+from ratchet_service.preflight import environment, hook, launcher
 from ratchet_service.preflight import paths as roots
 from ratchet_service.preflight import resolve as preflight
 from ratchet_service.preflight.paths import Roots
@@ -145,6 +145,11 @@ class LocalSubmission:
         """Return the Git commit of ``path`` and how its snapshot ``digest`` differs from it, or why that is unknown; None: no
         repository. Blocks while git runs."""
         return git_facts(path, list_entries(self._home.code / digest, UNLIMITED), self._roots.allows_path)
+
+    def with_requirements(self, spec: JobSpec, code_digest: str) -> JobSpec:
+        """Return ``spec`` with the lines of its requirements in place of the name of a file in its snapshot. Raise
+        ``SpecError``."""
+        return environment.with_lines(spec, self._home.code / code_digest)
 
     def keep_uploaded(self, digest: str) -> str:
         """Keep the uploaded code ``digest`` for another ten minutes, and return it. Raise ``SpecError`` if the service does

@@ -71,6 +71,7 @@ def prepare(data: Any, submission: LocalSubmission, *, code_digest: str | None =
         if code_digest is None and spec.code.digest is None:
             git = submission.git_facts(Path(spec.code.path), digest)
             spec = spec.model_copy(update={"code": spec.code.model_copy(update={"git": git})})
+        spec = submission.with_requirements(spec, digest)
     return Prepared(spec, checked.resolved.model_copy(update=copies), checked.warnings)
 
 

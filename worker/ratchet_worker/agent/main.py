@@ -25,7 +25,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.phases import Cause, NoteType
 from ratchet_contract.processes import parent_death
 from ratchet_contract.protocol.messages import AttemptResult, LaunchFile, Note, node_rank
-from ratchet_worker.agent import code_download, working_directory
+from ratchet_worker.agent import code_download, environment, working_directory
 from ratchet_worker.agent.attempt_files import (
     LaunchRefused,
     agent_file,
@@ -172,6 +172,7 @@ class _Attempt:
         code, work = self._launch.code_dir, Path(self._launch.workdir)
         digest = code_download.download_code(self._launch, self._wait_until, self._supervisor.raise_if_over)
         self._deadline += self._object_store.fetch(self._report_sender, self._supervisor.wait_for)
+        built = self._build_environment()
         if self._launch.node == 0:  # before the rendezvous: nodes that share this disk then find the directory ready
             self._prepare(code, work, digest)
         rendezvous = self._join_rendezvous()
@@ -179,7 +180,9 @@ class _Attempt:
         with rendezvous.listener or nullcontext():
             if self._launch.node != 0:
                 self._prepare(code, work, digest)
-            plans = plan_ranks(self._launch, self._paths, rendezvous, inherited=os.environ, code_digest=digest)
+            plans = plan_ranks(
+                self._launch, self._paths, rendezvous, inherited=os.environ, code_digest=digest, built=built
+            )
             try:
                 self._supervisor.start(plans)
             except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
@@ -206,11 +209,29 @@ class _Attempt:
                 f"replaced: {names_left}. Modules are imported from the new code"
             )
             log_message(text)
-            spool = Spool(self._paths.node_spool(self._launch.node))
-            spool.append(
-                Note(rank=node_rank(self._launch.node), at=now(), type=NoteType.WORK_KEPT, message=text[:4000])
-            )
-            spool.close()
+            self._note(NoteType.WORK_KEPT, text)
+
+    def _note(self, kind: NoteType, text: str) -> None:
+        """Add an event to the job's history."""
+        spool = Spool(self._paths.node_spool(self._launch.node))
+        spool.append(Note(rank=node_rank(self._launch.node), at=now(), type=kind, message=text[:4000]))
+        spool.close()
+
+    def _build_environment(self) -> tuple[str, str] | None:
+        """Return interpreter and digest of the environment for the job's requirements, which is built if necessary; None if the
+        spec has no requirements. Raises ``NotStarted`` or ``UserError``."""
+        if self._launch.spec.environment is None:
+            return None
+        self._report_sender.start()  # a build may take long: the service must see reports meanwhile
+
+        def note(text: str) -> None:
+            log_message(text)
+            self._note(NoteType.ENVIRONMENT, text)
+
+        begin = time.monotonic()
+        built = environment.prepare(self._launch, self._node_paths, os.environ, self._supervisor.wait_for, note)
+        self._deadline += time.monotonic() - begin
+        return built
 
     def _join_rendezvous(self) -> Rendezvous:
         """Return the rendezvous of this node, with several nodes after all of them have met. Raises as

@@ -26,14 +26,17 @@ def plan_ranks(
     *,
     inherited: Mapping[str, str],
     code_digest: str | None = None,
+    built: tuple[str, str] | None = None,
 ) -> list[RankPlan]:
     """Return one plan per rank of this node, in order. ``inherited``: the agent's environment; ``code_digest``: of code that lies
-    on the nodes. Raises ``UserError`` if a secret is missing."""
+    on the nodes; ``built``: interpreter and digest of the environment for the job's requirements. Raises ``UserError`` if a
+    secret is missing."""
     common = _common_environment(launch, inherited, rendezvous.interface)
     if code_digest is not None:
         common[names.CODE_DIGEST] = code_digest
-    # not the one that was resolved at submission: by now it may have another version, or be gone
-    python = sys.executable if launch.spec.python is None else launch.resolved.python
+    python = interpreter(launch)
+    if built is not None:
+        python, common[names.ENVIRONMENT_DIGEST] = built
     plans = []
     for local_rank, rank in enumerate(launch.ranks):
         env = common | _rank_environment(launch, paths, rank, local_rank, rendezvous)
@@ -45,6 +48,12 @@ def plan_ranks(
         command = [python, "-P", "-m", "ratchet_worker.rank"]
         plans.append(RankPlan(rank, command, Path(launch.workdir), env, paths.log(rank), fds))
     return plans
+
+
+def interpreter(launch: LaunchFile) -> str:
+    """Return the spec's interpreter, or this process's if the spec names none."""
+    # not the one that was resolved at submission: by now it may have another version, or be gone
+    return sys.executable if launch.spec.python is None else launch.resolved.python
 
 
 def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interface: str) -> dict[str, str]:
@@ -61,7 +70,7 @@ def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interf
     if spec.script is not None:  # torchrun's value; torch's default, kept for tasks, ends the process without an abort
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     env.update(spec.env)
-    env.update(_secrets(launch, inherited))
+    env.update(secret_values(launch, inherited))
     if launch.resolved.backend == "nccl":
         env.update(spec.nccl)
     if launch.resolved.device != "cuda":
@@ -88,7 +97,7 @@ def _choose_interface(env: dict[str, str], world: WorldSpec, interface: str) -> 
         env[name] = value if world.interface is not None else env.get(name, value)
 
 
-def _secrets(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
+def secret_values(launch: LaunchFile, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the values of the spec's secrets from the agent's environment. Raises ``UserError`` if one is missing."""
     values = {}
     for name, secret in launch.spec.secrets.items():

@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias
 import numpy as np
 import torch
 
+from ratchet_contract import env_vars as names
 from ratchet_contract.api.views import EnvironmentView
 from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.checkpoint.resume_report import EnvironmentDifference
@@ -154,6 +155,8 @@ def provenance(packages: Sequence[str], git: GitFacts | None) -> Record:
     commit."""
     known = {} if git is None else git.model_dump(exclude_none=True)
     found: Record = {f"{PROVENANCE}git_{key}": value for key, value in known.items()}
+    if built := os.environ.get(names.ENVIRONMENT_DIGEST):
+        found[f"{PROVENANCE}environment"] = built
     return {f"{PROVENANCE}ratchet": RATCHET_VERSION, _PACKAGE_LIST: " ".join(packages)} | found
 
 

@@ -161,6 +161,8 @@ class LocalLauncher:
         """Give the job's directory to the sandbox's user, if there is one, and write ``launch.json``. Raises ``LaunchError``."""
         try:
             self._give_to_user(plan.ref.paths)
+            if (user := self._sandbox.user) is not None and plan.launch.environments_dir is not None:
+                file_access.give_to_user(self._home.environments / str(user.uid), user.uid, user.gid)
             files.write_launch(plan.ref.paths, plan.launch)
         except OSError as error:
             raise LaunchError(f"the agent could not be started: {error}") from error
