@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import shutil
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from ratchet_store.read.compare import compare, render
 from tests.e2e.exactness import final_checkpoint
 from tests.support.full_matrix import full
 from tests.support.launch import wait_freeze
+from tests.support.local_packages import make_sdist, make_wheel
 from tests.support.run_as import AS_ROOT, UID, command_prefix, open_directory
 from tests.support.server import Server, rank_pid, wait_for
 from tests.support.user_projects import make_project
@@ -151,6 +153,71 @@ def test_hook_inspection_under_run_as_is_confined(confined: Server, place: Path)
     spec |= {"world": {"ranks_per_node": 2, "device": "cpu"}, "hook": {"name": "custom", "hook": "mine:f"}}
     confined.call("POST", "/v1/jobs?dry_run=true", json=spec)
     assert_harmless(json.loads(out.read_text()))
+
+
+BUILD = """
+import explored, json, os, tempfile
+def find():
+    home, service, code = os.environ["AT"], int(os.environ["SERVICE"]), os.environ["SNAPSHOT"]
+    with tempfile.TemporaryDirectory() as folder:
+        explored.explore(folder + "/found", home, service, code)
+        found = json.load(open(folder + "/found"))
+    found["a file elsewhere"] = explored.tried(lambda: open(os.environ["OPEN_TO_ALL"], "w"))
+    found["jobs"] = explored.tried(lambda: os.listdir(home + "/jobs"))
+    found["processes"] = len([name for name in os.listdir("/proc") if name.isdigit()])
+    return found
+"""
+
+
+def test_requirements_are_built_as_the_jobs_user_and_recorded(confined: Server, place: Path) -> None:
+    """The build of a package finds no variables of the service, and cannot write to what its own user may write to otherwise."""
+    assert confined.process is not None
+    wheels = place / "wheels"
+    wheels.mkdir()
+    make_sdist(
+        wheels, "hostile", "1.0", EXPLORE + BUILD.replace("import explored, ", "import ").replace("explored.", "")
+    )
+    make_wheel(wheels, "pleasant", "1.0", "")
+    make_wheel(wheels, "pleasant", "2.0", "")
+    code = make_project(place / "projects" / "requires")
+    with (code / "mine.py").open("a") as file:
+        file.write("\nimport hostile\n")  # found by the ranks' interpreter alone
+    (code / "requirements.txt").write_text("# ours\n-r more/base.txt\nhostile\n")
+    (code / "more").mkdir()
+    (code / "more" / "base.txt").write_text("pleasant \\\n  == 1.0  # this one\n")
+    env = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "AT": str(confined.home), "SNAPSHOT": str(place)}
+    env |= {"SERVICE": str(confined.process.pid), "OPEN_TO_ALL": str(place / "out" / "written")}
+    spec = {
+        "name": "requires", "code": {"path": str(code)}, "world": {"ranks_per_node": 1, "device": "cpu"}, "env": env,
+        "task": {"entrypoint": "mine:Mine", "args": {"steps": 8}}, "checkpoint": {"every_steps": 6, "keep_last": 2},
+        "environment": {"requirements": "requirements.txt"},
+    }  # fmt: skip
+    job_id = confined.submit(spec)
+    assert confined.job(job_id)["spec"]["environment"] == {"requirements": ["pleasant == 1.0", "hostile"]}
+    confined.wait_phase(job_id, "SUCCEEDED")
+    (environment,) = confined.home.glob(f"environments/{UID}/*/ratchet-environment.json")
+    assert {path.lstat().st_uid for path in environment.parent.rglob("*")} == {UID}
+    source = next(environment.parent.glob("lib/python*/site-packages/hostile.py")).read_text()
+    found = ast.literal_eval(source.removeprefix("FOUND = "))
+    assert found["uid"] == found["gid"] == [str(UID)] * 4 and found["nnp"] == ["1"] and found["variables"] == []
+    assert set(found["capabilities"]) == {"0" * 16} and found["root again"] != "done"
+    log = confined.paths.job(job_id).attempt(1).environment_log.read_text()
+    assert "not confined" in log or found["processes"] < 10
+    for name in ("database", "a file in the home", "environment of the service", "end the service"):
+        assert found[name] != "done", name
+    assert "not confined" in log or found["a file elsewhere"] == "Read-only file system"
+    checkpoint = final_checkpoint(confined, job_id).name
+    manifest = confined.call("GET", f"/v1/jobs/{job_id}/checkpoints/{checkpoint}").json()["manifest"]
+    digest = json.loads(environment.read_text())["digest"]
+    assert manifest["environment"]["provenance:environment"] == digest
+    assert {"hostile==1.0", "pleasant==1.0"} <= set(manifest["environment"]["provenance:packages"].split())
+    change = {"environment": {"requirements": ["hostile", "pleasant==2.0"]}}
+    source = min(confined.paths.job(job_id).checkpoints.glob("*/MANIFEST.json")).parent.name
+    body = {"checkpoint_id": source, "spec": change}
+    fork = confined.call("POST", f"/v1/jobs/{job_id}/fork", json=body).json()["id"]
+    confined.wait_phase(fork, "SUCCEEDED")
+    report = confined.attempts(fork)[0]["resume_report"]
+    assert {"key": "package:pleasant", "recorded": "1.0", "current": "2.0"} in report["differences"]
 
 
 @full
