@@ -55,6 +55,9 @@ task:
     "code": """\
 code: {path: ./my_project}     # relative to the spec file
 script: [train.py, --lr, "0.1"]""",
+    "environment": """\
+code: {path: ./my_project}
+environment: {requirements: requirements.txt}     # or lines: [timm==1.0.9, "einops>=0.8"]""",
     "secrets": """\
 secrets:
   WANDB_API_KEY: {from_env: TEAM_WANDB_API_KEY}
@@ -126,7 +129,19 @@ hook:
 }
 """One per table; a test parses each within a job."""
 _HOOK_SPECS = {entry.spec for entry in HOOKS.values()}
-SECTIONS = ("task", "code", "secrets", "world", "resources", "ddp", "checkpoint", "policy", "volumes", "trial")
+SECTIONS = (
+    "task",
+    "code",
+    "environment",
+    "secrets",
+    "world",
+    "resources",
+    "ddp",
+    "checkpoint",
+    "policy",
+    "volumes",
+    "trial",
+)
 _SEE_BELOW = {*SECTIONS, "hook", "launcher"}
 _MANY = ("secrets", "volumes")
 

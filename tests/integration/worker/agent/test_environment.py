@@ -6,7 +6,10 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +21,7 @@ from ratchet_contract.phases import Cause, NoteType
 from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import node_rank
 from ratchet_worker.agent.environment import KEPT, RECORD
+from ratchet_worker.agent.environment_build import Order
 from tests.support.attempts import Attempt, process_environment
 from tests.support.local_packages import make_sdist, make_wheel
 from tests.support.server import processes_below, wait_for
@@ -215,3 +219,29 @@ def test_build_script_cannot_read_variables_of_the_service_or_write_elsewhere(jo
     # of the build's own processes, which have the index; those of the service and of the agent are not there
     visible = {int(path.split("/")[2]) for path in found["secrets"]}
     assert all(pid < 50 for pid in visible) and procfs.start_time(attempt.agents[0].pid) is not None
+
+
+def test_build_without_namespaces_works_and_says_so(wheels: Path, tmp_path: Path) -> None:
+    """As in a container whose kernel lets nobody create namespaces."""
+    prefix = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+    prefix += ['echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"]
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode
+    ):
+        pytest.skip("the system permits no user namespaces: all other tests run so")
+    place, tmp = tmp_path / "environment", tmp_path / "tmp"
+    place.mkdir()
+    tmp.mkdir()
+    order = Order(
+        parent=os.getpid(), directory=place, tmp=tmp, hidden=tmp_path, requirements=["pleasant", "ratchet-train[worker]"],
+        memory=2**30, open_files=256,
+    )  # fmt: skip
+    command = [*prefix, sys.executable, "-P", "-m", "ratchet_worker.agent.environment_build"]
+    env = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
+    done = subprocess.run(
+        command, input=order.model_dump_json(), env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("The build is not confined, since the system does not permit it: unshare: ")
+    assert list(place.glob("lib/python*/site-packages/pleasant.py")) and "Downloading" not in done.stdout
