@@ -5,17 +5,18 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from posixpath import dirname, join, normpath
-from typing import Final
+from typing import Final, NamedTuple
+
+from ratchet_service.api.web_tokens import compact, without_comments
 
 _SYNTAX: Final = re.compile(
     r"""
-    (?:^|(?<=[;,{}()\]]))[ \t]*//.* | [ \t]*/\*\*(?s:.*?)\*/
-    | (?:^|(?<=[;}]))(?:
+    (?:^|(?<=[;}]))(?:
         import\s*(?:(?P<whole>\w+)\s*|\{(?P<names>[^}]*)\}\s*)from\s*"(?P<source>[^"]+)";?
       | export\s*\{(?P<listed>[^}]*)\}(?:\s*from\s*"(?P<origin>[^"]+)")?;?
       | export[ ]default[ ](?=(?:async[ ])?(?:function|class)[ ](?P<main>\w+))
@@ -28,9 +29,8 @@ _SYNTAX: Final = re.compile(
     """,
     re.MULTILINE | re.VERBOSE,
 )
-"""What is left out or rewritten. Comments come first: nothing in them is a statement."""
-_MARGIN: Final = re.compile(r"[ \t]*\n\s*")
-"""Empty lines and margins. What htm's templates show is the same without them; the tests find other texts that would differ."""
+"""What is rewritten in a module without comments."""
+_STYLE_SPACE: Final = re.compile(r"\s*([{};,>])\s*|(?<=:)\s+|[ \t]*\n\s*")
 _LATER: Final = re.compile(r'\bimport\("([^"]+)"\)')
 _MARKUP: Final = re.compile(r"<(?=!--|/?script)", re.IGNORECASE)
 _REPORT_ENTRY: Final = "app/main.js"
@@ -56,21 +56,31 @@ style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; form-action 'no
 """
 
 
+class _Import(NamedTuple):
+    """``name``: what ``source`` exports; ``local``: what it is called in the module."""
+
+    source: str
+    name: str
+    local: str
+    line: int
+
+
 @dataclass
 class _Module:
-    """A module without its imports and exports. ``exports``: what they are called inside. ``imports``: source, name and line.
-    ``later``: modules that it loads when it needs them."""
+    """A module without its imports and exports. ``exports``: what they are called inside. ``later``: modules that it loads
+    when it needs them."""
 
     body: str = ""
     exports: dict[str, str] = field(default_factory=dict)
-    imports: list[tuple[str, str, int]] = field(default_factory=list)
+    imports: list[_Import] = field(default_factory=list)
     later: list[str] = field(default_factory=list)
 
 
 def bundle(web: Path, chunks: Mapping[str, Collection[str]], without: Collection[str] = ()) -> dict[str, str]:
     """Return the text of each chunk, an ES module. It has the modules that ``chunks`` names for it (paths below ``web``), those
     that they import, and those that they load later, except ``without`` and what other chunks name. Later chunks use the first
-    one's modules. What is loaded later from the same chunk runs when the chunk begins. Comments and margins are left out.
+    one's modules. What is loaded later from the same chunk runs when the chunk begins. Each module is a function, which returns
+    what others import. Comments and white space are left out.
 
     Raises ``ValueError`` with file and line for syntax that the pages do not use, and for modules that import one another.
     """
@@ -82,11 +92,14 @@ def bundle(web: Path, chunks: Mapping[str, Collection[str]], without: Collection
         for path in _in_order(read, paths, {*named, *without}):
             homes.setdefault(path, name)
     for path, home in homes.items():
-        for source, wanted, line in read(path).imports:
+        for source, wanted, _, line in read(path).imports:
             if wanted not in read(source).exports:
                 raise ValueError(f"{path}:{line}: {source} exports no {wanted}")
             if homes[source] not in (home, first):
                 raise ValueError(f"{path}:{line}: {home} and {homes[source]} need {source}: import it in {first}")
+
+    lazy = {later for path in homes for later in read(path).later if later not in without}
+    names = _names(read, homes, lazy)
 
     def loaded(path: str, home: str) -> str:
         if path in without:
@@ -98,14 +111,32 @@ def bundle(web: Path, chunks: Mapping[str, Collection[str]], without: Collection
         )
 
     def scope(path: str, home: str) -> str:
-        body = _LATER.sub(lambda found: loaded(found[1], home), read(path).body)
-        exports = _members(read(path).exports.items())
-        return f'$modules["{path}"] = (() => {{\n{body}\nreturn {{ {exports} }};\n}})();\n'
+        module = read(path)
+        body = _LATER.sub(lambda found: loaded(found[1], home), module.body)
+        own = {names[path, outside]: inside for outside, inside in module.exports.items() if (path, outside) in names}
+        renamed = {one.local: names[_origin(read, one.source, one.name)] for one in module.imports}
+        renamed = {local: name for local, name in renamed.items() if local != name}
+        text = f"(({','.join(renamed)})=>{{\n{body}"
+        text += f"\nreturn[{','.join(own.values())}]}})" if own else "\n})"
+        text = (f"const[{','.join(own)}]=" if own else ";") + text + f"({','.join(renamed.values())});\n"
+        if path in lazy:
+            members = ",".join(f"{outside}:{names[_origin(read, path, outside)]}" for outside in module.exports)
+            text += f'$modules["{path}"]={{{members}}};\n'
+        return text
 
     # in the name of what chunks share, so that a page from before an upgrade of the service fails to load one from after it
     version = "v" + hashlib.sha256("".join(read(path).body for path in homes).encode()).hexdigest()[:8]
-    heads = dict.fromkeys(chunks, f'import {{ {version} as $modules }} from "./{first}";\n')
-    heads[first] = f"const $modules = {{}};\nexport {{ $modules as {version} }};\n"
+    borrowed: dict[str, set[str]] = {name: set() for name in chunks}
+    for path, home in homes.items():
+        origins = {_origin(read, one.source, one.name) for one in read(path).imports}
+        origins |= {_origin(read, path, outside) for outside in read(path).exports} if path in lazy else set()
+        borrowed[home] |= {names[one] for one in origins if homes[one[0]] == first}
+    heads = {
+        name: f'import{{{",".join([f"{version} as $modules", *sorted(borrowed[name])])}}}from"./{first}";\n'
+        for name in chunks
+    }
+    lent = sorted(set[str]().union(*(borrowed[name] for name in chunks if name != first)))
+    heads[first] = f"const $modules={{}};\nexport{{{','.join([f'$modules as {version}', *lent])}}};\n"
     return {
         name: heads[name] + "".join(scope(path, name) for path, home in homes.items() if home == name)
         for name in chunks
@@ -123,9 +154,9 @@ def report_page(web: Path) -> str:
 
 
 def style(web: Path) -> str:
-    """Return the style sheets as one, without comments and margins."""
+    """Return the style sheets as one, without comments and white space."""
     text = "\n".join((web / name).read_text(encoding="utf-8") for name in ("vendor/uPlot.css", "style.css"))
-    return _MARGIN.sub("\n", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
+    return _STYLE_SPACE.sub(r"\1", re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL))
 
 
 def _in_order(read: Callable[[str], _Module], entries: Collection[str], elsewhere: Collection[str]) -> list[str]:
@@ -148,14 +179,33 @@ def _visit(read: Callable[[str], _Module], path: str, above: tuple[str, ...], or
     if path in above:
         raise ValueError(f"modules import one another: {' -> '.join((*above[above.index(path) :], path))}")
     if path not in order:
-        for source in dict.fromkeys(source for source, _, _ in read(path).imports):
+        for source in dict.fromkeys(one.source for one in read(path).imports):
             _visit(read, source, (*above, path), order)
         order[path] = None
 
 
+def _origin(read: Callable[[str], _Module], path: str, outside: str) -> tuple[str, str]:
+    """Return the module that declares what ``path`` exports as ``outside``, and what it is called there."""
+    inside = read(path).exports[outside]
+    for one in read(path).imports:
+        if one.local == inside:
+            return _origin(read, one.source, one.name)
+    return path, outside
+
+
+def _names(read: Callable[[str], _Module], paths: Collection[str], lazy: Collection[str]) -> dict[tuple[str, str], str]:
+    """Return a name for each export that another module needs, unique in all scripts: its own if that is free."""
+    wanted = {_origin(read, one.source, one.name): None for path in paths for one in read(path).imports}
+    wanted |= {_origin(read, path, outside): None for path in paths if path in lazy for outside in read(path).exports}
+    names: dict[tuple[str, str], str] = {}
+    for n, (path, outside) in enumerate(wanted):
+        names[path, outside] = f"${n}" if outside == "default" or outside in names.values() else outside
+    return names
+
+
 def _parse(web: Path, path: str) -> _Module:
     """Return the module ``path``. Raises ``ValueError`` with file and line for syntax that the pages do not use."""
-    text = (web / path).read_text(encoding="utf-8")
+    text = without_comments((web / path).read_text(encoding="utf-8"))
     module = _Module()
 
     def rewrite(found: re.Match[str]) -> str:
@@ -168,8 +218,8 @@ def _parse(web: Path, path: str) -> _Module:
             return resolved
 
         def imported(source: str, pairs: list[tuple[str, str]]) -> str:
-            module.imports += [(target(source), name, line) for name, _ in pairs]
-            return f'const {{ {_members(pairs)} }} = $modules["{target(source)}"];'
+            module.imports += [_Import(target(source), name, local, line) for name, local in pairs]
+            return ""
 
         if refused := found["unknown"] or found["computed"]:
             raise ValueError(f"{path}:{line}: the bundle of the web pages does not know this form: {refused}")
@@ -189,16 +239,10 @@ def _parse(web: Path, path: str) -> _Module:
             return "const $default ="
         if name := found["main"] or found["declared"]:
             module.exports["default" if found["main"] else name] = name
-        return ""  # the word before a declaration, or a comment
+        return ""  # the word before a declaration
 
-    module.body = _MARGIN.sub("\n", _SYNTAX.sub(rewrite, text))
+    module.body = compact(_SYNTAX.sub(rewrite, text))
     return module
-
-
-def _members(pairs: Iterable[tuple[str, str]]) -> str:
-    """Return the members of an object or of its destructuring: ``a, b: c`` for the names ``a`` and ``b``, here called ``a`` and
-    ``c``."""
-    return ", ".join(name if name == inside else f"{name}: {inside}" for name, inside in pairs)
 
 
 def _pairs(names: str) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -14,6 +15,7 @@ import pytest
 
 from ratchet_service.api.routes.pages import CHUNKS, WITHOUT
 from ratchet_service.api.web_bundle import bundle, report_page
+from ratchet_service.api.web_tokens import compact, without_comments
 from tests.support.docs import ROOT
 
 WEB = ROOT / "service" / "ratchet_service" / "web"
@@ -71,19 +73,90 @@ def test_scripts_of_the_pages_say_what_the_modules_say_and_lack_none() -> None:
     assert {*WITHOUT} < set(report) < set(together) and "app/pages/job/metrics.js" in report
 
 
+TEXTS = {
+    "comment in a template": "`a\n  /** b */\n// c\n`",
+    "comment in a string": "\"/** a */ b\" + '// \\'c'",
+    "margin in a template": "`a\n  b  \n\n c`",
+    "template in a template": "`a  ${{ a: `  b  ${[1].map((n) => `${n}  ${`}`}`)}` }.a}  \\` \\${ $`",
+    "regular expression": '"a/b".replace(/[/"`]\\//g, 8 / 2 / 1).split(/`/)',
+    "signs": "[1 + +1, 1 - -1, 1 - - -1, 1 .toFixed(1), (() => { let n = 1; return n++ + ++n / 1 })()]",
+    "lines": "[(() => { let n = 1\nn\n++\nn\nreturn n })(), ((a) => {\n  return a\n    ?.b\n})({ b: typeof\n1 })]",
+}
+
+
+@needs_node
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_texts_and_signs_stay_what_they_are_without_comments_and_white_space(tmp_path: Path, text: str) -> None:
+    program = f"/* a */\nconst value = /* ` */ {text} // ` b\n/** c\n */\nconsole.log( JSON.stringify( value ) )\n"
+    short = compact(program)
+    assert len(short) < len(program) - 20 and "/* a */" not in short and "// ` b" not in short
+    assert without_comments(program).count("\n") == program.count("\n")
+    outputs = [node("--input-type=module", text=one) for one in (program, without_comments(program), short)]
+    assert outputs[0].stdout and {one.stdout for one in outputs} == {outputs[0].stdout}, outputs[2].stderr
+
+
+def test_template_without_an_end_is_refused() -> None:
+    with pytest.raises(ValueError, match="a template has no end: `b"):
+        compact("const a = `b;")
+
+
+TEMPLATES = """import htm from "../htm.js";
+const html = htm.bind((...parts) => parts), a = 1, b = { c: 2 };
+console.log(JSON.stringify([html`
+  <p
+    class="a  b"
+    ...${b}
+    title=${a}
+    hidden
+  >  one
+    two ${a}
+    ${html` <b> ${a}  </b>
+    <i/>`} three
+    <b>four</b> five
+  </p>
+`, html`<p>a > b
+  c</p>`, html`
+  <${a} /> `]));
+"""
+
+
+@needs_node
+def test_templates_of_markup_show_the_same_without_margins(tmp_path: Path) -> None:
+    web = write(tmp_path, {"package.json": '{"type": "module"}', "htm.js": (WEB / "vendor" / "htm.js").read_text()})
+    write(web, {"a/long.js": TEMPLATES, "a/short.js": compact(TEMPLATES)})
+    long, short = (node(str(web / "a" / name)) for name in ("long.js", "short.js"))
+    without_margins = re.sub(r"\\n +", r"\\n", long.stdout)  # as HTML shows them: a line break in a text is a space
+    assert "three" in long.stdout and short.stdout == without_margins, short.stderr
+    assert compact(TEMPLATES).count("\n") < 9 and TEMPLATES.count("\n") == 17
+
+
 @needs_acorn
 @pytest.mark.parametrize(
-    "text",
+    ("old", "new"),
     [
-        "export const text = `a\n  /** b */\n`;",
-        'export const text = "/** a */ b";',
-        "export const text = `\n// a\n`;",
-        "export const text = `a\n  b`;",
+        ("`a  b`", "`a b`"),
+        ("<p>c d</p>", "<p>c  d</p>"),
+        ("e=1", "e=2"),
+        ("return[e]", "return[g]"),
+        ("size+i", "g+size"),
+        ("const[e]", "const[size]"),
     ],
 )
-def test_comparison_of_scripts_with_modules_finds_text_that_was_taken_for_a_comment(tmp_path: Path, text: str) -> None:
-    done = compared(write(tmp_path, {"a.js": text}), list(bundle(tmp_path, {"main.js": ["a.js"]}).values()))
-    assert done.returncode != 0 and "a.js" in done.stderr
+def test_comparison_of_scripts_with_modules_finds_differences(tmp_path: Path, old: str, new: str) -> None:
+    modules = {
+        "a.js": """
+import { e } from "./b.js";
+const i = e;
+export const f = [`a  b`, html`<p>c d</p>`, size + i];
+""",
+        "b.js": "export const e = 1;\nconst g = 2;\n",
+    }
+    web = write(tmp_path, modules)
+    [script] = bundle(web, {"main.js": ["a.js"]}).values()
+    assert compared(web, [script]).returncode == 0
+    assert script.count(old) == 1, script
+    done = compared(web, [script.replace(old, new)])
+    assert done.returncode != 0 and "AssertionError" in done.stderr, done.stdout
 
 
 MODULES: dict[str, str] = {
