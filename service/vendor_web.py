@@ -1,7 +1,8 @@
 """``python service/vendor_web.py``: write the files of ``ratchet_service/web/vendor`` from the npm packages of its lock file.
 
 Needs npm. ``lock.json`` has, for each file, the package, its version and licence, the file's path in the package, the edit that
-makes it an ES module without bare imports, and the SHA-384 of the result. ``--check`` only compares the digests.
+makes it an ES module without bare imports and without parts that the pages do not use, and the SHA-384 of the result.
+``--check`` only compares the digests.
 """
 
 from __future__ import annotations
@@ -35,8 +36,13 @@ def packed(package: str, version: str, path: str) -> bytes:
 
 
 def edited(data: bytes, edits: dict[str, Any]) -> bytes:
-    """Apply an entry's ``replace`` (text by text, each occurs once), then its ``append``; drop a reference to a source map."""
+    """Apply an entry's ``cut`` (each from its first text, which occurs once, up to its second, which stays), its ``replace``
+    (text by text, each occurs once), then its ``append``; drop a reference to a source map."""
     text = data.decode()
+    for start, end in edits.get("cut", []):
+        assert text.count(start) == 1, start
+        head, tail = text.split(start)
+        text = head + tail[tail.index(end) :]
     for old, new in edits.get("replace", {}).items():
         assert text.count(old) == 1, old
         text = text.replace(old, new)
