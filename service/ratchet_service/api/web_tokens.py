@@ -56,9 +56,8 @@ def tokens(script: str) -> Iterator[Token]:
     after ``)`` is a division. Raises ``ValueError`` for a template without an end."""
     at = 0
     before = Token("sign", ";")
-    braces: list[
-        bool | None
-    ] = []  # those that are open. Of a template's value: whether it is an html template. None: of a block or object
+    braces: list[bool | None] = []
+    """Those that are open. None: of a block or object. Of a template's value: whether it is a template of ``html``."""
 
     def template(start: int, markup: bool) -> Token:
         found = _TEMPLATE.match(script, start + 1)
