@@ -84,3 +84,18 @@ export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 
 /** A text as a word of a command line. @param {string} text */
 export const quoted = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
+
+/** The day of a time here, as ``2030-01-31``. @param {number | string} time */
+export function localDay(time) {
+  const at = new Date(time);
+  return [at.getFullYear(), at.getMonth() + 1, at.getDate()].map((part) => String(part).padStart(2, "0")).join("-");
+}
+
+/** The day so many days before a time. @param {number} time - milliseconds @param {number} days */
+export const dateBefore = (time, days) => localDay(time - days * 864e5);
+
+/** When a day begins here, in UTC; what is no day stays, for the service to refuse. @param {string} day */
+export function midnight(day) {
+  const at = new Date(`${day}T00:00`);
+  return Number.isNaN(at.getTime()) ? day : at.toISOString().replace(".000", "");
+}

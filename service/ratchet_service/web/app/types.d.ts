@@ -15,6 +15,10 @@ export type Answer<Path extends string> =
   : Path extends Asked<"v1/queue"> ? Get<"/v1/queue">
   : Path extends Asked<"v1/quotas"> ? Get<"/v1/quotas">
   : Path extends Asked<"v1/fleet"> ? Get<"/v1/fleet">
+  : Path extends Asked<"v1/usage"> ? Get<"/v1/usage">
+  : Path extends Asked<"v1/audit"> ? Get<"/v1/audit">
+  : Path extends "v1/webhooks" ? Get<"/v1/webhooks">
+  : Path extends Asked<`v1/webhooks/${string}/deliveries`> ? Get<"/v1/webhooks/{webhook_id}/deliveries">
   : Path extends Asked<"v1/jobs"> ? Get<"/v1/jobs">
   : Path extends Under<`compare/${string}`> ? Get<"/v1/jobs/{job_id}/compare/{with_job_id}">
   : Path extends Under<Asked<"hook/history">> ? Get<"/v1/jobs/{job_id}/hook/history">
@@ -50,6 +54,9 @@ declare global {
     type Point = Whole<Schemas["MetricPoint"]>;
     type Fleet = Whole<Schemas["FleetView"]>;
     type Owner = Whole<Schemas["OwnerUseView"]>;
+    type Usage = Whole<Schemas["UsageView"]>;
+    type Audit = Whole<Schemas["AuditView"]>;
+    type Webhook = Whole<Schemas["WebhookView"]>;
     type Queue = Get<"/v1/queue">;
     type Quota = Whole<Schemas["QuotaView"]>;
     type Caller = Whole<Schemas["WhoAmI"]>;

@@ -74,11 +74,12 @@ async function copyText(text) {
 }
 
 /**
- * A table with a caption for screen readers. ``rows``: of cells; ``numbers``: columns that are aligned to the right.
- * @param {{caption: string, head: any[], rows: any[][], numbers?: number[], tight?: boolean}} props
+ * A table with a caption for screen readers. ``rows``: of cells; ``numbers``: columns that are aligned to the right; ``stacked``: on a
+ * phone a row's cells stand below one another, without the head.
+ * @param {{caption: string, head: any[], rows: any[][], numbers?: number[], tight?: boolean, stacked?: boolean}} props
  */
-export const Table = ({ caption, head, rows, numbers = [], tight }) => html`
-  <div class="scroll" tabindex="0" role="region" aria-label=${caption}><table class=${tight ? "tight" : ""}>
+export const Table = ({ caption, head, rows, numbers = [], tight, stacked }) => html`
+  <div class="scroll" tabindex="0" role="region" aria-label=${caption}><table role="table" class=${classes(tight && "tight", stacked && "queue")}>
     <caption class="hidden">${caption}</caption>
     <thead><tr>${head.map((cell, n) => html`<th scope="col" class=${numbers.includes(n) ? "number" : ""}>${cell}</th>`)}</tr></thead>
     <tbody>${rows.map((row) => html`<tr>${row.map((cell, n) => html`<td class=${numbers.includes(n) ? "number" : ""}>${cell}</td>`)}</tr>`)}</tbody>

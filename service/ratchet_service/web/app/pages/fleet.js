@@ -3,6 +3,7 @@
 import { Card, Choice, Command, Empty, Phase, Table, Trouble } from "../components/basics.js";
 import { Holders } from "../components/slots.js";
 import { SpentBar, partsOf } from "../components/spent.js";
+import { Usage } from "../components/usage.js";
 import { classes, html } from "../dom.js";
 import { counts, hostsOf, slotsOf } from "../fleet.js";
 import { count, duration, number, percent, plural } from "../format.js";
@@ -29,6 +30,7 @@ export default function Fleet({ route }) {
       <div class="main-side"><div class="stack">
           <${Goodput} fleet=${data} days=${days} />
           ${data.owners.length > 0 && html`<${Owners} owners=${data.owners} days=${days} />`}
+          <${Usage} query=${route.query} days=${Number(days)} />
           ${(ends.length > 0 || phases.size > 0) && html`<${Ends} ends=${ends} days=${days} /><${Hosts} hosts=${hostsOf(data)} />`}</div>
         <div class="stack"><${Resumes} resumes=${counts(data.resumes)} /><${Holders} slots=${slotsOf(data)} /></div></div>`}
   </div>`;
