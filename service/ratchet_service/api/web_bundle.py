@@ -34,7 +34,13 @@ _STYLE_SPACE: Final = re.compile(r"\s*([{};,>])\s*|(?<=:)\s+|[ \t]*\n\s*")
 _LATER: Final = re.compile(r'\bimport\("([^"]+)"\)')
 _MARKUP: Final = re.compile(r"<(?=!--|/?script)", re.IGNORECASE)
 _REPORT_ENTRY: Final = "app/main.js"
-_REPORT_WITHOUT: Final = ("app/pages/jobs.js", "app/pages/queue.js", "app/pages/compare.js", "app/pages/fleet.js")
+_REPORT_WITHOUT: Final = (
+    "app/pages/jobs.js",
+    "app/pages/queue.js",
+    "app/pages/compare.js",
+    "app/pages/fleet.js",
+    "app/pages/team.js",
+)
 _REPORT: Final = """<!doctype html>
 <html lang="en">
 <head>

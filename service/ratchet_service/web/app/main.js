@@ -13,6 +13,7 @@ const PAGES = {
   queue: () => import("./pages/queue.js"),
   compare: () => import("./pages/compare.js"),
   fleet: () => import("./pages/fleet.js"),
+  team: () => import("./pages/team.js"),
 };
 
 function App() {

@@ -8,7 +8,7 @@ import { elsewhere, link } from "../route.js";
 import { Dialog } from "./basics.js";
 
 /** @type {[string, string][]} */
-const PAGES = [["jobs", "Jobs"], ["queue", "Queue"], ["fleet", "Fleet"]];
+const PAGES = [["jobs", "Jobs"], ["queue", "Queue"], ["fleet", "Fleet"], ["team", "Team"]];
 const THEME = "ratchet.theme";
 
 /** @param {string} text @param {"good" | "bad"} [tone] */

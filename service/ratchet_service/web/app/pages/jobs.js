@@ -3,6 +3,7 @@
 import { ActionDialog, jobActions } from "../components/actions.js";
 import { Bar, Choice, Command, Empty, Phase, Trouble } from "../components/basics.js";
 import { notify } from "../components/frame.js";
+import { Pages } from "../components/paging.js";
 import { Sparkline } from "../components/sparkline.js";
 import { classes, html, useState } from "../dom.js";
 import { ago, count, number, percent, plural, stepOf } from "../format.js";
@@ -42,7 +43,7 @@ export default function Jobs({ route, caller }) {
           <tbody>${jobs.map((/** @type {any} */ job) => html`<${Row} key=${job.id} job=${job} now=${now} selected=${selected.includes(job.id)} onSelect=${() => toggle(job.id)} />`)}</tbody>
         </table></div></section>
         <p class="small dim quiet" aria-hidden="true">Attempts: <span class="dot"></span> resume proved exact · <span class="dot hollow"></span> not proved · <span class="dot bad square"></span> ended badly · <span class="mark bad">!</span> not exact</p>
-        <${Pages} query=${query} next=${data.next_cursor} />`
+        <${Pages} path=${["jobs"]} query=${query} next=${data.next_cursor} />`
       : html`<section class="card"><${NoJobs} filtered=${[...query.keys()].length > 0} /></section>`)}
   </div>`;
 }
@@ -105,15 +106,6 @@ function Dots({ job, attempts }) {
 
 /** @param {Api.MetricSummary["points"]} points */
 const lastValue = (points) => points.at(-1)?.[1];
-
-/** @param {{query: URLSearchParams, next: string | null}} props */
-function Pages({ query, next }) {
-  if (!next && !query.get("cursor")) return null;
-  const kept = Object.fromEntries([...new Set(query.keys())].map((key) => [key, query.getAll(key)]));
-  return html`<div class="row end small">
-    ${query.get("cursor") && html`<a class="button" href=${link(["jobs"], { ...kept, cursor: null })}>First page</a>`}
-    ${next && html`<a class="button" href=${link(["jobs"], { ...kept, cursor: next })}>Next page</a>`}</div>`;
-}
 
 /** @param {{filtered: boolean}} props */
 const NoJobs = ({ filtered }) => html`<${Empty}>${filtered

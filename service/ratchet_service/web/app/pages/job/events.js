@@ -153,7 +153,7 @@ export default function Events({ job, route }) {
         ${types.length > 0 && html`<button type="button" class="plain" onClick=${() => setQuery({ type: [] })}>all types</button>`}</div></div>
     </div>
     <${List} key=${`${attempt} ${types.join(" ")}`} job=${job} live=${live} attempt=${attempt} types=${types} onTypes=${onTypes} />
-    <${Command} line=${`ratchet events ${job.id} --all${live ? " --follow" : ""}`} />
+    <div class="row spread small"><${Command} line=${`ratchet events ${job.id} --all${live ? " --follow" : ""}`} />${!recorded && html`<a href=${link(["team"], { subject: job.id })}>Who changed this job</a>`}</div>
   </div>`;
 }
 
