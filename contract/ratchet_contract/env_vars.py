@@ -39,7 +39,14 @@ ENVIRONMENT_DIGEST: Final = (
     "RATCHET_ENVIRONMENT_DIGEST"  # of the environment that was built for the spec's requirements
 )
 AGENT_PID: Final = "RATCHET_AGENT_PID"
+TENSORBOARD_DIR: Final = "RATCHET_TENSORBOARD_DIR"  # the same for all attempts, in the job's working directory
 STORE_FD: Final = "RATCHET_STORE_FD"  # rank 0 only: inherited fd of the bound listening socket for the TCPStore
+
+# of experiment trackers, set for every rank unless the spec's env or secrets set them
+WANDB_RUN_ID: Final = "WANDB_RUN_ID"
+WANDB_RESUME: Final = "WANDB_RESUME"
+MLFLOW_RUN_ID: Final = "MLFLOW_RUN_ID"
+MLFLOW_TRACKING_URI: Final = "MLFLOW_TRACKING_URI"  # read: without it there is no MLFLOW_RUN_ID
 
 # set by a launcher for the agent
 NODE_ADDRESS: Final = (

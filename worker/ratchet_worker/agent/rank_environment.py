@@ -69,6 +69,9 @@ def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interf
         env.setdefault("TORCHINDUCTOR_DETERMINISTIC", "1")  # no choice of kernels by timing
     if spec.script is not None:  # torchrun's value; torch's default, kept for tasks, ends the process without an abort
         env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    # one run of a tracker over all attempts; values of the agent's own environment would be those of another run
+    env |= {names.WANDB_RUN_ID: launch.job_id, names.WANDB_RESUME: "allow"}
+    env.pop(names.MLFLOW_RUN_ID, None)  # rank 0 finds it
     env.update(spec.env)
     env.update(secret_values(launch, inherited))
     if launch.resolved.backend == "nccl":
@@ -126,6 +129,7 @@ def _rank_environment(
         names.LAUNCH_FILE: str(paths.launch_file),
         names.JOB_ID: launch.job_id,
         names.ATTEMPT: str(launch.attempt),
+        names.TENSORBOARD_DIR: str(Path(launch.workdir, "tensorboard")),
         names.ATTEMPT_DIR: str(paths.root),
         names.NODE_DIR: str(paths.node(launch.node).root),
         names.AGENT_PID: str(os.getpid()),

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -17,6 +18,7 @@ import torch
 from torch.distributed import destroy_process_group, is_initialized
 from torch.distributed.distributed_c10d import Store
 
+from ratchet_contract import env_vars as names
 from ratchet_contract.errors import UserError
 from ratchet_contract.exit_codes import EXIT_COMPLETED, EXIT_PREEMPTED
 from ratchet_contract.paths import AttemptPaths
@@ -35,6 +37,7 @@ from ratchet_worker.ipc.log_lines import now, print_to_log
 from ratchet_worker.ipc.progress_counter import StepCounter
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.rank.unmanaged_script import Unmanaged
+from ratchet_worker.session import mlflow_run
 from ratchet_worker.session.arguments import SessionArguments
 from ratchet_worker.session.session import Session
 from ratchet_worker.state import environment, import_draws, package_list, rng
@@ -107,6 +110,7 @@ class RankProcess:
         self._agreement.start()
         self._counter.tick()
         self._check_same_code()
+        self._find_mlflow_run()
         user_code.add_to_path(code)
         if spec.task is not None:
             task_loop.run_task(self._open(), user_code.make_task(spec.task, code))
@@ -122,6 +126,25 @@ class RankProcess:
             self._run_script(spec.script, code)
         finally:
             self._unmanaged.on_script_end()
+
+    def _find_mlflow_run(self) -> None:
+        """If the job logs to an MLflow server, set the variable ``MLFLOW_RUN_ID`` to the run of this job, the same on all
+        ranks. May wait for rank 0, which finds or creates the run. Raises ``UserError`` or ``WorkerError`` if the server does not
+        answer."""
+        # mlflow may be installed on some nodes only: rank 0 decides
+        if (
+            not os.environ.get(names.MLFLOW_TRACKING_URI)
+            or names.MLFLOW_RUN_ID in os.environ
+            or self._launch.spec.trial
+        ):
+            return
+        assert self._clients is not None
+        found = None
+        if self._identity.rank == 0 and find_spec("mlflow") is not None:
+            found = mlflow_run.find_in_new_process(self._launch.job_id, self._launch.attempt)
+            self._counter.tick()
+        if (run_id := self._exchange(self._clients.main).broadcast("mlflow-run", found)) is not None:
+            os.environ[names.MLFLOW_RUN_ID] = run_id
 
     def _check_same_code(self) -> None:
         """Raise ``UserError`` if code that lies on the nodes (``code.source: nodes``) differs between them. May wait for all

@@ -71,12 +71,13 @@ mean is evaluated.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from os import PathLike
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -85,10 +86,14 @@ from torch.distributed import ProcessGroup
 from ratchet_contract.errors import UserError
 from ratchet_contract.paths import RUN_DIRECTORY
 from ratchet_worker.session.arguments import SessionArguments
+from ratchet_worker.session.mlflow_run import MlflowRun
 from ratchet_worker.session.without_service import Standalone
 from ratchet_worker.training.epoch_loop import EpochLoop
 from ratchet_worker.training.evaluation import Evaluation
 from ratchet_worker.training.runtime import Runtime
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Item = TypeVar("Item")
 _OWN_NAMES = frozenset({"optimizer", "scheduler", "scaler", "data"})
@@ -388,3 +393,39 @@ class Session:
         counted. Without a service, the alert is a line on stderr. Raises ``UserError`` for another level, an empty title, and
         values that are not ``str``."""
         self._runtime.alert(title, text, level)
+
+    # --- trackers of the script's own ----------------------------------------------------------------------------------
+
+    def summary_writer(self, log_dir: str | PathLike[str] | None = None, **options: Any) -> SummaryWriter:
+        """Return torch's ``SummaryWriter`` for TensorBoard, in which each step is once, although steps are repeated after a kill.
+        Every save first stores the values that the script has logged. Before an attempt writes, the values that were logged
+        after its checkpoint are removed.
+
+        ``log_dir``: a local directory with the same name in all attempts. None: in a job ``RATCHET_TENSORBOARD_DIR``, the
+        directory ``tensorboard`` in the working directory; without a service ``tensorboard`` in the Session's directory.
+        ``options``: further arguments of ``SummaryWriter``. On ranks other than 0, the methods of the result do nothing.
+
+        Raises ``UserError`` if tensorboard is not installed or ``log_dir`` is not local, and ``OSError`` if it cannot be written.
+        """
+        try:
+            from ratchet_worker.session.summary_writer import JobWriter, NoWriter, default_directory
+        except ImportError as error:
+            raise UserError(
+                f"session.summary_writer needs tensorboard in {sys.executable}: pip install tensorboard ({error})",
+                code="tensorboard-missing",
+            ) from error
+        if self.rank != 0:
+            return cast(
+                "SummaryWriter", NoWriter(default_directory(self._runtime) if log_dir is None else Path(log_dir))
+            )
+        return JobWriter(self._runtime, log_dir, **options)
+
+    def mlflow_run(self, run_id: str | None = None) -> MlflowRun:
+        """Return the job's run in MLflow, with ``log_metric`` and ``log_metrics`` that skip steps that the run has already, as
+        when steps are repeated after a kill. Each call waits until the server has the values. ``run_id``: the run; None: the
+        variable ``MLFLOW_RUN_ID``, else the run with the tag ``ratchet.job_id``, which is created if there is none. On ranks
+        other than 0, the two methods do nothing.
+
+        Raises ``UserError`` if mlflow is not installed or the server cannot be reached.
+        """
+        return MlflowRun(self._runtime, run_id)

@@ -101,6 +101,8 @@ class Runtime:
         self.environment: Record = {}
         self.provenance: Record = {}  # set by restore on rank 0; on others only the mark of mark_not_exact
         self.notes = resume.Notes()
+        # Called with the step before its state is captured for a save, to store what the script has logged up to it.
+        self.before_save: list[Callable[[int], None]] = []
         self.gathers = 0  # number of the script's gathers of JSON values
         self.gatherer = Gatherer()
         self.trial = Trial(launch, exchange.rank)
@@ -251,6 +253,12 @@ class Runtime:
         self.counter.enter_stage(Stage.TRAINING)
         self.trial.begin(self._data_epoch)
         self._report_hook()
+
+    @property
+    def is_not_exact(self) -> bool:
+        """True if this attempt, or an earlier one that led to its checkpoint, was not exact. Known on rank 0, after the
+        restore."""
+        return environment_record.NOT_EXACT in self.provenance
 
     def mark_not_exact(self) -> None:
         """Make every later checkpoint record that its bits may differ from those of an undisturbed run. One rank's call
@@ -680,6 +688,8 @@ class Runtime:
         return self.checkpointer.save(self.step, reason, finished, self._make_content, remaining_seconds).error
 
     def _make_content(self) -> Content:
+        for call in self.before_save:
+            call(self.step)
         # The switches in force now: the code may have changed them since it started, and at its next start they will be unchanged
         # again.
         environment = {**self.environment, **environment_record.switches(self.device)}
