@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import yaml
 from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -35,6 +36,7 @@ try:
     import accelerate
     from accelerate.data_loader import DataLoaderShard
     from accelerate.state import AcceleratorState, PartialState
+    from accelerate.tracking import TensorBoardTracker, on_main_process
     from accelerate.utils import DynamoBackend, compile_regions
 except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install 'ratchet-train[worker,accelerate]'") from error
@@ -168,6 +170,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().skip_first_batches(dataloader, num_batches)
 
     @override
+    def init_trackers(
+        self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Start the trackers as Accelerate does, but TensorBoard's writes each step once, although steps are repeated after a
+        kill."""
+        given = (init_kwargs or {}).get("tensorboard", {})
+        asked: list[Any] = self.log_with  # type: ignore[has-type]
+        self.log_with = [
+            _TensorBoard(self.session, project_name, self.logging_dir, **given) if str(one) == "tensorboard" else one
+            for one in asked
+        ]
+        super().init_trackers(project_name, config, init_kwargs)
+
+    @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
         """Log ``values`` as Accelerate does; numbers and tensors of one element also become metrics of the job while it
         trains."""
@@ -217,6 +233,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             text = f"load_state({str(input_dir)!r}): the job begins with this state, at the first batch of epoch 0"
         if runtime.rank == 0:
             runtime.reporter.note(NoteType.LOAD_STATE, text)
+
+
+class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
+    """Accelerate's tracker of TensorBoard, with the writer of ``session.summary_writer``."""
+
+    def __init__(self, session: Session, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
+        super().__init__(run_name, logging_dir, **kwargs)
+        self._session = session
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def start(self) -> None:
+        """Open the writer."""
+        self.logging_dir = Path(self.logging_dir_param, self.run_name)
+        self.writer = self._session.summary_writer(self.logging_dir, **self.init_kwargs)
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store the hyperparameters in the log itself, and in ``hparams.yml`` beside it, instead of a new directory for each
+        attempt."""
+        self.writer.add_hparams(values, {})
+        (self.logging_dir / "hparams.yml").write_text(yaml.dump(values))
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:

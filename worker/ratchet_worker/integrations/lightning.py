@@ -19,6 +19,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -44,7 +45,7 @@ try:
     )
     from lightning.pytorch.cli import SaveConfigCallback
     from lightning.pytorch.core.optimizer import LightningOptimizer
-    from lightning.pytorch.loggers import Logger
+    from lightning.pytorch.loggers import Logger, TensorBoardLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -204,6 +205,8 @@ class SessionStrategy(DDPStrategy):
             self._files.rewind(runtime.chosen.base.step)
             versions = self._files.versions(open_versions(trainer.loggers))
         set_versions(trainer.loggers, self.broadcast(versions))
+        if self.is_global_zero:
+            self._set_writers(trainer.loggers)
         for callback in trainer.callbacks:
             if isinstance(callback, SaveConfigCallback) and runtime.launch.attempt > 1:
                 callback.overwrite = True  # else it takes an earlier attempt's file for another run's, and raises
@@ -214,6 +217,13 @@ class SessionStrategy(DDPStrategy):
                     runtime.reporter.note(NoteType.CSV_ROWS_LOST, lost)
             # Until all is restored: values before that point have been logged.
             mute(trainer.loggers)
+
+    def _set_writers(self, loggers: list[Any]) -> None:
+        """Give each TensorBoardLogger with a local directory, and no writer yet, one whose files are rewound after a kill."""
+        for logger in loggers:
+            own = isinstance(logger, TensorBoardLogger) and logger._experiment is None and "://" not in logger.root_dir
+            if own and find_spec("tensorboard") is not None:
+                logger._experiment = self.session.summary_writer(logger.log_dir, **logger._kwargs)
 
     def _recorded_state(self) -> dict[str, Any]:
         """Return the Trainer's state in the checkpoint that this attempt starts from; empty without one. Call it before the

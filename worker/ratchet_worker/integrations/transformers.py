@@ -24,6 +24,7 @@ from typing_extensions import override
 try:
     import transformers
     from transformers import TrainerCallback
+    from transformers.integrations.integration_utils import TensorBoardCallback
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
     from transformers.trainer_utils import TrainOutput, get_last_checkpoint
@@ -116,7 +117,31 @@ class Trainer(transformers.Trainer):
                     "policy.step_deadline of the job, and without a service 1800 s",
                 )
             self._check_start(resume_from_checkpoint)
+            self._prepare_loggers()
             return super().train(None, None, ignore_keys_for_eval)
+
+    def _prepare_loggers(self) -> None:
+        """Make the callback for TensorBoard (``report_to``) write each step once, although steps are repeated after a kill."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, TensorBoardCallback):
+                callback._init_summary_writer = partial(self._open_writer, callback)  # type: ignore[method-assign]
+                callback.on_log = partial(self._log_once, callback.on_log)  # type: ignore[method-assign]
+
+    def _open_writer(self, callback: Any, args: TrainingArguments) -> None:
+        """Give ``callback`` its writer. The default directory has the job's id in its name, in place of the time."""
+        fixed = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        directory = fixed or Path(str(args.output_dir), "runs", self._runtime.launch.job_id)
+        callback.tb_writer = self.session.summary_writer(directory)
+
+    def _log_once(self, log: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        """Call ``log`` unless the values are of a step that was logged before."""
+        if not self._is_logged_already:
+            log(*args, **kwargs)
+
+    @property
+    def _is_logged_already(self) -> bool:
+        """True between the restore and the first step: an earlier attempt has logged this step (``eval_on_start``)."""
+        return self._progress.is_before_first_step and continues_own_job(self.session)
 
     def _check_start(self, checkpoint: str | bool | None) -> None:
         """Report that ``checkpoint`` is not loaded; do nothing without one. Raises ``UserError`` if this attempt starts from
@@ -270,10 +295,7 @@ class RatchetJob(TrainerCallback, ExportableState):
         trainer = self._trainer
         if trainer._session is None or not (trainer.is_in_train and trainer._runtime.restored):
             return
-        again = trainer._progress.is_before_first_step and continues_own_job(
-            trainer.session
-        )  # of a step that was logged already
-        if not again:
+        if not trainer._is_logged_already:
             trainer.session.log({k: v for k, v in (logs or {}).items() if isinstance(v, (int, float))})
 
     def _tick(
