@@ -8,7 +8,7 @@ RUNS := $(VENV)/.installed-to-run
 WEB := tests/web/node_modules/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS)
 
-.PHONY: demo test test-fast wheel constraints conditions test-torch check check-web serve quick-start bench exactness chaos simulate zombies webhooks faults fuzz teardown containers clean
+.PHONY: demo test test-fast wheel constraints conditions test-torch check check-web serve quick-start bench exactness chaos simulate zombies webhooks faults trackers fuzz teardown containers clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
@@ -131,6 +131,10 @@ faults: $(STAMP)
 	  tests/integration/worker/checkpoint/test_kill_while_saving.py tests/integration/store/write/test_kill.py tests/unit/store/read/test_damage.py \
 	  tests/integration/store/write/test_crash_points.py tests/integration/worker/checkpoint/test_failing_disks.py tests/unit/store/read/test_hostile_checkpoints.py \
 	  tests/integration/worker/checkpoint/test_tensor_resizing.py
+
+# N jobs of each way to log, killed at drawn steps: every step must be there once
+trackers: own-logging
+include tests/support/own_logging.mk
 
 # N calls of every operation of the API, made up from its OpenAPI description, on SQLite and a quarter of them on PostgreSQL
 fuzz: $(STAMP)

@@ -24,6 +24,7 @@ from ratchet_hooks.specs.registry import HOOKS
 
 Way = Literal["unmanaged", "session", "task"]
 _GUIDE: Final = "docs/adoption.md"
+_LOGGING: Final = "docs/own-logging.md"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> 
     ``_surroundings``."""
     way = run_mode(facts, place)
     return [
-        *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),
+        *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way), *_trackers(facts),
         *_start(facts, way), *_paths(command, facts, place), *_arguments(command, facts, way),
         *_surroundings(facts, place, python),
     ]  # fmt: skip
@@ -182,6 +183,12 @@ def _saves(facts: Facts, way: Way) -> Iterator[Note]:
             "found no checkpoint of its own: each restart would begin at the first step",
             serious=True,
         )
+
+
+def _trackers(facts: Facts) -> Iterator[Note]:
+    """Yield a note for each call of a tracker that would log repeated steps twice, or begin another run at a restart."""
+    for place in facts.trackers:
+        yield Note("tracker", f"{place.text.partition('(')[0]} in {place}: {place.value} ({_LOGGING})", serious=True)
 
 
 def _start(facts: Facts, way: Way) -> Iterator[Note]:

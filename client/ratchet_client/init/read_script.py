@@ -17,6 +17,7 @@ from ratchet_client.init.analysis.import_origins import (
     is_hugging_face_trainer,
     makes_a_session,
 )
+from ratchet_client.init.analysis.tracker_calls import find_doubles
 from ratchet_client.init.script_facts import Facts, Framework, HookUse, Option, Place
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_contract.script.module_imports import Import, find_imports, module_files, relative_import_files
@@ -151,6 +152,9 @@ class _Reader:
                     self._class(node)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda:"):
                 self.facts.cuda.append(self._place(node, node.value))
+        self.facts.trackers += [
+            self._place(node, text) for node, text in find_doubles(self.tree, self.origins, self._value)
+        ]
 
     # --- helpers -------------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,8 @@ class Framework:
 @dataclass
 class Facts:
     """The facts that ``read_script`` finds in a script and the local modules that it imports. ``session``, ``managed``, ``ddp``,
-    ``spawn``, ``lightning_cli``: the first place where it is used; None: it is not used. ``modules``: the top-level modules that
+    ``spawn``, ``lightning_cli``: the first place where it is used; None: it is not used. ``trackers``: calls that would log
+    repeated steps twice, or begin another run at a restart, with a sentence as ``value``. ``modules``: the top-level modules that
     are imported and not local, without optional imports. ``perhaps``: those of ``modules`` that are imported only within other
     statements, and may not be needed. ``is_partial``: some local files were not read, since they could not be or are too
     many. ``lacks_own``: one of these files is directly in the script's directory."""
@@ -80,6 +81,7 @@ class Facts:
     backends: list[Place] = field(default_factory=list)
     cuda: list[Place] = field(default_factory=list)
     options: list[Option] = field(default_factory=list)
+    trackers: list[Place] = field(default_factory=list)
     modules: set[str] = field(default_factory=set)
     perhaps: set[str] = field(default_factory=set)
     files: list[Path] = field(default_factory=list)
