@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.roles import Role
 from ratchet_contract.phases import AttemptPhase, EventType
 from ratchet_service.db.engine import Database, sqlite_url, utc_now
@@ -205,6 +206,8 @@ def test_audit_log_is_filtered_in_the_address_and_has_pages(team: Team, chromium
     changes = page.get_by_role("table", name="Changes")
     changes.get_by_text("priority 0 → 7").wait_for()
     assert changes.locator("tbody tr").count() == 2 and f"ratchet audit --subject {job}" in page.inner_text("main")
+    offered = page.get_by_label("Action").evaluate("select => [...select.options].map(one => one.value)")
+    assert sorted(offered) == sorted(["", *AuditAction])
     page.get_by_label("Action").select_option("submit")
     changes.get_by_text("priority 0 → 7").wait_for(state="detached")
     assert changes.locator("tbody tr").count() == 1 and page.url.endswith(f"?subject={job}&action=submit")
@@ -248,8 +251,7 @@ def test_hours_used_are_shown_by_owner_and_label_and_saved_as_csv(team: Team, ch
     seen.assert_clean()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
 def test_pages_of_a_team_are_accessible_fit_the_width_and_show_text_as_text(
     team: Team, webhook: str, chromium: Any, scheme: str, width: int
 ) -> None:
