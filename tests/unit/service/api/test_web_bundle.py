@@ -159,6 +159,18 @@ export const f = [`a  b`, html`<p>c d</p>`, size + i];
     assert done.returncode != 0 and "AssertionError" in done.stderr, done.stdout
 
 
+@needs_acorn
+def test_comparison_finds_a_variable_of_another_module_in_place_of_the_browser_s(tmp_path: Path) -> None:
+    modules = {
+        "a.js": 'import { name } from "./b.js";\nimport { c } from "./c.js";\nconsole.log(name, c());\n',
+        "b.js": "export const name = 1;\n",
+        "c.js": "export const c = () => name;\n",
+    }
+    web = write(tmp_path, modules)
+    done = compared(web, list(bundle(web, {"main.js": ["a.js"]}).values()))
+    assert done.returncode != 0 and "c.js sees variables of other modules" in done.stderr
+
+
 MODULES: dict[str, str] = {
     "app/start.js": """
 import { double as twice, text } from "./shared.js";
