@@ -160,6 +160,16 @@ def test_slurm_starts_one_agent_per_node_with_secrets_and_stops_them(site: Site)
     assert "began" in made.logs(ref, 1000)
 
 
+def test_slurm_job_does_not_start_on_an_excluded_node(site: Site) -> None:
+    for number, (away, free) in enumerate((("n1", "n2"), ("n2", "n1")), 2):
+        made = site.launcher()
+        plan = made.plan(site.launch(str(number), nodes=1).model_copy(update={"exclude_nodes": [away]}))
+        made.submit(plan)
+        wait_for(lambda made=made, plan=plan: made.poll(plan.ref).seen, "the agent to start", PATIENCE)
+        shown = site.cluster.run("scontrol", "show", "job", site.number(plan.ref))
+        assert f" NodeList={free}\n" in shown and f"ExcNodeList={away}" in shown
+
+
 def test_slurm_second_submission_starts_nothing(site: Site) -> None:
     first = site.launcher()
     ref = site.begin(first)

@@ -146,6 +146,27 @@ def test_pods_have_topology_spread_unless_job_sets_one() -> None:
     assert given == other | {"labelSelector": own["labelSelector"]}
 
 
+def test_excluded_nodes_are_in_each_alternative_of_the_required_node_affinity() -> None:
+    def affinity_of(**launcher_keys: Any) -> tuple[Any, list[Any]]:
+        launch = launch_of(spec_of(launcher=launcher_keys)).model_copy(update={"exclude_nodes": ["pk1", "pk2"]})
+        job = launcher().plan(launch).request["manifests"][0]
+        for version in NEWEST:
+            kubernetes_validate.validate(copy.deepcopy(job), ".".join(map(str, version)), strict=True)
+        affinity = job["spec"]["template"]["spec"]["affinity"]
+        rule = affinity["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return affinity, rule["nodeSelectorTerms"]
+
+    # an API server accepts one value per requirement on a field
+    away = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in ("pk1", "pk2")]
+    assert affinity_of()[1] == [{"matchFields": away}]
+    zones = [{"matchExpressions": [{"key": "zone", "operator": "In", "values": [zone]}]} for zone in ("a", "b")]
+    other = {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}}
+    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": zones}}
+    affinity, terms = affinity_of(affinity=other | {"nodeAffinity": required})
+    assert terms == [zone | {"matchFields": away} for zone in zones]
+    assert affinity["podAntiAffinity"] == other["podAntiAffinity"]
+
+
 def test_gpu_job_tolerates_gpu_taints_and_cpu_job_sees_no_gpu() -> None:
     def taints(pod: dict[str, Any]) -> list[str]:
         return [toleration["key"] for toleration in pod["tolerations"] if toleration["effect"] == "NoSchedule"]

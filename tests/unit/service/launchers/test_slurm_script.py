@@ -95,6 +95,17 @@ def test_measured_save_time_shortens_signal_notice() -> None:
     )
 
 
+def test_excluded_nodes_are_added_to_those_of_the_jobs_own_option() -> None:
+    away = {"exclude_nodes": ["n7", "n9"]}
+    alone = render_script(launch().model_copy(update=away), parse_settings(SETTINGS), HOME)
+    assert "#SBATCH --exclude=n7,n9\n" in alone
+    own = launch(launcher={"options": {"exclude": "old[1-3]"}})
+    both = render_script(own.model_copy(update=away), parse_settings(SETTINGS), HOME)
+    assert "#SBATCH --exclude=old[1-3],n7,n9\n" in both and both.count("--exclude=") == 1
+    assert "#SBATCH --exclude=old[1-3]\n" in render_script(own, parse_settings(SETTINGS), HOME)
+    assert "--exclude=" not in render_script(launch(), parse_settings(SETTINGS), HOME)
+
+
 def test_plan_with_image_uses_python_inside_image() -> None:
     launcher = SlurmLauncher(HOME, parse_settings(SETTINGS), {})
     plan = launcher.plan(launch(**CASES["apptainer"]))
