@@ -242,8 +242,8 @@ class RedoneSteps(Message):
 class StepTimes(Message):
     """Medians over a rank's steps since its last report, in seconds from the start of a step, by the clock of its host."""
 
-    ready: float = Field(ge=0, allow_inf_nan=False, description="To the hook's call for the first bucket of gradients.")
-    step: float = Field(ge=0, allow_inf_nan=False, description="To the end of the step.")
+    ready: float = Field(ge=0, le=1e9, description="To the hook's call for the first bucket of gradients.")
+    step: float = Field(ge=0, le=1e9, description="To the end of the step.")
 
 
 class HookState(Message):

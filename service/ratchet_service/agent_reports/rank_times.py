@@ -19,7 +19,7 @@ from ratchet_service.lifecycle.stragglers import WINDOWS, find_stragglers
 def store_times(node: AttemptNode, rank: int, messages: Iterable[RankMessage]) -> None:
     """Store the newest step times of ``messages``, which are of ``rank``."""
     new = [[m.times.ready, m.times.step] for m in messages if isinstance(m, HookState) and m.times is not None]
-    if new:
+    if new and rank >= 0:
         times = node.times or {}
         node.times = {**times, str(rank): [*times.get(str(rank), ()), *new][-WINDOWS:]}
 

@@ -46,7 +46,12 @@ def find_stragglers(times: Times, world_size: int) -> list[Straggler]:
     if world_size < 2 or len(times) < world_size or any(len(windows) < WINDOWS for windows in times.values()):
         return []
     found = []
+    # no median of the others is below this
+    columns = (sorted(windows[i][0] for windows in times.values()) for i in range(-WINDOWS, 0))
+    floor = max(column[(len(column) - 2) // 2] for column in columns)
     for rank, windows in times.items():
+        if min(window[0] for window in windows[-WINDOWS:]) <= floor + MIN_SECONDS:
+            continue  # as most ranks: there may be thousands
         others = [
             statistics.median(other[window][0] for name, other in times.items() if name != rank)
             for window in range(-WINDOWS, 0)

@@ -25,6 +25,9 @@ _KNOWN_FOR: Final = timedelta(days=7)
 _MAX_ATTEMPTS: Final = 50
 _MAX_JOBS: Final = 200
 _ON_NODE: Final = (AttemptNode.job_id == Attempt.job_id) & (AttemptNode.attempt == Attempt.number)
+_END: Final[tuple[Any, ...]] = (
+    Attempt.number, AttemptNode.host, Attempt.ended_at, Attempt.cause, Attempt.rank, Attempt.exit_code, Attempt.message,
+)  # fmt: skip
 
 
 def exclusions(session: Session, job: Job, nodes: int) -> list[Exclusion]:
@@ -37,9 +40,7 @@ def exclusions(session: Session, job: Job, nodes: int) -> list[Exclusion]:
 
 def caused_ends(*conditions: sa.ColumnElement[bool]) -> sa.Select[Any]:
     """Return the query for ``faults_of``: the ends of attempts that a known node caused, under these conditions."""
-    end = (Attempt.cause, Attempt.rank, Attempt.exit_code, Attempt.message)
-    query = sa.select(Attempt.number, AttemptNode.host, Attempt.ended_at, *end)
-    query = query.join(AttemptNode, _ON_NODE & (AttemptNode.node == Attempt.node))
+    query = sa.select(*_END).join(AttemptNode, _ON_NODE & (AttemptNode.node == Attempt.node))
     return query.where(AttemptNode.host.is_not(None), *conditions)
 
 

@@ -231,7 +231,9 @@ class EpochLoop:
             current.on_begin()
         if current.begun or self.start:
             self._reapply_restored()
-            if current.ended or not data.has_more():
+            with runtime.loading_ahead():
+                has_more = not current.ended and data.has_more()
+            if not has_more:
                 if not current.ended:
                     self._end_pass()
                     current.on_end()

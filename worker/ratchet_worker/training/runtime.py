@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, TypeVar
@@ -396,6 +396,10 @@ class Runtime:
     def has_taken_batch(self) -> bool:
         """True if this step has taken a batch of the training data. Between two steps: if the last one had."""
         return self._batches > 0
+
+    def loading_ahead(self) -> AbstractContextManager[None]:
+        """Return a context manager for a block that may load the next step's batch, so that the time counts to that step."""
+        return self._clock.loading_ahead() if self._step_open else nullcontext()
 
     def _fingerprint(self) -> None:
         """Record the fingerprint of the step that ends."""

@@ -45,7 +45,7 @@ def test_one_quick_report_of_the_rank_or_one_slow_one_of_the_others_clears_it() 
         assert not find_stragglers(series, 2)
 
 
-# Medians of a second each in milliseconds, of two equal ranks on two cores beside four busy processes.
+# Milliseconds, as of two equal ranks that share their cores with other processes.
 LOADED = (
     (38, 61, 44, 97, 52, 40, 71, 55, 36, 88, 47, 64, 51, 43, 120, 58, 49, 67, 39, 72),
     (45, 40, 83, 51, 66, 94, 39, 48, 77, 42, 59, 38, 105, 62, 46, 41, 85, 53, 70, 44),
