@@ -281,6 +281,8 @@ def _surroundings(facts: Facts, place: Place, python: Path | None) -> Iterator[N
         yield Note("module-missing", text, serious=True)
     others = [name for name in missing or () if name not in ours]
     cure = "install it, or name another by python:"
+    if (place.code / "requirements.txt").is_file():
+        cure = "environment: {requirements: requirements.txt} in the spec installs it for the job; or " + cure
     if certain := [name for name in others if name not in facts.perhaps]:
         yield Note("module-missing", f"{who} has no module {', '.join(certain)}: {cure}", serious=True)
     if perhaps := [name for name in others if name in facts.perhaps]:

@@ -22,10 +22,13 @@ from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import node_rank
 from ratchet_worker.agent.environment import KEPT, RECORD
 from ratchet_worker.agent.environment_build import Order
+from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.support.attempts import Attempt, process_environment
 from tests.support.local_packages import make_sdist, make_wheel
 from tests.support.server import processes_below, wait_for
 
+BUILD_SECONDS = 150.0
+"""The longest that a build may take: two seconds of a core."""
 WAIT = """
 import os, time
 def find():
@@ -106,7 +109,12 @@ def jobs(tmp_path: Path, wheels: Path) -> Iterator[Jobs]:
 
 def rank_environment(attempt: Attempt) -> tuple[str, dict[str, str]]:
     """Interpreter and variables of the attempt's rank."""
-    attempt.wait_step(0, 0)
+
+    def started() -> bool:
+        assert attempt.agents[-1].poll() is None, attempt.log()
+        return CounterReader(attempt.paths.counter(0)).read() is not None
+
+    wait_for(started, "the rank to start", BUILD_SECONDS)
     pid = attempt.pid_of(0)
     return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode(), process_environment(pid)
 
@@ -152,13 +160,13 @@ def test_requirements_that_cannot_be_installed_end_the_job_and_network_faults_do
     unreachable = jobs.attempt("nothing-of-this-name==1", env=network)
     for each in (absent, unreachable):
         each.start()
-    result = absent.wait()
+    result = absent.wait(BUILD_SECONDS)
     assert result.cause is Cause.USER_ERROR and result.message is not None
     assert "No matching distribution found for nothing-of-this-name==1" in result.message and not result.ranks
-    assert unreachable.wait().cause is Cause.LAUNCHER_ERROR
+    assert unreachable.wait(BUILD_SECONDS).cause is Cause.LAUNCHER_ERROR
     old = jobs.attempt("torch<2.9")  # as pip decides: a requirement of Ratchet contradicts
     old.start()
-    result = old.wait()
+    result = old.wait(BUILD_SECONDS)
     assert result.cause is Cause.USER_ERROR and "torch" in str(result.message)
     assert jobs.directories == []
 
@@ -177,7 +185,7 @@ def test_stop_and_kill_during_a_build_leave_nothing_that_is_used(jobs: Jobs, tmp
                     return True
         return False
 
-    wait_for(lambda: builds(stopped) and builds(killed), "the builds to wait")
+    wait_for(lambda: builds(stopped) and builds(killed), "the builds to wait", BUILD_SECONDS)
     agents[0].send_signal(signal.SIGTERM)
     assert stopped.wait().cause is Cause.SIGTERM
     agents[1].kill()
@@ -240,7 +248,13 @@ def test_build_without_namespaces_works_and_says_so(wheels: Path, tmp_path: Path
     command = [*prefix, sys.executable, "-P", "-m", "ratchet_worker.agent.environment_build"]
     env = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
     done = subprocess.run(
-        command, input=order.model_dump_json(), env=env, capture_output=True, text=True, timeout=120, check=False
+        command,
+        input=order.model_dump_json(),
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=BUILD_SECONDS,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("The build is not confined, since the system does not permit it: unshare: ")

@@ -181,6 +181,10 @@ def test_init_notes_missing_modules_arguments_and_unsafe_calls() -> None:
     assert "also_missing, nowhere_to_be_found:" in notes["module-missing"] and "optional" not in text
     assert "no module a_tracker, imported within a function or a condition" in notes["module-perhaps-missing"]
     assert "data/table.csv" in notes["reads"] and "glue" not in text and "first step" in notes["saves-nothing"]
+    assert "environment:" not in notes["module-missing"]
+    write("nowhere-to-be-found\n", "requirements.txt")
+    _, notes, _ = look("train.py --batch 3")
+    assert "environment: {requirements: requirements.txt} in the spec" in notes["module-missing"]
     assert "# ! " in text
     assert "argument-missing" not in look("train.py --data=x")[1]
 
