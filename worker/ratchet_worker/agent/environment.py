@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -36,6 +37,7 @@ KEPT: Final = 10
 """Environments of a user that are kept although no attempt uses them, the last used ones."""
 BUILD_SECONDS: Final = 3600.0
 _PROBE_SECONDS: Final = 60.0
+_TAIL_BYTES: Final = 1 << 18
 _PROBE: Final = "from ratchet_worker.agent.environment_build import describe_base; print(describe_base())"
 _PROXIES: Final = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _INHERITED: Final = (
@@ -124,7 +126,7 @@ def _build(
         )  # fmt: skip
     try:
         assert process.stdin is not None
-        with process.stdin as stdin:
+        with suppress(BrokenPipeError), process.stdin as stdin:  # if it has ended already, its output says why
             stdin.write(order.model_dump_json().encode())
         code = wait_for(process.poll, deadline)
     finally:
@@ -133,7 +135,9 @@ def _build(
             process.wait()
     if code == 0:
         return
-    written = paths.environment_log.read_text(encoding="utf-8", errors="replace")
+    with paths.environment_log.open("rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        written = log.read().decode(errors="replace")
     last = "\n".join([line for line in written.splitlines() if line.strip()][-8:])[-1500:]
     where = f"The whole output is in {paths.environment_log}. Its end:\n{last}"
     if code is None:
@@ -200,23 +204,25 @@ def _packages(place: Path) -> list[str]:
 
 def _delete_unused(root: Path, own: Path) -> None:
     """Delete the environments that no process holds: what killed builds have left, and all but the ``KEPT`` last used."""
-    used: list[tuple[float, Path]] = []
-    for place in root.iterdir():
-        if place == own or not place.is_dir():
-            continue
-        try:
-            used.append(((place / RECORD).stat().st_mtime, place))
-        except FileNotFoundError:
-            used.append((0.0, place))
-    for rank, (at, place) in enumerate(sorted(used, reverse=True), 1):
-        if at and rank < KEPT:
+    places = [(_last_used(place), place) for place in root.iterdir() if place.is_dir() and place != own]
+    for number, (at, place) in enumerate(sorted(places, reverse=True), 1):
+        if at and number < KEPT:
             continue
         lock = os.open(root / f"{place.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            (place / RECORD).unlink(missing_ok=True)  # first: what is partly deleted is not used
-            remove_tree(place)
+            if _last_used(place) == at:  # else it was built or used meanwhile
+                (place / RECORD).unlink(missing_ok=True)  # first: what is partly deleted is not used
+                remove_tree(place)
         except BlockingIOError:
             pass
         finally:
             os.close(lock)
+
+
+def _last_used(place: Path) -> float:
+    """Return the time of the environment's last use in Unix seconds; 0 if it is not complete."""
+    try:
+        return (place / RECORD).stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
