@@ -61,7 +61,7 @@ FIRST: Final[dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 """By class: the order in which a script calls them; others follow as they are written."""
 SOURCES: Final = {
-    "Session": ("train.py epochs.py", "session"),
+    "Session": ("train.py epochs.py own_logging.py", "session"),
     "TrainLoader": ("loader.py", "data", "again", "alone"), "Client": ("client.py", "client"),
     "Job": ("client.py", "job"),
 }  # fmt: skip

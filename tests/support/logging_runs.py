@@ -12,7 +12,7 @@ from tests.support.fork_server import RANKS, Interpreter
 from tests.support.launch import Job
 
 CODE: Final = Path(__file__).with_name("logging_job")
-ROUNDS: Final = int(os.environ.get("RATCHET_TEST_TRACKERS", "1"))
+ROUNDS: Final = int(os.environ.get("RATCHET_TEST_LOGGING", "1"))
 """Jobs of each kind, with other kills; their seeds are their numbers."""
 
 

@@ -2,6 +2,6 @@
 # for each of the N on two cores; each test prints how many points were doubled.
 .PHONY: own-logging
 own-logging: $(STAMP)
-	RATCHET_TEST_TRACKERS=$(or $(N),100) $(BIN)/python -m pytest -v -s -n0 --timeout=36000 \
+	RATCHET_TEST_LOGGING=$(or $(N),100) $(BIN)/python -m pytest -v -s -n0 --timeout=36000 \
 	  tests/integration/worker/session/test_own_logging.py tests/integration/worker/session/test_own_logging_mlflow.py \
 	  tests/integration/worker/integrations/test_tensorboard_loggers.py

@@ -84,13 +84,23 @@ def cause_of(error: BaseException) -> tuple[Cause, str]:
         return Cause.EXCEPTION, f"the user's code called sys.exit({error.code!r}) in the middle of its work"
     if isinstance(error, UnsupportedModel):  # detected only when training begins
         return Cause.USER_ERROR, str(error)
-    if advice := advice_on(error) or shadowing_advice(error):
+    if advice := advice_on(error) or shadowing_advice(error) or _mlflow_advice(error):
         return Cause.USER_ERROR, f"{advice} ({type(error).__name__}: {error})"[:4000]
     text = error.detail if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
     cpu = isinstance(error, RuntimeError) and _CPU_ALLOCATOR in text
     if cpu or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return Cause.OOM, f"out of memory: {text}"[:4000]
     return Cause.EXCEPTION, text[:4000]
+
+
+def _mlflow_advice(error: BaseException) -> str | None:
+    """Return advice if mlflow's ``start_run`` refuses MLFLOW_RUN_ID because of the script's ``set_experiment``; else None."""
+    if "does not match environment run ID" not in str(error):
+        return None
+    return (
+        "mlflow.set_experiment of the script names another experiment than the job's run (MLFLOW_RUN_ID) is in, which exists "
+        "before the script starts: set MLFLOW_EXPERIMENT_NAME to the script's experiment in `env` of the spec"
+    )
 
 
 def write_result(paths: AttemptPaths, result: RankResult) -> None:

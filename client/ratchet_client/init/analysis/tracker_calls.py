@@ -19,7 +19,7 @@ _PURGE: Final = "use session.summary_writer(), or give purge_step=session.step a
 _FIXED: Final = 'use a fixed name, or os.environ["RATCHET_JOB_ID"]'
 _OFFLINE: Final = (
     "W&B offline makes a run of its own in each attempt, which W&B cannot join: log by session.log, and let the service export "
-    "the metrics (docs/trackers.md)"
+    "the metrics"
 )
 
 

@@ -1,7 +1,7 @@
 """The TensorBoard loggers of Lightning, Accelerate and Hugging Face's Trainer, killed: one directory, each step once, with the
 values of an undisturbed run.
 
-RATCHET_TEST_TRACKERS=N: N jobs of each with drawn kills, and the control without Ratchet's writer (``make trackers N=100``).
+RATCHET_TEST_LOGGING=N: N jobs of each with drawn kills, and the control without Ratchet's writer (``make own-logging N=100``).
 """
 
 from __future__ import annotations

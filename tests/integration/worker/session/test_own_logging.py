@@ -1,6 +1,6 @@
 """Scripts that log to TensorBoard and MLflow by themselves, killed: each step once, with the value of an undisturbed run.
 
-RATCHET_TEST_TRACKERS=N: N jobs of each kind with drawn kills (``make trackers N=100``).
+RATCHET_TEST_LOGGING=N: N jobs of each kind with drawn kills (``make own-logging N=100``).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Scripts that log to a real MLflow server by themselves, killed: one run, each step once.
 
-RATCHET_TEST_TRACKERS=N: N jobs with drawn kills (``make trackers N=100``).
+RATCHET_TEST_LOGGING=N: N jobs with drawn kills (``make own-logging N=100``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from ratchet_contract.errors import UserError, WorkerError
 from ratchet_worker.session import mlflow_run
-from tests.support.event_logs import doubles
+from tests.support.event_logs import doubles, series
 from tests.support.launch import Job
 from tests.support.logging_runs import ROUNDS, draw_kills, run, truth
 from tests.support.mlflow_server import histories, mlflow_server
@@ -51,6 +51,17 @@ def test_mlflow_run_of_a_killed_job_has_each_step_once(jobs: list[Job], tmp_path
     print(f"mlflow: {total} doubles of the plain way in {ROUNDS} jobs of {STEPS} steps")
     assert total > 0
     assert histories(server, "") == []  # no run without the job's tag
+
+
+@pytest.mark.skipif(ROUNDS == 1, reason="make own-logging runs it")
+def test_reference_example_logs_to_tensorboard_and_mlflow(jobs: list[Job], tmp_path: Path, server: str) -> None:
+    folder = Path(__file__).parents[4] / "examples" / "reference"
+    spec = {"script": ["own_logging.py"], "code": {"path": str(folder)}, "env": {"MLFLOW_TRACKING_URI": server}}
+    jobs.append(job := Job(tmp_path, spec, folder, job_id="job-example"))
+    job.run_killed(0)
+    (found,) = histories(server, job.job_id)
+    shown = series(job.paths.work_dir / "tensorboard")[".:loss"]
+    assert [step for step, _ in shown] == [step for step, _ in found["loss"]] == [*range(12)]
 
 
 def test_server_that_is_away_fails_the_attempt_with_the_cure(monkeypatch: pytest.MonkeyPatch) -> None:

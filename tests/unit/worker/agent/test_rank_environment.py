@@ -153,6 +153,21 @@ def test_spec_env_overrides_defaults_and_secrets_are_resolved() -> None:
         plans(secret, inherited={})
 
 
+def test_trackers_have_one_run_per_job_unless_the_spec_names_it() -> None:
+    inherited = {
+        "WANDB_RUN_ID": "of a shell",
+        "WANDB_RESUME": "never",
+        "MLFLOW_RUN_ID": "of a shell",
+        "MLFLOW_TRACKING_URI": "u",
+    }
+    env = plans({}, inherited=inherited)[1].env
+    assert (env["WANDB_RUN_ID"], env["WANDB_RESUME"], env["RATCHET_JOB_ID"]) == ("j", "allow", "j")
+    assert env["RATCHET_TENSORBOARD_DIR"] == "/code/tensorboard"  # in the working directory
+    assert "MLFLOW_RUN_ID" not in env and env["MLFLOW_TRACKING_URI"] == "u"  # rank 0 finds the run
+    given = {"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must", "MLFLOW_RUN_ID": "own"}
+    assert plans({"env": given}, inherited=inherited)[0].env.items() >= given.items()
+
+
 def test_determinism_settings_come_from_the_seed() -> None:
     seed = 2**40 + 5
     env = plans({"seed": seed})[0].env
