@@ -1,0 +1,82 @@
+"""The journal of TensorBoard's event files, and what it cuts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_worker.session.event_files import EventFiles
+
+
+class Attempts:
+    """Attempts of one job that append bytes to their files in ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.number = root, 0
+
+    def begin(self, step: int = 0, attempt: int | None = None) -> EventFiles:
+        self.number += 1
+        files = EventFiles(self.root, "job-1", self.number)
+        files.rewind(Base(step=step, attempt=attempt))
+        return files
+
+    def write(self, files: EventFiles, text: str, folder: str = ".") -> None:
+        path = self.root / folder / f"events.out.tfevents.1.host{files.suffix}"
+        path.parent.mkdir(exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+    def text(self) -> str:
+        return " ".join(
+            path.read_text() for path in sorted(self.root.rglob("events*job-1-a*"), key=lambda p: p.name[-1])
+        )
+
+
+def test_files_are_cut_to_the_checkpoint_that_an_attempt_begins_with(tmp_path: Path) -> None:
+    job = Attempts(tmp_path)
+    first = job.begin()
+    job.write(first, "a")
+    first.record(5)
+    job.write(first, "b")
+    first.record(10)
+    job.write(first, "lost")
+    job.write(first, "lost", "added")  # by add_scalars, for the first time
+    second = job.begin(10, 1)
+    assert job.text() == "ab" and not [*(tmp_path / "added").iterdir()]
+    job.write(second, "c")
+    second.record(15)
+    job.write(second, "lost")
+    third = job.begin(15, 2)  # has no save of its own
+    job.write(third, "lost")
+    fourth = job.begin(15, 2)
+    job.write(fourth, "d")
+    fourth.record(20)
+    assert job.text() == "ab c d"
+    job.begin(5, 1)  # from an earlier checkpoint
+    assert job.text() == "a"
+    job.begin()  # the checkpoints were deleted
+    assert job.text() == ""
+
+
+def test_journal_with_a_line_that_was_cut_off_is_read_and_continued(tmp_path: Path) -> None:
+    job = Attempts(tmp_path)
+    first = job.begin()
+    job.write(first, "a")
+    first.record(5)
+    with (tmp_path / ".job-1.jsonl").open("a") as journal:
+        journal.write('{"attempt": 1, "step": 10, "si')
+    job.write(first, "lost")
+    second = job.begin(5, 1)
+    job.write(second, "b")
+    second.record(10)
+    job.begin(10, 2)
+    assert job.text() == "a b"
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    for name in ("events.out.tfevents.1.host.2", "events.out.tfevents.1.host.job-2-a1", "notes.txt"):
+        (tmp_path / name).write_text("kept")
+    job = Attempts(tmp_path)
+    job.begin()
+    job.begin()
+    assert [path.read_text() for path in sorted(tmp_path.iterdir()) if not path.name.startswith(".")] == ["kept"] * 3
