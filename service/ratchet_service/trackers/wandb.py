@@ -27,7 +27,7 @@ from ratchet_service.trackers.sink import Batch, End, Run, State, TrackerError
 from ratchet_service.trackers.text import cut, note_line
 
 _SECONDS: Final = 60.0
-"""For a process that writes a directory, and one second more for each 100 kB of points: ten times what it takes."""
+"""For a process that writes a directory, and one more for each 30 kB of points: about ten times what it takes."""
 # Limits: validate_project and validate_run_tags in wandb/sdk/wandb_settings.py.
 _NOT_IN_PROJECT: Final = re.compile(r"[/\\#?%:]")
 _MAX_PROJECT: Final = 128
@@ -86,12 +86,11 @@ def _append(path: Path, size: int, batch: Batch) -> int:
     is_new = not path.exists()
     if is_new:
         ensure_dir(path.parent)
-    with path.open("wb" if is_new else "r+b") as file:
+    with path.open("ab") as file:
         found = os.fstat(file.fileno()).st_size
         if found < size:
             raise TrackerError(f"W&B: {path} has {found} bytes, and {size} were written: restore it from a backup")
         file.truncate(size)
-        file.seek(size)
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
@@ -138,7 +137,7 @@ def _ask_child(folder: Path, size: int, tmp: Path, request: dict[str, Any]) -> P
     if entity := os.environ.get("WANDB_ENTITY"):
         env["WANDB_ENTITY"] = entity
     question = {**request, "points": str(folder / "points.jsonl"), "bytes": size, "root": str(tmp)}
-    seconds = _SECONDS + size / 100_000
+    seconds = _SECONDS + size / 30_000
     command = [sys.executable, "-P", "-m", "ratchet_service.trackers.wandb_child"]
     with tempfile.TemporaryFile() as stderr:
         try:

@@ -91,11 +91,13 @@ def test_a_run_over_many_batches_and_services_is_one_directory_with_each_step_on
     assert WandbSink(tmp_path).export(RUN, {}, Batch(points(range(1000)), [], None)) == state  # the state was lost
     later = Batch(points(range(1000, 2500)), [Note(1, 1400, BEGIN, "attempt 1 ended: oom")], None)
     WandbSink(tmp_path).export(RUN, state, later)
+    state = WandbSink(tmp_path).export(RUN, state, later)
     with (tmp_path / RUN.name / "points.jsonl").open("ab") as file:
         file.write(b'{"step": 2500, "val')  # of a service that was killed while it wrote
-    state = WandbSink(tmp_path).export(RUN, state, later)
     assert offline_runs(tmp_path) == []
     WandbSink(tmp_path).export(RUN, state, Batch([], [], END))
+    lines = [json.loads(line) for line in (tmp_path / RUN.name / "points.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "step" in line] == list(range(2500))
     (made,) = offline_runs(tmp_path)
     assert made == tmp_path / RUN.name / "offline-run-20300101_120000-job-abcdefghijkl"
     assert not any(path.is_symlink() for path in made.rglob("*"))  # it can be copied
