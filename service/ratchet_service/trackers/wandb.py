@@ -1,8 +1,10 @@
 """Writes runs for W&B: one offline directory for each run, over all attempts of its job, which ``wandb sync`` uploads.
 
-W&B makes a directory for each process that logs offline, and uploads of several directories do not become one run
-(wandb/wandb#3841). So a run's points are first appended to a file, and the directory is written from it at the run's end, by the
-package ``wandb`` in a process of its own (``wandb_child``)."""
+W&B makes a directory for each process that logs offline, and its versions differ in what they make of several directories of
+one run (wandb/wandb#3841; ``wandb sync --help`` of 0.31). So a run's points are first appended to a file, and one directory is
+written from it at the run's end, by the package ``wandb`` in a process of its own (``wandb_child``).
+
+There is no online mode: W&B drops a row whose step is not greater than the last one, and series may come late at a lower step."""
 
 from __future__ import annotations
 
