@@ -2,7 +2,7 @@
 
 On SQLite and on PostgreSQL, both durable (``synchronous = FULL``, ``fsync = on``). ``RATCHET_BENCH_JOBS`` sets the larger
 number of jobs, ``RATCHET_BENCH_CALLS`` (default 300) the calls of each kind, ``RATCHET_BENCH_RUNNING`` (default 200) the jobs
-that run.
+that run, and ``RATCHET_BENCH_WEBHOOKS`` (default 50) those whose alerts a webhook gets.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import psycopg
 
 from benchmarks.service_calls import calls
 from benchmarks.service_running import running
+from benchmarks.service_webhooks import webhooks
 from benchmarks.stats import machine
 from tests.support.postgres import postgres_server
 
@@ -31,6 +32,8 @@ def main() -> None:
             calls(engine, urls, Path(folder), few, many, rounds)
         with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, databases(engine) as urls:
             running(engine, urls[0], Path(folder), jobs)
+        with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, databases(engine) as urls:
+            webhooks(engine, urls[0], Path(folder), int(os.environ.get("RATCHET_BENCH_WEBHOOKS", "50")), 7, 10.0)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """All agents of many attempts in one process: locks, ``agent.json`` and real reports over HTTP, with ranks that are made up.
 
-``python -m benchmarks.scripts.farm INBOX OUT``: takes attempts from ``INBOX`` (``tiny_agent``) until it is killed. Each
+``python -m benchmarks.scripts.farm INBOX OUT [STEPS]``: takes attempts from ``INBOX`` (``tiny_agent``) until it is killed. Each
 has its turn every 0.3 s, and where it has nothing but figures it leaves turns out as an agent does (``periods_to_wait``); a step
-lasts a second and brings two metrics, progress comes twice a second. A line per report: when, seconds until the answer, seconds
-late.
+lasts a second and brings two metrics, progress comes twice a second, and an alert every ``STEPS`` steps, if that is given. A line
+per report: when, seconds until the answer, seconds late.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ratchet_worker.ipc.report_spool import LOW_PRIORITY_KINDS
 
 PERIOD: Final = 0.3
 _THREADS: Final = 8
+_ALERT_STEPS: Final = int(sys.argv[3]) if sys.argv[3:] else 0
 
 
 class Attempt:
@@ -66,6 +67,8 @@ class Attempt:
             self._step += 1
             values = {"loss": 1.0 / self._step, "lr": 0.1}
             self._spool.append(self._message("metrics", step=self._step, values=values))
+            if _ALERT_STEPS and self._step % _ALERT_STEPS == 0:
+                self._spool.append(self._message("alert", step=self._step, title="alert", text="of a benchmark"))
         if alive - self._progress_at >= 0.5:
             self._progress_at = alive
             self._spool.append(self._message("progress", step=self._step, total_steps=100_000, steps_per_second=1.0))
