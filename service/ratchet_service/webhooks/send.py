@@ -23,6 +23,8 @@ DEADLINE: Final = 10.0
 """Seconds for a whole delivery: look-up, connection, request and answer."""
 _MAX_ANSWER: Final = 16 * 1024
 """Bytes of an answer's body that are read at most; the rest is not needed."""
+_PART: Final = 4096
+"""Bytes of a request that are written at once."""
 _ADDRESS_SECONDS: Final = 3.0
 """For a connection to an address that is not the last of its name."""
 _UNICAST_IPV6: Final = IPv6Network("2000::/3")
@@ -133,7 +135,9 @@ class _Stream(httpcore.NetworkStream):
         return self._stream.read(max_bytes, _left(self._deadline))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
-        self._stream.write(buffer, _left(self._deadline))
+        # in parts: the time of one write begins again with each byte that the receiver takes
+        for begin in range(0, len(buffer), _PART):
+            self._stream.write(buffer[begin : begin + _PART], _left(self._deadline))
 
     def close(self) -> None:
         self._stream.close()

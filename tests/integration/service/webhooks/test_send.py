@@ -6,8 +6,10 @@ import shutil
 import socket
 import ssl
 import subprocess
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +145,29 @@ def test_request_ends_at_the_deadline_and_after_few_bytes(monkeypatch: pytest.Mo
         result = post(to_loopback(), receiver.url)
         assert time.monotonic() - began < 10, "a receiver answers as long as it is read"
     assert (result.status, result.error is None) == ((None, False) if answer == "hang" else (200, True))
+
+
+def test_request_ends_at_the_deadline_although_the_receiver_takes_its_body_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of the body is taken long before the end of that part's own time."""
+    monkeypatch.setattr(send, "DEADLINE", 1.0)
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def take_slowly() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                while not ended.wait(0.05) and connection.recv(1 << 20):
+                    pass
+
+        threading.Thread(target=take_slowly, daemon=True).start()
+        with ThreadPoolExecutor(1) as pool:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
+            sent = pool.submit(to_loopback().send, url, {"Content-Length": str(1 << 28)}, bytes(1 << 28))
+            try:
+                answer = sent.result(15)
+            finally:
+                ended.set()
+    assert answer.status is None and "took more than 1 s" in str(answer.error)
 
 
 def test_slow_look_up_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
