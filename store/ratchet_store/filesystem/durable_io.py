@@ -85,10 +85,10 @@ def start_writeback(fd: int, offset: int, nbytes: int) -> None:
 
 
 def wait_for_writeback(fd: int, nbytes: int) -> None:
-    """Wait until the file's first ``nbytes`` bytes are on their way to the disk no longer; ``fsync`` must still follow. Meanwhile
-    the file's time of modification changes at least with each ``_SLICE`` bytes of a slow disk, so that other processes see
-    progress. Does nothing where Linux's ``sync_file_range`` is missing. Raise ``OSError``, which ``fsync`` would not report a
-    second time."""
+    """Wait until the system has written the file's first ``nbytes`` bytes to the disk; ``fsync`` must still follow. If that
+    takes long, the file's time of modification changes, after parts of ``_SLICE`` bytes and at most every ``_SHOW_SECONDS``, so
+    that other processes see progress. Does nothing where Linux's ``sync_file_range`` is missing. Raise ``OSError`` for an error
+    of the disk, which ``fsync`` would not report a second time."""
     call, shown = _sync_file_range(), time.monotonic()
     for offset in range(0, nbytes if call is not None else 0, _SLICE):
         if call is not None and call(fd, offset, _SLICE, 1 | 2 | 4) != 0:  # wait before, write, wait after
