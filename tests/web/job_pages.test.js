@@ -14,6 +14,7 @@ test("tones of events", () => {
   assert.equal(toneOf("job-completed", {}), "good");
   assert.deepEqual(["exact", "not-exact"].map((verdict) => toneOf("resumed", { verdict })), ["good", "bad"]);
   assert.equal(toneOf("hang", {}), "bad");
+  assert.deepEqual(["info", "warning", "error"].map((level) => toneOf("alert", { level })), ["quiet", "wait", "bad"]);
 });
 
 const events = (/** @type {number[]} */ ...ids) => ids.map((id) => /** @type {any} */ ({ id }));

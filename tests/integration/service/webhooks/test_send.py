@@ -147,7 +147,9 @@ def test_request_ends_at_the_deadline_and_after_few_bytes(monkeypatch: pytest.Mo
     assert (result.status, result.error is None) == ((None, False) if answer == "hang" else (200, True))
 
 
-def test_request_ends_at_the_deadline_although_the_receiver_takes_its_body_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_ends_at_the_deadline_although_the_receiver_takes_its_body_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each part of the body is taken long before the end of that part's own time."""
     monkeypatch.setattr(send, "DEADLINE", 1.0)
     ended = threading.Event()

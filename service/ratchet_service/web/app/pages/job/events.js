@@ -122,7 +122,7 @@ function useEvents(id, live, filter, fits) {
 /** @param {string} type @param {Record<string, any>} data */
 export function toneOf(type, data) {
   if (type === "attempt-ended" && data.cause) return causeTone(data.cause);
-  const text = `${type} ${data.phase ?? ""} ${data.to ?? ""} ${data.verdict ?? ""}`.toLowerCase();
+  const text = `${type} ${data.phase ?? ""} ${data.to ?? ""} ${data.verdict ?? ""} ${type === "alert" ? data.level : ""}`.toLowerCase();
   if (/fail|damag|quarantin|lost|\bhang|differ|not[_-]exact|error|refused|overflow|killed|stuck/.test(text)) return "bad";
   if (/succeed|finished|(?<!in)complet|commit|verified|exact/.test(text)) return "good";
   if (/suspend|preempt|cancel|fork|pinned|label|priority|requested/.test(text)) return "held";
