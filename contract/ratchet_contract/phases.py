@@ -217,6 +217,9 @@ class EventType(StrEnum):
     MESSAGE_DROPPED = "message-dropped"
     WEBHOOK_DISABLED = "webhook-disabled"  # an event of this job could not be delivered to it
     WEBHOOK_GAVE_UP = "webhook-gave-up"  # the same, but the webhook accepted other events
+    TRACKER_FAILING = "tracker-failing"  # an experiment tracker has not accepted this job's values for a while
+    TRACKER_BACK = "tracker-back"
+    TRACKER_BRANCHED = "tracker-branched"  # a tracker gets a new run from here on
 
 
 class NoteType(StrEnum):

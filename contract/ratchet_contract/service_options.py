@@ -239,6 +239,28 @@ _SERVE: Final = (
         separator=" ",
     ),
     Option(
+        "--tensorboard-dir",
+        "Directory that gets jobs' metrics as event files of TensorBoard.",
+        "DIR",
+        Path,
+        default_text="none",
+        variable=env_vars.TRACKER_TENSORBOARD_DIR,
+    ),
+    Option(
+        "--mlflow-uri",
+        "MLflow server that gets jobs' metrics.",
+        "URI",
+        default_text="none",
+        variable=env_vars.TRACKER_MLFLOW_URI,
+    ),
+    Option(
+        "--wandb",
+        "Sends jobs' metrics to W&B; offline: to a directory that `wandb sync` uploads.",
+        default_text="none",
+        variable=env_vars.TRACKER_WANDB,
+        choices=("offline", "online"),
+    ),
+    Option(
         "--request-rate",
         "Maximum requests per second of one caller, with bursts of ten times as many.",
         "NUMBER",

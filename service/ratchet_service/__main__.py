@@ -69,6 +69,9 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         uri_roots=None if options.checkpoint_uri_root is None else tuple(options.checkpoint_uri_root),
         bounds=options.bounds,
         webhook_networks=tuple(options.webhook_network or ()),
+        tensorboard_dir=None if options.tensorboard_dir is None else _absolute(options.tensorboard_dir),
+        mlflow_uri=options.mlflow_uri,
+        wandb=options.wandb,
         request_rate=options.request_rate,
         request_burst=max(1, int(10 * options.request_rate)),
     )

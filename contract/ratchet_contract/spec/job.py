@@ -17,6 +17,7 @@ from ratchet_contract.spec.git_commit import GitFacts
 from ratchet_contract.spec.launcher import LauncherSpec, LocalLauncherSpec, VolumeSpec
 from ratchet_contract.spec.masking import MASK
 from ratchet_contract.spec.policy import PolicySpec
+from ratchet_contract.spec.tracking import TrackerName, TrackingSpec
 from ratchet_contract.spec.trial import TrialSpec
 from ratchet_contract.spec.types import Seconds, Size, SpecModel, size_in_bytes
 from ratchet_hooks.specs.hook_specs import AllreduceSpec, HookSpec, normalise_hook
@@ -328,6 +329,7 @@ class JobSpec(SpecModel):
         description="true: when `ttl` deletes the job, the files in its working directory are deleted too. false: "
         "these files stay.",
     )
+    tracking: TrackingSpec = TrackingSpec()
     trial: TrialSpec | None = Field(
         None,
         description="Ends the job early and injects faults; `ratchet prove` uses it. Not for jobs whose result is "
@@ -416,6 +418,7 @@ class JobSpec(SpecModel):
             "launcher",
             "secrets",
             "checkpoint",
+            "tracking",
             "trial",
         }
         data = self.model_dump(mode="json", exclude=irrelevant)
@@ -441,7 +444,8 @@ class Resolved(SpecModel):
     """Values that are determined when a job is submitted, such as the ``device`` for a spec with ``auto``. They hold for all
     attempts of the job, with two exceptions: a resume with another number of ranks may change ``threads_per_rank``, and a resume
     with other code may change ``code_digest``. ``python``: the interpreter that was examined at submission; if the spec names
-    none, each attempt uses the interpreter of its agents. Unknown keys are ignored."""
+    none, each attempt uses the interpreter of its agents. ``trackers``: those that get the job's metrics. Unknown keys are
+    ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -451,3 +455,4 @@ class Resolved(SpecModel):
     python: str
     code_digest: str | None = None
     start_digest: str | None = None
+    trackers: list[TrackerName] = Field([])

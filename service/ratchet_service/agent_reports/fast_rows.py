@@ -67,6 +67,7 @@ class Shape(NamedTuple):
     ranks_per_node: int
     uploads_checkpoints: bool  # True if checkpoints are copied to an object store; node 0's agent reports the copies
     best_metric: str | None  # the metric that ``keep_best`` compares
+    trackers: tuple[str, ...]  # which get the metrics
 
 
 class Rows(NamedTuple):
@@ -88,6 +89,7 @@ _SHAPE_COLUMNS: Final = (  # by paths into the spec: reading all of it takes lon
     _jobs.spec[("world", "ranks_per_node")].as_integer(),
     _jobs.spec[("checkpoint", "uri")].as_string(),
     _jobs.spec[("checkpoint", "keep_best", "metric")].as_string(),
+    _jobs.resolved["trackers"],
 )
 _JOB_COLUMNS: Final = tuple(_jobs[name] for name in JobRow.__slots__)
 _ATTEMPT_COLUMNS: Final = tuple(_attempts[name] for name in AttemptRow.__slots__)
@@ -184,6 +186,9 @@ def _rows(job: Any, attempt_and_node: Any) -> Rows:
     )
 
 
-def _shape(nodes: int, ranks_per_node: int, uri: str | None, best_metric: str | None) -> Shape:
-    """Return the shape. ``uri``: that of the object store for checkpoints, if the spec has one."""
-    return Shape(nodes, ranks_per_node, uri is not None, best_metric)
+def _shape(
+    nodes: int, ranks_per_node: int, uri: str | None, best_metric: str | None, trackers: list[str] | None
+) -> Shape:
+    """Return the shape. ``uri``: that of the object store for checkpoints, if the spec has one. ``trackers`` None: an older
+    version stored the job."""
+    return Shape(nodes, ranks_per_node, uri is not None, best_metric, tuple(trackers or ()))

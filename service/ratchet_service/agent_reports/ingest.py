@@ -141,7 +141,7 @@ def ingest_batches(
     ``Refused`` for a wrong rank; the caller must then roll back."""
     acked = dict(node.acked)
     shape = shape or fast_rows.read_shape(session, job.id)
-    effects = Effects(session, job, attempt, hook_iterations or {}, bounds, shape.best_metric)
+    effects = Effects(session, job, attempt, hook_iterations or {}, bounds, shape)
     world, reports_uploads = shape.nodes * shape.ranks_per_node, node.node == 0 and shape.uploads_checkpoints
     stored, to_count = 0, set[int]()
     for batch in sorted(batches, key=lambda batch: batch.rank < 0):  # agents' messages refer to earlier ones of ranks

@@ -30,7 +30,9 @@ from ratchet_contract.protocol.messages import (
     node_of_agent_rank,
 )
 from ratchet_service.agent_reports.checkpoint_effects import Checkpoints, Key
+from ratchet_service.agent_reports.fast_rows import Shape
 from ratchet_service.agent_reports.metric_series import Samples, Series
+from ratchet_service.agent_reports.tracker_rows import TrackerRows
 from ratchet_service.config.output_limits import Bounds
 from ratchet_service.db import models, transitions
 from ratchet_service.db.clock import now_in
@@ -75,15 +77,15 @@ class Effects:
         attempt: Attempt,
         iterations: Mapping[Key, int],
         bounds: Bounds,
-        best_metric: str | None,
+        shape: Shape,
     ) -> None:
-        """``iterations``: hook iteration of checkpoints, by step and attempt. ``best_metric``: the metric that ``keep_best``
-        compares, if any."""
+        """``iterations``: hook iteration of checkpoints, by step and attempt."""
         self._session, self._job, self._attempt = session, job, attempt
         self._checkpoints = Checkpoints(session, job, attempt, iterations, self._add_event)
         self._bounds = bounds
-        self._series = Series(session, job, attempt.number, bounds, best_metric)
+        self._series = Series(session, job, attempt.number, bounds, shape.best_metric)
         self._samples = Samples(session, job.id, bounds)
+        self._trackers = TrackerRows(session, job, attempt.number, shape.trackers)
         self._now = now_in(session)
 
     @property
@@ -145,6 +147,7 @@ class Effects:
             self._job.updated_at = self._now  # before the first flush, so that the row is written once
         self._session.flush()
         refused = self._series.store()
+        self._trackers.store(refused)
         if refused and not self._attempt.metric_values_refused:
             text = f"a job keeps {self._bounds.series} metrics: values of {refused[0]!r} and of other new names are dropped"
             self._add_event(EventType.METRICS_DROPPED, text, {"name": refused[0], "series": self._bounds.series})
@@ -189,13 +192,17 @@ class Effects:
         attempt.last_step = max(attempt.last_step, base.step)
         if not self._is_newest or not job.phase.active:
             return
+        self._trackers.begin()
+        requested = job.resume_from is not None
         forked = job.fork_source is not None and base.digest == job.fork_source["digest"]
         job.step = job.committed_step = base.step
         job.committed_attempt = None if forked else base.attempt
         job.resume_from = job.steps_per_second = None
         if message.total_steps is not None:
             job.total_steps = message.total_steps
-        data = {"base_step": base.step, "base_attempt": base.attempt}
+        data: dict[str, Any] = {"base_step": base.step, "base_attempt": base.attempt}
+        if requested:
+            data["requested"] = True
         transitions.apply(self._session, job.id, Event.TRAINING, expected_attempt=attempt.number, data=data)
 
     def _apply_resumed(self, message: Resumed) -> None:
@@ -230,8 +237,9 @@ class Effects:
     def _add_metrics(self, message: Metrics) -> None:
         """Collect the message's values; NaN is stored as None."""
         at = parse_time(message.at, self._now)
-        for raw, value in message.values.items():
-            name = sanitize_text(raw)[:200]
+        values = {sanitize_text(raw)[:200]: value for raw, value in message.values.items()}
+        self._trackers.add(message.step, at, values)
+        for name, value in values.items():
             row = {
                 "job_id": self._job.id, "name": name, "step": message.step, "attempt": self._attempt.number,
                 "value": None if math.isnan(value) else value, "at": at,
@@ -288,6 +296,8 @@ class Effects:
             "at": parse_time(message.at, self._now),
         }  # fmt: skip
         self._samples.add(rank, step, row)
+        if rank == 0:
+            self._trackers.add_hook(row["at"], message.summary)
 
 
 def _numbers(message: RankMessage) -> Iterator[int | None]:

@@ -43,6 +43,9 @@ from ratchet_service.scheduling import slot_host_lease
 from ratchet_service.scheduling.machine import Machine, detect_machine, read_machine, write_machine
 from ratchet_service.scheduling.scheduler import Preemption
 from ratchet_service.submission.local_submission import LocalSubmission
+from ratchet_service.trackers.export import Exporter
+from ratchet_service.trackers.open import open_sinks
+from ratchet_service.usecases.trackers import job_facts
 from ratchet_service.user_code.interpreter_probe import Interpreters
 from ratchet_service.webhooks.deliver import Deliverer
 from ratchet_service.webhooks.send import Sender
@@ -74,7 +77,7 @@ def serve(options: ServeOptions) -> None:
     settings, listen = options.settings, options.listen
     listen.check()
     _require_tokens_with_run_as(settings, listen)
-    tls = listen.tls_context()
+    tls, sinks = listen.tls_context(), open_sinks(settings)
     make_home(settings.home)
     with _hold_service_lock(settings), listen.bind() as bound:
         prepare_job_user(settings)
@@ -105,6 +108,7 @@ def serve(options: ServeOptions) -> None:
                 reconciler_here=options.reconcile and machine.is_this_machine,
                 roots=Roots(settings.home, settings.code_roots, settings.uri_roots),
                 sandbox=settings.sandbox,
+                trackers=settings.trackers,
             )
             url = listen.service_url(bound)
             _log_auth_mode(settings, listen, url, database)
@@ -113,11 +117,13 @@ def serve(options: ServeOptions) -> None:
             on_drain = reconciler.stop if reconciler else lambda: None
             server = Server(app, settings.paths, url, tls, Shutdown(health, options.drain_seconds, on_drain))
             deliverer = Deliverer(database, Sender(settings.webhook_networks))
+            exporter = Exporter(database, sinks, job_facts(settings.paths))
             with (
                 instruments.count_commits(database),
                 handle_signals(server),
                 _run_reconciler(reconciler),
                 deliverer.running(),
+                exporter.running(),
             ):
                 parent_death.end_with_parent(os.environ)
                 server.run(sockets=[bound])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
+from typing import Literal
 
 from ratchet_contract.paths import HomePaths
+from ratchet_contract.spec.tracking import TrackerName
 from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
 from ratchet_service.db.engine import sqlite_url
 from ratchet_service.isolation.sandbox import NO_LIMITS, Limits, Sandbox, User
@@ -28,6 +30,9 @@ class Settings:
     code_roots: tuple[Path, ...] | None = None  # directories of the service that a spec may name; None: any
     uri_roots: tuple[str, ...] | None = None  # prefixes of ``checkpoint.uri`` that a spec may name; None: any
     webhook_networks: tuple[Network, ...] = ()  # not public, but allowed for webhooks
+    tensorboard_dir: Path | None = None  # these three: trackers that get jobs' metrics; None: not that one
+    mlflow_uri: str | None = None
+    wandb: Literal["offline", "online"] | None = None
     request_rate: float = 100.0  # requests per second of one caller
     request_burst: int = 1000  # requests of one caller at once
     report_rate: float = 100.0  # per second and node of an attempt; its agent reports about three times a second
@@ -50,6 +55,16 @@ class Settings:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", HomePaths(self.home.resolve()))
+
+    @property
+    def trackers(self) -> tuple[TrackerName, ...]:
+        """The trackers that the service has."""
+        found: dict[TrackerName, object] = {
+            "tensorboard": self.tensorboard_dir,
+            "mlflow": self.mlflow_uri,
+            "wandb": self.wandb,
+        }
+        return tuple(name for name, value in found.items() if value is not None)
 
     @property
     def sandbox(self) -> Sandbox:

@@ -468,5 +468,64 @@ class WebhookDelivery(Base):
     at: Mapped[datetime]
 
 
+class Tracker(Base):
+    """The lease of the process that exports to an experiment tracker."""
+
+    __tablename__ = "trackers"
+
+    name: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
+    lease_owner: Mapped[str | None] = mapped_column(sa.String(128))
+    lease_token: Mapped[str | None] = mapped_column(sa.String(64))
+    lease_expires_at: Mapped[datetime | None]
+
+
+class TrackerRun(Base):
+    """The export of a job to one tracker; after a branch, one row for each run. Every row of ``TrackerOutbox`` with
+    ``id <= sent_row`` and ``step <= sent_step`` was sent, or is not to be sent. ``event``: the same for events."""
+
+    __tablename__ = "tracker_runs"
+    __table_args__ = (sa.Index("ix_tracker_runs_sink_done", "sink", "done"),)
+
+    job_id: Mapped[str] = _job_id()
+    sink: Mapped[str] = mapped_column(sa.String(16), primary_key=True)
+    number: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    live: Mapped[bool] = mapped_column(default=False)
+    done: Mapped[bool] = mapped_column(default=False)  # nothing is to be sent unless the job goes on
+    first_attempt: Mapped[int] = mapped_column(default=1)
+    last_attempt: Mapped[int | None]  # set once a later run has begun
+    base_step: Mapped[int] = mapped_column(default=-1)  # the run has the points after it
+    facts: Mapped[dict[str, Any] | None]  # ``sink.Run``, fixed with the first batch
+    state: Mapped[dict[str, Any]] = mapped_column(default=dict)  # the sink's
+    marks: Mapped[dict[str, int]] = mapped_column(Json, default=dict)  # newest sent step of each series
+    sent_row: Mapped[int] = mapped_column(default=0)
+    sent_step: Mapped[int] = mapped_column(default=-1)
+    event: Mapped[int] = mapped_column(default=0)
+    ended_attempt: Mapped[int] = mapped_column(default=0)  # the last one whose end was among these events
+    redone_until: Mapped[int] = mapped_column(default=-1)  # newest sent step when the newest attempt began to train
+    ended_at: Mapped[datetime | None]  # the end of the job that was sent
+    batch: Mapped[dict[str, Any] | None]  # what is being sent: ``settle.Batch``
+    seen: Mapped[str | None] = mapped_column(sa.String(128))  # the job when nothing was left to send
+    failures: Mapped[int] = mapped_column(default=0)  # in a row
+    failing_since: Mapped[datetime | None]
+    next_try: Mapped[datetime | None]
+    error: Mapped[str | None] = mapped_column(sa.Text)
+
+
+class TrackerOutbox(Base):
+    """The metric values of one message that are still to be sent to a job's trackers. A writer holds the lock on the job's row,
+    so within a job the ids grow in commit order. ``points``: JSON {series: value}, in which NaN and infinities are permitted."""
+
+    __tablename__ = "tracker_outbox"
+    # autoincrement: an id is never used again, although rows are deleted
+    __table_args__ = (sa.Index("ix_tracker_outbox_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
+
+    id: Mapped[int] = mapped_column(BigId, primary_key=True)
+    job_id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), sa.ForeignKey("jobs.id", ondelete="CASCADE"))
+    attempt: Mapped[int]
+    step: Mapped[int]
+    at: Mapped[datetime]
+    points: Mapped[str] = mapped_column(sa.Text)
+
+
 RECOVERED_FROM_DISK: Final = "found"
 """Key of ``Attempt.launch``: the row was created from files on disk."""

@@ -16,13 +16,14 @@ from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import Desired
 from ratchet_contract.spec.git_commit import GitFacts, git_facts
 from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_contract.spec.tracking import TrackerName
 from ratchet_hooks.specs.hook_specs import CustomSpec
 from ratchet_hooks.specs.memory_estimate import needs_shapes
 from ratchet_service.isolation.concurrency_limit import ConcurrencyLimit
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers.launch_file import build_launch_file
 from ratchet_service.launchers.registry import Launchers
-from ratchet_service.preflight import environment, hook, launcher
+from ratchet_service.preflight import environment, hook, launcher, tracking
 from ratchet_service.preflight import paths as roots
 from ratchet_service.preflight import resolve as preflight
 from ratchet_service.preflight.paths import Roots
@@ -53,10 +54,13 @@ class LocalSubmission:
         reconciler_here: bool = True,
         roots: Roots | None = None,
         sandbox: Sandbox = NO_SANDBOX,
+        trackers: Sequence[TrackerName] = (),
     ) -> None:
         """Create the object; nothing is started. ``wake``: wakes the reconciler of this process; None: this process runs none.
         ``reconciler_here`` False: another process reconciles, or jobs run on another machine. ``roots``: directories and object
-        stores that specs may name; None: any. ``sandbox``: user and limits for inspections of users' code."""
+        stores that specs may name; None: any. ``sandbox``: user and limits for inspections of users' code.
+        ``trackers``: those that the service has."""
+        self._trackers = trackers
         self._home = home
         self._own_machine = machine
         self._reconciler_here = reconciler_here
@@ -92,6 +96,8 @@ class LocalSubmission:
             )
         resolved, report = found[0], Report([*allowed.warnings, *found[1]], [*allowed.problems, *found[2]])
         roots.check(self._home.home, report)
+        if "tracking" not in faulty_keys:
+            resolved = resolved.model_copy(update={"trackers": tracking.check(spec, self._trackers, report)})
         return resolved, report.warnings, report.problems
 
     def resize(

@@ -8,7 +8,8 @@ from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 State = Mapping[str, Any]
-"""What a sink must remember of one run, as JSON values: stored in the same transaction as the position of the export."""
+"""What a sink must remember of one run, as JSON values: stored in the same transaction as the position of the export. ``url`` or
+``path``, if present, is shown to users as the place of the run."""
 
 
 class TrackerError(Exception):
@@ -35,7 +36,12 @@ class Run:
     @property
     def name(self) -> str:
         """Unique name of the run: the job's id; that of a later run ends with its number."""
-        return self.job_id if self.number == 1 else f"{self.job_id}-{self.number}"
+        return name_of(self.job_id, self.number)
+
+
+def name_of(job_id: str, number: int) -> str:
+    """Return the name of a job's run."""
+    return job_id if number == 1 else f"{job_id}-{number}"
 
 
 class Point(NamedTuple):
