@@ -6,7 +6,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0107"
-down_revision = "0105"
+down_revision = "0106"
 branch_labels = None
 depends_on = None
 
