@@ -132,8 +132,13 @@ faults: $(STAMP)
 	  tests/integration/store/write/test_crash_points.py tests/integration/worker/checkpoint/test_failing_disks.py tests/unit/store/read/test_hostile_checkpoints.py \
 	  tests/integration/worker/checkpoint/test_tensor_resizing.py
 
-# N jobs of each way to log, killed at drawn steps: every step must be there once
-trackers: own-logging
+# N kills of ranks, agents and services, drawn by seed (SEED=), of jobs that experiment trackers get the metrics of
+trackers: $(STAMP)
+	@echo "==> killed jobs in real trackers: one run of each, each step once, with the values of an undisturbed job"
+	RATCHET_TEST_TRACKER_KILLS=$(or $(N),100) RATCHET_TEST_SEED=$(or $(SEED),1) \
+	  $(BIN)/python -m pytest -v -s tests/e2e/test_trackers.py
+
+# N jobs of each way of scripts that log by themselves, killed at drawn steps: every step must be there once
 include tests/support/own_logging.mk
 
 # N calls of every operation of the API, made up from its OpenAPI description, on SQLite and a quarter of them on PostgreSQL

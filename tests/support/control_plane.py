@@ -251,7 +251,12 @@ if __name__ == "__main__":
     import logging
 
     logging.basicConfig(level="INFO", stream=sys.stderr)
-    settings = Settings(home=Path(sys.argv[1]), database_url=os.environ["RATCHET_DATABASE_URL"])
+    directory = os.environ.get("RATCHET_TRACKER_TENSORBOARD_DIR")
+    settings = Settings(
+        home=Path(sys.argv[1]),
+        database_url=os.environ["RATCHET_DATABASE_URL"],
+        tensorboard_dir=None if directory is None else Path(directory),
+    )
     serve(
         ServeOptions(settings, cpu_slots=int(sys.argv[2]), launchers=single_launcher(trainer_launcher(settings.paths)))
     )

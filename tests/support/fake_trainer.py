@@ -2,17 +2,18 @@
 
 ``python fake_trainer.py agent LAUNCH_FILE [--node K]`` is the agent, ``python fake_trainer.py rank`` the rank it starts.
 What the rank does is in the spec's env, TRAINER (JSON): steps, every (steps between checkpoints), pause (seconds per step),
-pauses (those of single ranks), redone (true: it tells of steps done again), keep (true: it deletes as a worker does, by
-checkpoint.keep_last), chain (see ``Rank._follow``); per attempt under "epochs": at (step), after (a file: it waits at that step
-until the file is there, 120 s at most) and do: wait (until it is to stop), kill (itself), kill-agent, raise, user-error, exit-N,
-mute (checkpoints are committed but not reported), deaf (stops are ignored), child (a sleeping process in a session of its own,
-then kill-agent), train on.
+pauses (those of single ranks), redone (true: it tells of steps done again), metrics (true: rank 0 reports two series), keep
+(true: it deletes as a worker does, by checkpoint.keep_last), chain (see ``Rank._follow``); per attempt under "epochs": at (step),
+after (a file: it waits at that step until the file is there, 120 s at most) and do: wait (until it is to stop), kill (itself),
+kill-agent, raise, user-error, exit-N, mute (checkpoints are committed but not reported), deaf (stops are ignored), child (a
+sleeping process in a session of its own, then kill-agent), train on.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -32,6 +33,7 @@ from ratchet_contract.protocol.messages import (
     CheckpointCommitted,
     CheckpointDeleted,
     LaunchFile,
+    Metrics,
     Progress,
     RankResult,
     RedoneSteps,
@@ -100,6 +102,8 @@ class Rank:
             time.sleep(self.plan.get("pauses", {}).get(str(self.rank), self.plan.get("pause", 0.01)))
             self.counter.finish_step(step)
             self._update_state(step)
+            if self.plan.get("metrics") and self.rank == 0:
+                self.spool.append(Metrics(rank=0, at=now(), step=step, values={"loss": 1 / step, "nan": math.nan}))
             if step % 5 == 0:
                 self.spool.append(Progress(rank=self.rank, at=now(), step=step, total_steps=steps))
             if step % every == 0 or step == steps:

@@ -32,6 +32,7 @@ from ratchet_client.cli.commands import (
     submit,
     token,
     top,
+    trackers,
     usage,
     webhook,
 )
@@ -142,6 +143,7 @@ for _module in (
     compare,
     serve,
     hooks,
+    trackers,
     queue,
     usage,
     quota,

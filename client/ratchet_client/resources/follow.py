@@ -20,6 +20,7 @@ from ratchet_client.resources.export_download import temporary_sibling
 from ratchet_client.resources.poll import TERMINAL, Pace, Series, Snapshot, WhichAttempt, poll_until
 from ratchet_client.resources.requests import PAGE, Calls
 from ratchet_contract.api import views
+from ratchet_contract.api.trackers import TrackerView
 from ratchet_contract.phases import JobPhase
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class Following(Calls):
     def view(self, job: str | Job) -> views.JobView:
         """Return the current state of the job as data. Raises ``NotFound``."""
         return self._get(self._path(job), views.JobView)
+
+    def trackers(self, job: str | Job) -> Iterator[TrackerView]:
+        """Yield the job's runs in experiment trackers; none before it trains."""
+        return self._pages(self._path(job, "trackers"), TrackerView, {})
 
     def hook(self, job: str | Job) -> views.HookView:
         """Return the state of the communication hook, such as its phase and the residual norm per rank. ``phase`` is None if

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Header, Query, Response
 from fastapi.responses import StreamingResponse
 
 from ratchet_contract.api.roles import Scope
+from ratchet_contract.api.trackers import TrackerView
 from ratchet_contract.api.views import EventView, HookSampleView, HookView, LogLine, MetricsView, Page
 from ratchet_contract.errors import NotFound, Refused
 from ratchet_service.api import dependencies
@@ -18,7 +19,7 @@ from ratchet_service.api.sse import END, PollResult, follow, format_event
 from ratchet_service.db.queries import find_attempt, find_job
 from ratchet_service.db.types import MAX_NUMBER
 from ratchet_service.job_files.log_files import LogFilter
-from ratchet_service.usecases import job_history, logs, metrics
+from ratchet_service.usecases import job_history, logs, metrics, trackers
 
 router = APIRouter(tags=["observation"])
 _BATCH = 500
@@ -59,6 +60,13 @@ def get_hook_history(
     with service.database.read() as session:
         steps = metrics.StepRange(from_step, to_step)
         return metrics.hook_history(session, job_id, rank, limit, cursor, max_points, steps)
+
+
+@router.get("/v1/jobs/{job_id}/trackers", dependencies=[needs(Scope.JOBS_READ)], summary="Runs in experiment trackers")
+def list_trackers(service: ServiceDep, job_id: str) -> Page[TrackerView]:
+    """The job's runs in all trackers on one page; none before it trains."""
+    with service.database.read() as session:
+        return trackers.list_trackers(session, job_id)
 
 
 @router.get("/v1/jobs/{job_id}/metrics", dependencies=[needs(Scope.JOBS_READ)], summary="Metrics over steps")
