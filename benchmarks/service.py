@@ -1,4 +1,5 @@
-"""What the control plane costs: calls with 1,000 and with 1,000,000 jobs in the database, and 200 running jobs looked after.
+"""What the control plane costs: calls with 1,000 and with 1,000,000 jobs in the database, 200 running jobs looked after, and
+reports of jobs with an experiment tracker and without.
 
 On SQLite and on PostgreSQL, both durable (``synchronous = FULL``, ``fsync = on``). ``RATCHET_BENCH_JOBS`` sets the larger
 number of jobs, ``RATCHET_BENCH_CALLS`` (default 300) the calls of each kind, ``RATCHET_BENCH_RUNNING`` (default 200) the jobs
@@ -17,6 +18,7 @@ import psycopg
 
 from benchmarks.service_calls import calls
 from benchmarks.service_running import running
+from benchmarks.service_trackers import trackers
 from benchmarks.service_webhooks import webhooks
 from benchmarks.stats import machine
 from tests.support.postgres import postgres_server
@@ -32,6 +34,7 @@ def main() -> None:
             calls(engine, urls, Path(folder), few, many, rounds)
         with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, databases(engine) as urls:
             running(engine, urls[0], Path(folder), jobs)
+            trackers(engine, urls[1], Path(folder), rounds)
         with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, databases(engine) as urls:
             webhooks(engine, urls[0], Path(folder), int(os.environ.get("RATCHET_BENCH_WEBHOOKS", "50")), 7, 10.0)
 

@@ -58,6 +58,8 @@ script: [train.py, --lr, "0.1"]""",
     "environment": """\
 code: {path: ./my_project}
 environment: {requirements: requirements.txt}     # or lines: [timm==1.0.9, "einops>=0.8"]""",
+    "tracking": """\
+tracking: {to: [tensorboard, mlflow], experiment: vision}""",
     "secrets": """\
 secrets:
   WANDB_API_KEY: {from_env: TEAM_WANDB_API_KEY}
@@ -140,6 +142,7 @@ SECTIONS = (
     "checkpoint",
     "policy",
     "volumes",
+    "tracking",
     "trial",
 )
 _SEE_BELOW = {*SECTIONS, "hook", "launcher"}

@@ -9,7 +9,7 @@ from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.tracking import TrackerName
 from ratchet_service.preflight.report import Report
 
-_OPTIONS: Final = {"tensorboard": "--tensorboard-dir DIR", "mlflow": "--mlflow-uri URI", "wandb": "--wandb offline"}
+_OPTIONS: Final = {"tensorboard": "--tensorboard-dir", "mlflow": "--mlflow-uri", "wandb": "--wandb"}
 
 
 def check(spec: JobSpec, trackers: Sequence[TrackerName], report: Report) -> list[TrackerName]:
@@ -19,6 +19,6 @@ def check(spec: JobSpec, trackers: Sequence[TrackerName], report: Report) -> lis
     for number, name in enumerate(spec.tracking.to):
         if name not in trackers:
             here = f"it has {', '.join(trackers)}" if trackers else "it has none"
-            text = f"this service has no tracker {name}: {here}; `ratchet serve {_OPTIONS[name]}` adds it"
+            text = f"this service has no tracker {name}: {here}; the service's option {_OPTIONS[name]} adds it"
             report.refuse(f"/tracking/to/{number}", "tracker-not-here", text)
     return list(dict.fromkeys(spec.tracking.to))

@@ -38,6 +38,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "include-not-found": ({"code": {"include": ["data.csv"]}}, "data.csv", {"code": {"include": ["train.py"]}}),
     "limit-too-low": ({"resources": {"memory": "100Mi"}}, "request more", {"resources": {"memory": "2Gi"}}),
     "launcher-not-here": ({"launcher": {"kind": "slurm"}}, "it has local", {"launcher": {"kind": "local"}}),
+    "tracker-not-here": ({"tracking": {"to": ["mlflow"]}}, "it has none", {"tracking": {"to": None}}),
     "secret-missing": (
         {"secrets": {"KEY": {"from_env": "NOWHERE"}}}, "set it where the service is started",
         {"secrets": {"KEY": {"from_env": "HOME"}}},
