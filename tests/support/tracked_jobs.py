@@ -33,7 +33,7 @@ class Killed(BaseException):
 
 @dataclass
 class MemorySink:
-    """``fault``: ``refuse``, or ``kill`` after the batch is stored, at the next call alone."""
+    """``fault``: ``refuse``, ``raise``, or ``kill`` after the batch is stored, at the next call alone."""
 
     name: str = "tensorboard"
     fault: str | None = None
@@ -50,6 +50,8 @@ class MemorySink:
         fault, self.fault = self.fault, None
         if fault == "refuse":
             raise TrackerError("the tracker is away")
+        if fault == "raise":
+            raise ValueError("a fault of the tracker's code")
         stored = self.runs.setdefault(run.name, [])
         self.described[run.name] = run
         assert run == self.described[run.name]

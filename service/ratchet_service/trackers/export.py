@@ -175,17 +175,19 @@ class Exporter:
 
     def _export(self, sink: Sink, key: _Key) -> bool:
         """Send the run's next batch, and record the result. Return False if nothing is left to send now, or after a failure."""
-        planned = self._plan(key)
-        if planned is None:
-            return False
-        run, state, batch = planned
         try:
+            planned = self._plan(key)
+            if planned is None:
+                return False
+            run, state, batch = planned
             state = sink.export(run, state, batch)
         except TrackerError as error:
             self._record_failure(key, str(error))
             return False
-        except Exception as error:  # whatever the tracker's own code raises: it concerns this run alone
-            log.exception("%s: %s", sink.name, run.name)
+        except (LeaseLost, SQLAlchemyError):
+            raise
+        except Exception as error:  # such as one of the tracker's own code: it concerns this run alone
+            log.exception("%s: %s", sink.name, key.job_id)
             self._record_failure(key, f"{type(error).__name__}: {error}")
             return False
         return self._record(key, batch, state)

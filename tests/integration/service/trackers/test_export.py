@@ -12,6 +12,7 @@ import pytest
 
 from ratchet_contract.phases import Event
 from ratchet_service.db.engine import Database
+from ratchet_service.db.models import TrackerRun
 from ratchet_service.trackers import export, plan
 from ratchet_service.trackers.export import Exporter
 from ratchet_service.trackers.sink import End
@@ -287,6 +288,19 @@ def test_one_tracker_that_is_away_does_not_stop_the_other(database: Database) ->
     exporter.run_round(first)
     assert first.series(job.id) == {"loss": pairs(range(1, 11))}
     assert job.outbox() == 10
+
+
+def test_fault_of_one_run_does_not_stop_other_jobs(database: Database, sink: MemorySink, exporter: Exporter) -> None:
+    jobs = [TrackedJob(database, "tensorboard", publish="live", name=name) for name in ("a", "b")]
+    for job in jobs:
+        job.start()
+        job.log([1])
+    sink.fault = "raise"
+    exporter.run_round(sink)
+    assert [*sink.runs] == [jobs[1].id]
+    with database.read() as session:
+        run = session.get_one(TrackerRun, (jobs[0].id, "tensorboard", 1))
+    assert (run.failures, run.error) == (1, "ValueError: a fault of the tracker's code")
 
 
 def test_second_process_exports_nothing_while_the_first_lives(
