@@ -36,6 +36,7 @@ except ratchet.Conflict as error:
 newest = job.last_checkpoint
 steps, values = job.metrics("loss")["loss"]
 print(f"{job.phase} at step {job.progress.step} with loss {values[-1]:.3f}: {job.message}")
+print([(run.tracker, run.step, run.place) for run in client.trackers(job)])
 print(job.hook().name, {rank: curve.steps for rank, curve in job.hook_series("bytes_after").items()})
 print([(attempt.number, attempt.cause) for attempt in job.attempts()])
 print([(checkpoint.id, checkpoint.size) for checkpoint in job.checkpoints()])
