@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -15,8 +16,10 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.models import TrackerRun
 from ratchet_service.trackers import export, plan
 from ratchet_service.trackers.export import Exporter
-from ratchet_service.trackers.sink import End
+from ratchet_service.trackers.sink import Batch, End, Run, State
+from ratchet_service.trackers.tensorboard import TensorBoardSink
 from tests.support.tracked_jobs import FACTS, Killed, MemorySink, TrackedJob
+from tests.support.tracker_readers import read_tensorboard
 
 HISTORIES = int(os.environ.get("RATCHET_TEST_HISTORIES", "3"))
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "0"))
@@ -323,6 +326,35 @@ def test_job_without_trackers_stores_nothing(database: Database) -> None:
     job.start()
     job.log(range(1, 4))
     assert job.outbox() == 0
+
+
+class KilledAfterWriting(TensorBoardSink):
+    def export(self, run: Run, state: State, batch: Batch) -> State:
+        super().export(run, state, batch)
+        raise Killed
+
+
+def test_kill_between_sending_and_recording_leaves_each_point_once(database: Database, tmp_path: Path) -> None:
+    job = TrackedJob(database, "tensorboard")
+    job.start()
+    file = None
+    for step in (10, 20, 30):
+        job.log(range(step - 9, step + 1))
+        job.commit(step)
+        dying = KilledAfterWriting(tmp_path)
+        killed = Exporter(database, [dying], FACTS)
+        with pytest.raises(Killed):
+            killed.run_round(dying)
+        [file] = (tmp_path / "e" / job.id).iterdir()
+        written = file.read_bytes()
+        killed._release("tensorboard")  # its lease ends with its process
+        sink = TensorBoardSink(tmp_path)
+        next_process = Exporter(database, [sink], FACTS)
+        next_process.run_round(sink)
+        assert file.read_bytes() == written
+        next_process._release("tensorboard")
+    assert file is not None
+    assert read_tensorboard(file.parent)[0] == {"loss": pairs(range(1, 31))}
 
 
 @pytest.fixture
