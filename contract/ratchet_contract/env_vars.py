@@ -20,7 +20,7 @@ URI_ROOTS: Final = "RATCHET_CHECKPOINT_URI_ROOTS"  # separated by spaces
 WEBHOOK_NETWORKS: Final = "RATCHET_WEBHOOK_NETWORKS"  # separated by spaces
 TRACKER_TENSORBOARD_DIR: Final = "RATCHET_TRACKER_TENSORBOARD_DIR"  # the service's --tensorboard-dir, and so on
 TRACKER_MLFLOW_URI: Final = "RATCHET_TRACKER_MLFLOW_URI"
-TRACKER_WANDB: Final = "RATCHET_TRACKER_WANDB"
+TRACKER_WANDB_DIR: Final = "RATCHET_TRACKER_WANDB_DIR"
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 RUN_AS: Final = "RATCHET_RUN_AS"  # the user that users' code runs as: USER[:GROUP]
 RUN_AS_LIMITS: Final = "RATCHET_RUN_AS_LIMITS"  # resource limits of that user: processes=NUMBER,file_size=SIZE

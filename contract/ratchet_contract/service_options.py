@@ -254,11 +254,12 @@ _SERVE: Final = (
         variable=env_vars.TRACKER_MLFLOW_URI,
     ),
     Option(
-        "--wandb",
-        "Sends jobs' metrics to W&B; offline: to a directory that `wandb sync` uploads.",
+        "--wandb-dir",
+        "Directory that gets jobs' metrics as offline runs of W&B, which `wandb sync` uploads.",
+        "DIR",
+        Path,
         default_text="none",
-        variable=env_vars.TRACKER_WANDB,
-        choices=("offline", "online"),
+        variable=env_vars.TRACKER_WANDB_DIR,
     ),
     Option(
         "--request-rate",

@@ -71,7 +71,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         webhook_networks=tuple(options.webhook_network or ()),
         tensorboard_dir=None if options.tensorboard_dir is None else _absolute(options.tensorboard_dir),
         mlflow_uri=options.mlflow_uri,
-        wandb=options.wandb,
+        wandb_dir=None if options.wandb_dir is None else _absolute(options.wandb_dir),
         request_rate=options.request_rate,
         request_burst=max(1, int(10 * options.request_rate)),
     )

@@ -251,11 +251,13 @@ if __name__ == "__main__":
     import logging
 
     logging.basicConfig(level="INFO", stream=sys.stderr)
-    directory = os.environ.get("RATCHET_TRACKER_TENSORBOARD_DIR")
+    tensorboard, wandb = (os.environ.get(f"RATCHET_TRACKER_{name}_DIR") for name in ("TENSORBOARD", "WANDB"))
     settings = Settings(
         home=Path(sys.argv[1]),
         database_url=os.environ["RATCHET_DATABASE_URL"],
-        tensorboard_dir=None if directory is None else Path(directory),
+        tensorboard_dir=None if tensorboard is None else Path(tensorboard),
+        mlflow_uri=os.environ.get("RATCHET_TRACKER_MLFLOW_URI"),
+        wandb_dir=None if wandb is None else Path(wandb),
     )
     serve(
         ServeOptions(settings, cpu_slots=int(sys.argv[2]), launchers=single_launcher(trainer_launcher(settings.paths)))

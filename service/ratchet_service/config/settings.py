@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
-from typing import Literal
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec.tracking import TrackerName
@@ -32,7 +31,7 @@ class Settings:
     webhook_networks: tuple[Network, ...] = ()  # not public, but allowed for webhooks
     tensorboard_dir: Path | None = None  # these three: trackers that get jobs' metrics; None: not that one
     mlflow_uri: str | None = None
-    wandb: Literal["offline", "online"] | None = None
+    wandb_dir: Path | None = None
     request_rate: float = 100.0  # requests per second of one caller
     request_burst: int = 1000  # requests of one caller at once
     report_rate: float = 100.0  # per second and node of an attempt; its agent reports about three times a second
@@ -62,7 +61,7 @@ class Settings:
         found: dict[TrackerName, object] = {
             "tensorboard": self.tensorboard_dir,
             "mlflow": self.mlflow_uri,
-            "wandb": self.wandb,
+            "wandb": self.wandb_dir,
         }
         return tuple(name for name, value in found.items() if value is not None)
 

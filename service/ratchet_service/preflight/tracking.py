@@ -9,7 +9,7 @@ from ratchet_contract.spec.job import JobSpec
 from ratchet_contract.spec.tracking import TrackerName
 from ratchet_service.preflight.report import Report
 
-_OPTIONS: Final = {"tensorboard": "--tensorboard-dir", "mlflow": "--mlflow-uri", "wandb": "--wandb"}
+_OPTIONS: Final = {"tensorboard": "--tensorboard-dir", "mlflow": "--mlflow-uri", "wandb": "--wandb-dir"}
 
 
 def check(spec: JobSpec, trackers: Sequence[TrackerName], report: Report) -> list[TrackerName]:

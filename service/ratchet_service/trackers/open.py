@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final, NamedTuple
 
 from ratchet_service.config.settings import Settings
@@ -12,7 +13,8 @@ from ratchet_service.trackers.sink import Sink
 
 
 class _Kind(NamedTuple):
-    """A tracker. ``option``: of ``ratchet serve``; ``open``: a sink from its module, imported only now, and the settings."""
+    """A tracker. ``option``: of ``ratchet serve``. ``package``: that it needs; a process of its own may import it. ``open``: from
+    the sink's module, imported only if it is used, and the settings."""
 
     option: str
     package: str | None
@@ -24,25 +26,18 @@ _KINDS: Final = {
         "--tensorboard-dir", "tensorboard", lambda module, settings: module.TensorBoardSink(settings.tensorboard_dir)
     ),
     "mlflow": _Kind("--mlflow-uri", None, lambda module, settings: module.MlflowSink(settings.mlflow_uri)),
-    "wandb": _Kind(
-        "--wandb", "wandb", lambda module, settings: module.WandbSink(settings.paths.home / "wandb", settings.wandb)
-    ),
+    "wandb": _Kind("--wandb-dir", "wandb", lambda module, settings: module.WandbSink(settings.wandb_dir)),
 }
 
 
 def open_sinks(settings: Settings) -> list[Sink]:
-    """Return the trackers of the settings. Raise ``StartError`` if a tracker's package cannot be imported."""
+    """Return the trackers of the settings. Raise ``StartError`` if a tracker's package is not installed."""
     return [_open(name, settings) for name in settings.trackers]
 
 
 def _open(name: str, settings: Settings) -> Sink:
     kind = _KINDS[name]
-    try:
-        if kind.package is not None:
-            import_module(kind.package)
-        return kind.open(import_module(f"ratchet_service.trackers.{name}"), settings)
-    except ImportError as error:
+    if kind.package is not None and find_spec(kind.package) is None:
         cure = f"install it, as `pip install 'ratchet-train[{name}]'` does, or omit the option"
-        raise StartError(
-            f"{kind.option}: the package {kind.package or name} cannot be imported ({error}): {cure}"
-        ) from error
+        raise StartError(f"{kind.option}: the package {kind.package} is not installed: {cure}")
+    return kind.open(import_module(f"ratchet_service.trackers.{name}"), settings)

@@ -32,7 +32,7 @@ SPEC: dict[str, Any] = {
 def test_missing_package_is_named_before_the_service_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
-        StartError, match=r"--tensorboard-dir: the package tensorboard .* 'ratchet-train\[tensorboard\]'"
+        StartError, match=r"--tensorboard-dir: the package tensorboard is not installed.*'ratchet-train\[tensorboard\]'"
     ):
         open_sinks(Settings(tmp_path, tensorboard_dir=tmp_path))
     assert open_sinks(Settings(tmp_path)) == []
