@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from tests.support.server import wait_for
 
@@ -71,7 +72,7 @@ def histories(url: str, job_id: str) -> list[dict[str, list[tuple[int, float]]]]
             continue
         run_id, points = run["info"]["run_id"], {}
         for key in sorted({metric["key"] for metric in run["data"].get("metrics", [])}):
-            history = get(f"metrics/get-history?run_id={run_id}&metric_key={key}")["metrics"]
+            history = get(f"metrics/get-history?run_id={run_id}&metric_key={quote(key)}")["metrics"]
             points[key] = sorted((int(point["step"]), float(point["value"])) for point in history)
         found.append(points)
     return found

@@ -16,8 +16,9 @@ from ratchet.accelerate import Accelerator
 
 if __name__ == "__main__":
     torch.manual_seed(1)
-    accelerator = Accelerator(log_with="tensorboard", project_dir="logs")
-    if sys.argv[1] == "plain":
+    kind = "mlflow" if sys.argv[1].startswith("mlflow") else "tensorboard"
+    accelerator = Accelerator(log_with=kind, project_dir="logs")
+    if sys.argv[1].endswith("plain"):
         accelerate.Accelerator.init_trackers(accelerator, "run", config={"lr": 0.1})
     else:
         accelerator.init_trackers("run", config={"lr": 0.1})

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -45,8 +45,10 @@ class Kills(Callback):
 if __name__ == "__main__":
     seed_everything(1)
     points = TensorDataset(torch.randn(24, 4, generator=torch.Generator().manual_seed(0)))
-    logger = TensorBoardLogger("logs")
-    if sys.argv[1] == "plain":
+    logger: Any = TensorBoardLogger("logs")
+    if sys.argv[1].startswith("mlflow"):
+        logger = MLFlowLogger(tracking_uri=os.environ["MLFLOW_TRACKING_URI"])
+    if sys.argv[1].endswith("plain"):
         SessionStrategy._set_writers = lambda *_: None  # type: ignore[method-assign]
     trainer = Trainer(
         strategy=SessionStrategy(), devices=1, max_epochs=4, log_every_n_steps=1, logger=logger, callbacks=[Kills()],

@@ -1,5 +1,5 @@
-"""Hugging Face's Trainer with ``report_to="tensorboard"``: ``trainer_board.py WAY PLACE...``. Killed at each PLACE,
-``ATTEMPT:STEP``. With the WAY ``plain`` the callback is the Trainer's own."""
+"""Hugging Face's Trainer that reports to TensorBoard, or to MLflow: ``trainer_board.py WAY PLACE...``. Killed at each PLACE,
+``ATTEMPT:STEP``. With the WAY ``plain`` or ``mlflow plain`` the callback is the Trainer's own."""
 
 from __future__ import annotations
 
@@ -43,9 +43,10 @@ if __name__ == "__main__":
     torch.manual_seed(1)
     arguments = TrainingArguments(
         output_dir="out", per_device_train_batch_size=4, num_train_epochs=4, logging_steps=1, save_strategy="no",
-        report_to="tensorboard", eval_strategy="epoch", eval_on_start=True, use_cpu=True, disable_tqdm=True,
+        report_to="mlflow" if sys.argv[1].startswith("mlflow") else "tensorboard", eval_strategy="epoch",
+        eval_on_start=True, use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = Trainer(Net(), arguments, train_dataset=Points(), eval_dataset=Points(), callbacks=[Kills()])
-    if sys.argv[1] == "plain":
+    if sys.argv[1].endswith("plain"):
         trainer._prepare_loggers = lambda: None  # type: ignore[method-assign]
     trainer.train()

@@ -36,7 +36,7 @@ try:
     import accelerate
     from accelerate.data_loader import DataLoaderShard
     from accelerate.state import AcceleratorState, PartialState
-    from accelerate.tracking import TensorBoardTracker, on_main_process
+    from accelerate.tracking import MLflowTracker, TensorBoardTracker, on_main_process
     from accelerate.utils import DynamoBackend, compile_regions
 except ImportError as error:
     raise ImportError("Accelerate is not installed: pip install 'ratchet-train[worker,accelerate]'") from error
@@ -45,6 +45,7 @@ from ratchet_contract.errors import UserError
 from ratchet_contract.phases import NoteType
 from ratchet_hooks.manage.managed_ddp import close_group
 from ratchet_worker.integrations import data_loader_shard
+from ratchet_worker.session.mlflow_run import MlflowRun
 from ratchet_worker.session.session import Session
 from ratchet_worker.training.epoch_loop import EpochLoop, Pass
 
@@ -173,12 +174,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def init_trackers(
         self, project_name: str, config: dict[str, Any] | None = None, init_kwargs: dict[str, Any] | None = None
     ) -> None:
-        """Start the trackers as Accelerate does, but TensorBoard's writes each step once, although steps are repeated after a
-        kill."""
-        given = (init_kwargs or {}).get("tensorboard", {})
+        """Start the trackers as Accelerate does, but those of TensorBoard and MLflow log each step once, although steps are
+        repeated after a kill."""
         asked: list[Any] = self.log_with  # type: ignore[has-type]
+        kinds = {"tensorboard": _TensorBoard, "mlflow": _Mlflow}
         self.log_with = [
-            _TensorBoard(self.session, project_name, self.logging_dir, **given) if str(one) == "tensorboard" else one
+            kinds[str(one)](self.session, project_name, self.logging_dir, **(init_kwargs or {}).get(str(one), {}))
+            if str(one) in kinds
+            else one
             for one in asked
         ]
         super().init_trackers(project_name, config, init_kwargs)
@@ -254,6 +257,23 @@ class _TensorBoard(TensorBoardTracker):  # type: ignore[misc]
         attempt."""
         self.writer.add_hparams(values, {})
         (self.logging_dir / "hparams.yml").write_text(yaml.dump(values))
+
+
+class _Mlflow(MLflowTracker):  # type: ignore[misc]
+    """Accelerate's tracker of MLflow, with the metrics of ``session.mlflow_run``."""
+
+    def __init__(self, session: Session, run_name: str, logging_dir: Any, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self._session = session
+        self._run: MlflowRun | None = None
+
+    @on_main_process  # type: ignore[untyped-decorator]
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log the numbers in ``values``, except at steps that the run has already."""
+        self._run = self._run or self._session.mlflow_run(self.active_run.info.run_id)
+        self._run.log_metrics(
+            {name: value for name, value in values.items() if isinstance(value, int | float)}, step or 0
+        )
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:

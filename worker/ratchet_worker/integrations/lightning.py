@@ -45,7 +45,7 @@ try:
     )
     from lightning.pytorch.cli import SaveConfigCallback
     from lightning.pytorch.core.optimizer import LightningOptimizer
-    from lightning.pytorch.loggers import Logger, TensorBoardLogger
+    from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
     from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
     from lightning.pytorch.loops.loop import _Loop
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -86,6 +86,7 @@ from ratchet_contract.plural import pluralize
 from ratchet_hooks.errors import HookStateError
 from ratchet_hooks.state.encode import encode
 from ratchet_worker.integrations.session_steps import Steps, check_same_epochs, continues_own_job
+from ratchet_worker.session.mlflow_run import RunClient
 from ratchet_worker.session.session import Session
 
 if TYPE_CHECKING:
@@ -219,11 +220,16 @@ class SessionStrategy(DDPStrategy):
             mute(trainer.loggers)
 
     def _set_writers(self, loggers: list[Any]) -> None:
-        """Give each TensorBoardLogger with a local directory, and no writer yet, one whose files are rewound after a kill."""
+        """Make loggers of TensorBoard with a local directory, and of the job's MLflow server, log each step once, although steps
+        are repeated after a kill. A TensorBoardLogger that has a writer already is left as it is."""
+        uri = os.environ.get(names.MLFLOW_TRACKING_URI)
         for logger in loggers:
-            own = isinstance(logger, TensorBoardLogger) and logger._experiment is None and "://" not in logger.root_dir
-            if own and find_spec("tensorboard") is not None:
-                logger._experiment = self.session.summary_writer(logger.log_dir, **logger._kwargs)
+            if isinstance(logger, TensorBoardLogger):
+                if logger._experiment is None and "://" not in logger.root_dir and find_spec("tensorboard") is not None:
+                    logger._experiment = self.session.summary_writer(logger.log_dir, **logger._kwargs)
+            elif isinstance(logger, MLFlowLogger) and uri is not None and logger._tracking_uri == uri:
+                run = self.session.mlflow_run(logger._run_id)
+                logger._run_id, logger._mlflow_client = run.run_id, RunClient(run)  # type: ignore[assignment]
 
     def _recorded_state(self) -> dict[str, Any]:
         """Return the Trainer's state in the checkpoint that this attempt starts from; empty without one. Call it before the

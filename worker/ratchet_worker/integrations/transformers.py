@@ -24,7 +24,7 @@ from typing_extensions import override
 try:
     import transformers
     from transformers import TrainerCallback
-    from transformers.integrations.integration_utils import TensorBoardCallback
+    from transformers.integrations.integration_utils import MLflowCallback, TensorBoardCallback
     from transformers.trainer import TRAINER_STATE_NAME
     from transformers.trainer_callback import ExportableState, TrainerControl, TrainerState
     from transformers.trainer_utils import TrainOutput, get_last_checkpoint
@@ -42,6 +42,7 @@ from ratchet_worker.integrations import accelerate
 from ratchet_worker.integrations.session_steps import Steps, continues_own_job
 from ratchet_worker.integrations.training_arguments import SEARCH, check_arguments, ddp_arguments, make_generator
 from ratchet_worker.integrations.training_batches import TrainingBatches
+from ratchet_worker.session.mlflow_run import RunModule
 from ratchet_worker.session.session import Session
 from ratchet_worker.training.runtime import Runtime
 
@@ -121,8 +122,11 @@ class Trainer(transformers.Trainer):
             return super().train(None, None, ignore_keys_for_eval)
 
     def _prepare_loggers(self) -> None:
-        """Make the callback for TensorBoard (``report_to``) write each step once, although steps are repeated after a kill."""
+        """Make the callbacks for TensorBoard and MLflow (``report_to``) log each step once, although steps are repeated after a
+        kill."""
         for callback in self.callback_handler.callbacks:
+            if isinstance(callback, MLflowCallback):
+                callback._ml_flow = RunModule(callback._ml_flow, self.session.mlflow_run)  # type: ignore[assignment]
             if isinstance(callback, TensorBoardCallback):
                 callback._init_summary_writer = partial(self._open_writer, callback)  # type: ignore[method-assign]
                 callback.on_log = partial(self._log_once, callback.on_log)  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from ratchet_contract import env_vars as names
@@ -19,6 +19,8 @@ from ratchet_contract.errors import UserError, WorkerError
 from ratchet_contract.phases import NoteType
 
 if TYPE_CHECKING:
+    from mlflow.entities import Metric
+
     from ratchet_worker.training.runtime import Runtime
 
 TAG: Final = "ratchet.job_id"
@@ -118,14 +120,17 @@ class MlflowRun:
             return
         from mlflow.entities import Metric
 
-        new = {key: value for key, value in values.items() if step not in self._steps(key)}
-        if len(new) < len(values):
+        now = int(time.time() * 1000)
+        self.log_points([Metric(key, float(value), now, step) for key, value in values.items()])
+
+    def log_points(self, points: Sequence[Metric]) -> None:
+        """Log mlflow's ``Metric`` objects on rank 0, as ``log_metrics`` does."""
+        new = [point for point in points if point.step not in self._steps(point.key)]
+        if len(new) < len(points):
             self._note_if_not_exact()
         if new:
-            now = int(time.time() * 1000)
-            metrics = [Metric(key, float(value), now, step) for key, value in new.items()]
             # A save of this step, and a kill after it, must find the values on the server.
-            self.client.log_batch(self.run_id, metrics=metrics, synchronous=True)
+            self.client.log_batch(self.run_id, metrics=new, synchronous=True)
 
     def _steps(self, key: str) -> set[int]:
         """Return the steps of ``key`` that the run had when this attempt first logged it."""
@@ -149,6 +154,38 @@ class MlflowRun:
         """At the interpreter's exit, mark the run as finished if the job is."""
         if self._runtime.finished:
             self.client.set_terminated(self.run_id, "FINISHED")
+
+
+class RunClient:
+    """An ``MlflowClient`` whose ``log_batch`` skips points that the run has already. For loggers of other packages."""
+
+    def __init__(self, run: MlflowRun) -> None:
+        self._run = run
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._run.client, name)
+
+    def log_batch(self, run_id: str, metrics: Sequence[Metric] = (), **others: Any) -> None:
+        """Log as mlflow's ``log_batch`` does, but wait for the server. Raises mlflow's errors."""
+        self._run.log_points(metrics)
+        self._run.client.log_batch(run_id, **{**others, "synchronous": True})
+
+
+class RunModule:
+    """The module mlflow, whose ``log_metrics`` skips steps that the active run has already. ``make_run``: returns the job's run
+    by its id. For loggers of other packages."""
+
+    def __init__(self, mlflow: Any, make_run: Callable[[str], MlflowRun]) -> None:
+        self._mlflow, self._make_run = mlflow, make_run
+        self._run: MlflowRun | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mlflow, name)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None, **_: Any) -> None:
+        """Log as mlflow's ``log_metrics`` does, but wait for the server. Raises mlflow's errors."""
+        self._run = self._run or self._make_run(self._mlflow.active_run().info.run_id)
+        self._run.log_metrics(metrics, step or 0)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import pytest
 from ratchet_contract.errors import UserError, WorkerError
 from ratchet_worker.session import mlflow_run
 from tests.support.event_logs import doubles, series
+from tests.support.fork_server import LIBRARIES
 from tests.support.launch import Job
 from tests.support.logging_runs import ROUNDS, draw_kills, run, truth
 from tests.support.mlflow_server import histories, mlflow_server
@@ -51,6 +52,32 @@ def test_mlflow_run_of_a_killed_job_has_each_step_once(jobs: list[Job], tmp_path
     print(f"mlflow: {total} doubles of the plain way in {ROUNDS} jobs of {STEPS} steps")
     assert total > 0
     assert histories(server, "") == []  # no run without the job's tag
+
+
+@pytest.mark.skipif(ROUNDS == 1, reason="make own-logging runs it")
+@pytest.mark.timeout(120 + 60 * ROUNDS)
+@pytest.mark.parametrize(
+    ("framework", "way"),
+    [
+        ("lightning", "mlflow"), ("accelerate", "mlflow"), ("trainer", "mlflow"), ("accelerate", "mlflow plain"),
+        ("trainer", "mlflow plain"),
+    ],
+)  # fmt: skip
+def test_mlflow_of_a_killed_framework_job_has_each_step_once(
+    jobs: list[Job], tmp_path: Path, server: str, framework: str, way: str
+) -> None:
+    """The control: the framework's own logger. (Lightning's begins another run in each attempt.)"""
+    total = 0
+    for seed in range(ROUNDS):
+        kills, home = draw_kills(seed, 24), tmp_path / f"{framework}-{way.replace(' ', '-')}-{seed}"
+        env = {"MLFLOW_TRACKING_URI": server, "MLFLOW_EXPERIMENT_NAME": framework}
+        job = run(jobs, home, [f"{framework}_board.py", way], kills, interpreters=LIBRARIES, env=env)
+        (found,) = histories(server, job.job_id)
+        assert len(dict(found["loss"])) == len(set(found["loss"])) == 24, kills
+        total += doubles(found["loss"])
+        jobs.pop().close()
+    print(f"{framework}: {total} doubles of {way} in {ROUNDS} jobs of 24 steps")
+    assert (total > 0) == (way == "mlflow plain")
 
 
 @pytest.mark.skipif(ROUNDS == 1, reason="make own-logging runs it")
