@@ -26,6 +26,7 @@ NOT_TORCHS = {
     "_logger_connector": "Lightning", "_non_blocking": "Accelerate", "_shared_state": "Accelerate",
     "_results": "Lightning", "_skip_backward": "Lightning",
     "_call_callbacks_state_dict": "Lightning", "_combined_loader": "Lightning", "_exit": "os", "_experiment": "Lightning",
+    "_kwargs": "Lightning", "_tracking_uri": "Lightning",
     "_fields_": "ctypes", "_seen_batches_per_dataloader": "Lightning",
     "_get_output_dir": "transformers", "_initial_global_step": "transformers", "_inst": "random",
     "_load_optimizer_and_scheduler": "transformers", "_num_ready_batches_reached": "Lightning",
