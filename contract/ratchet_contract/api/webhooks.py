@@ -113,9 +113,12 @@ class WebhookView(View):
     disabled_reason: str | None = None
     disabled_at: datetime | None = None
     pending: int = Field(
-        description="Events that a failed delivery holds back: those to try again, and later ones of their jobs."
+        description="Events to send again, one of each job at most: the job's later events wait for it."
     )
     failures: int = Field(description="Failed deliveries in a row, of any job.")
+    new_after: datetime | None = Field(
+        None, description="New events wait until then: the receiver is down, or asked for a pause."
+    )
     created_at: datetime
     created_by: str
     old_secret_until: datetime | None = Field(
@@ -141,7 +144,7 @@ class DeliveryView(View):
     job_id: str
     type: str
     status: str = Field(
-        description="`delivered`; `retrying`; `waiting`: for an earlier event of its job; `failed`: given up; "
+        description="`delivered`; `retrying`; `waiting`: to be sent next; `failed`: given up; "
         "`dropped`: the job was deleted, or `from_now` was requested."
     )
     tries: int

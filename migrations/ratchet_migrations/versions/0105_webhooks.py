@@ -28,6 +28,7 @@ def upgrade() -> None:
         sa.Column("cursor", _BIG, nullable=False),
         sa.Column("failures", _BIG, nullable=False),
         sa.Column("accepted_at", _TIME, nullable=True),
+        sa.Column("new_after", _TIME, nullable=True),
         sa.Column("disabled_at", _TIME, nullable=True),
         sa.Column("disabled_reason", sa.Text(), nullable=True),
         sa.Column("created_at", _TIME, nullable=False),

@@ -421,8 +421,9 @@ class SlotHost(Base):
 
 
 class Webhook(Base):
-    """An endpoint that events of jobs are sent to. ``cursor``: each event up to this id was delivered, does not match, or has a
-    row in ``webhook_deliveries``. The lease is that of the process that delivers to it; a change of the row ends the lease."""
+    """An endpoint that events of jobs are sent to. ``cursor``: each event up to this id was delivered, does not match, has a row
+    in ``webhook_deliveries``, or is later than the pending one of its job there. The lease is that of the process that delivers
+    to it; a change of the row ends the lease."""
 
     __tablename__ = "webhooks"
 
@@ -438,6 +439,7 @@ class Webhook(Base):
     cursor: Mapped[int] = mapped_column(default=0)
     failures: Mapped[int] = mapped_column(default=0)  # in a row
     accepted_at: Mapped[datetime | None]  # the last acceptance of an event
+    new_after: Mapped[datetime | None]  # events after the cursor wait until then
     disabled_at: Mapped[datetime | None]
     disabled_reason: Mapped[str | None] = mapped_column(sa.Text)
     created_at: Mapped[datetime]
@@ -448,7 +450,7 @@ class Webhook(Base):
 
 
 class WebhookDelivery(Base):
-    """The delivery of one event to one webhook. Rows of events that are still to be delivered stay; of the others, the newest."""
+    """The delivery of one event to one webhook. At most one row of a job is pending; it stays. Of the others, the newest."""
 
     __tablename__ = "webhook_deliveries"
     __table_args__ = (sa.Index("ix_webhook_deliveries_webhook_id_status_job_id", "webhook_id", "status", "job_id"),)

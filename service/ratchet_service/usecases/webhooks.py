@@ -83,6 +83,7 @@ def change(session: Session, webhook_id: str, request: WebhookChange) -> Webhook
     """Change what ``request`` has set. Enabling a disabled webhook continues with the first event that was not delivered, which
     gets all its tries again; with ``from_now`` the events so far are dropped first. Raise ``NotFound``."""
     row = find(session, webhook_id, lock=True)
+    row.new_after = None  # a pause of the receiver before the change
     values = request.model_dump(exclude_unset=True)
     now = view(session, row).model_dump() | {"url": row.url, "from_now": False}
     if changed := sorted(key for key, value in values.items() if now[key] != value):

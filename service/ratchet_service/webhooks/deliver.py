@@ -1,9 +1,10 @@
 """The delivery of events to webhooks: at least once, and in order per job.
 
 A webhook's cursor runs through the table of events in the order of their ids, up to ``SettledEvents``. The transaction that
-records the result of a delivery advances the cursor. A delivery that fails is tried again with growing pauses; meanwhile its
-job's later events wait, as rows with the event's id alone, and other jobs' events pass. If a process is killed between sending
-and recording, the next one sends the same message again, under the same id.
+records the result of a delivery advances the cursor. An event that is not accepted becomes a pending row, is tried again with
+growing pauses, and holds its job: the cursor passes the job's later events. Once the event is accepted or given up, the same
+transaction makes the job's next matching event up to the cursor the pending row, until none is left. If a process is killed
+between sending and recording, the next one sends the same message again, under the same id.
 
 One process delivers to a webhook at a time: it holds the lease in the webhook's row, and checks it in each of these transactions.
 A change of the webhook removes the lease, so that the delivery begins again with the new values.
@@ -15,10 +16,11 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
+from itertools import islice
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -50,13 +52,16 @@ _ERROR_PAUSE: Final = 10.0
 _STOP_SECONDS: Final = 3.0
 _LEASE_SECONDS: Final = 60.0
 _BATCH: Final = 200
-"""Events that are read at once."""
-_MAX_PENDING: Final = 1000
-"""Rows that wait for a try of one webhook: beyond that, no job's later events are looked at."""
+"""Events that are looked at together."""
+_MAX_HELD: Final = 1000
+"""Held jobs of one webhook: with that many, no new event is looked at."""
 _UNREACHABLE: Final = 5
 """Failures in a row after which the receiver counts as down, if they are of at least two jobs: then events that failed are tried,
-and every ``_PROBE_PAUSE`` seconds one new event, until one is accepted."""
+and one new event after ``_PROBE_PAUSE`` seconds without a try, until one is accepted."""
 _PROBE_PAUSE: Final = 60.0
+_OVERLOADED: Final = (429, 503)
+"""Answers whose ``Retry-After`` pauses the events of all jobs, for ``_MAX_SHARED_PAUSE`` at most."""
+_MAX_SHARED_PAUSE: Final = 3600.0
 _KEPT: Final = 100
 """Rows of finished deliveries that stay, of one webhook."""
 
@@ -67,12 +72,9 @@ def pause_after(tries: int) -> float:
 
 
 class _Found(NamedTuple):
-    """An event that may have to be sent. ``matches``: by its job's owner and labels, and not yet by its type."""
-
     event: Event
     job_name: str
     owner: str
-    matches: bool
 
 
 class Deliverer:
@@ -112,7 +114,7 @@ class Deliverer:
         if (settled := self._settled_if_used()) is None:
             return
         self._at_work = {one: thread for one, thread in self._at_work.items() if thread.is_alive()}
-        passed: list[tuple[Webhook, int]] = []
+        passed: list[str] = []
         with self._database.read() as session:
             for webhook in session.scalars(sa.select(Webhook).where(Webhook.disabled_at.is_(None))):
                 if self._stopping.is_set():
@@ -126,13 +128,13 @@ class Deliverer:
                     thread.start()
                     self._at_work[webhook.id] = thread
                 elif upto > webhook.cursor:
-                    passed.append((webhook, upto))
-        if passed:
+                    passed.append(webhook.id)
+        for webhook_id in passed:
             with self._database.write() as session:
-                for webhook, upto in passed:
-                    same_lease = Webhook.lease_token.is_not_distinct_from(webhook.lease_token)
-                    unchanged = (Webhook.cursor == webhook.cursor) & same_lease
-                    session.execute(sa.update(Webhook).where(Webhook.id == webhook.id, unchanged).values(cursor=upto))
+                row = session.get(Webhook, webhook_id, with_for_update=True)
+                # again under the lock: another process may have delivered the event that held a job
+                if row is not None and (upto := passable(session, row, settled)) is not None:
+                    row.cursor = upto
 
     def _settled_if_used(self) -> int | None:
         """Return the id up to which all events are visible; None if no webhook is enabled."""
@@ -207,11 +209,14 @@ class _Work:
         self._id, self._held_at, self._stopping = webhook.id, held_at, stopping
 
     def lock(self, session: Session) -> Webhook:
-        """Return the webhook's row, locked. Raise ``LeaseLost`` unless it still has this lease."""
+        """Return the webhook's row, locked, and renew the lease. Raise ``LeaseLost`` unless it still has this lease."""
+        held_at = time.monotonic()
         mine = (Webhook.id == self._id) & (Webhook.lease_token == self._token)
         row = session.scalar(sa.select(Webhook).where(mine).with_for_update())
         if row is None:
             raise LeaseLost(f"webhook {self._id}: it was changed or taken over")
+        row.lease_expires_at = leases.database_now(session) + timedelta(seconds=_LEASE_SECONDS)
+        self._webhook, self._held_at = row, held_at
         return row
 
     def release(self) -> None:
@@ -223,65 +228,75 @@ class _Work:
             _delete_old(session, self._id)
 
     def run(self, settled: int) -> bool:
-        """Try each event that is due, and send a batch of new ones. Return False if there was nothing to do."""
+        """Try the pending events that are due and some new ones, until one is not accepted: it may have asked for a pause, and
+        its job is held. Return False if there was nothing to do, or at the end of ``running``."""
         with self._database.read() as session:
             due = _due(session, self._id)
         for event_id in due:
-            self._retry(event_id)
-        if self._stopping.is_set():
-            return False
+            if self._stopping.is_set():
+                return False
+            if not self._retry(event_id):
+                break
         with self._database.read() as session:
-            found, held = _new_events(session, self._webhook, settled)
-        return self._send_new(found or [], held) or bool(due)
-
-    def _send_new(self, found: Sequence[_Found], held: set[str]) -> bool:
-        """Send the events that match, in their order. ``held``: jobs with an event that is still to be delivered, whose further
-        events are only recorded. Return True unless there is no event, or none that matches among few."""
-        sent = False
+            upto, found = _look(session, self._webhook, settled)
         for one in found:
             if self._stopping.is_set():
                 return False
-            if not _is_wanted(self._webhook, one):
-                continue
-            sent = True
-            answer = None
-            if one.event.job_id not in held:
-                answer = self._send(one)
-            if answer is None or answer.error is not None:
-                held.add(one.event.job_id)
-            self._record(one.event, answer)
-            if answer is not None and answer.error is not None and self._is_down():
-                return False
-        full = len(found) == _BATCH
-        if full:
+            if not self._try(one):
+                return True
+        passes = upto > self._webhook.cursor
+        if passes:
             with self._database.write() as session:
-                webhook = self.lock(session)
-                webhook.cursor = max(webhook.cursor, found[-1].event.id)
+                self.lock(session).cursor = upto
                 _delete_old(session, self._id)
-            self._webhook = webhook
-        return sent or full
+        return passes or bool(due or found)
 
-    def _is_down(self) -> bool:
-        """True if the receiver counts as down."""
-        with self._database.read() as session:
-            return _last_failure_if_down(session, self._webhook) is not None
-
-    def _retry(self, event_id: int) -> None:
-        """Try a recorded event; one that was deleted with its job is marked as dropped."""
-        if self._stopping.is_set():
-            return
+    def _retry(self, event_id: int) -> bool:
+        """Try a pending event; one that was deleted with its job is marked as dropped. Return False if it is still pending."""
         query = sa.select(Event, Job.name, Job.owner).join(Job, Job.id == Event.job_id).where(Event.id == event_id)
         with self._database.read() as session:
             row = session.execute(query).one_or_none()
         if row is not None:
-            found = _Found(row[0], row[1], row[2], True)
-            self._record(found.event, self._send(found))
-            return
+            return self._try(_Found(*row))
         with self._database.write() as session:
             self.lock(session)
             delivery = session.get_one(WebhookDelivery, (self._id, event_id))
             delivery.status, delivery.error, delivery.next_try = "dropped", "the job was deleted", None
             delivery.at = leases.database_now(session)
+        return True
+
+    def _try(self, found: _Found) -> bool:
+        """Send one event, and store the result with the cursor. Return False if the event is to be tried again."""
+        answer, event = self._send(found), found.event
+        with self._database.write() as session:
+            webhook = self.lock(session)
+            now = leases.database_now(session)
+            webhook.cursor = max(webhook.cursor, event.id)
+            if webhook.old_secret_until is not None and webhook.old_secret_until <= now:
+                webhook.old_secret = webhook.old_secret_until = None
+            row = session.get(WebhookDelivery, (webhook.id, event.id)) or _add_pending(session, webhook, event, now)
+            row.at, row.tries = now, row.tries + 1
+            row.first_try = now if row.tries == 1 else row.first_try
+            row.answer, row.error, row.next_try = answer.status, None, None
+            if answer.error is None:
+                row.status, webhook.failures, webhook.accepted_at, webhook.new_after = "delivered", 0, now, None
+            else:
+                row.error = sanitize_text(answer.error)
+                webhook.failures += 1
+                _plan_next_try(session, webhook, row, answer, now)
+                _pause_others(session, webhook, row, answer, now)
+            if row.status != "pending" and webhook.cursor > event.id:
+                later = (Event.job_id == event.job_id, Event.id > event.id, Event.id <= webhook.cursor)
+                for following in _matching(session, webhook, 1, *later):
+                    _add_pending(session, webhook, following.event, now)
+        if row.status == "failed":
+            log.warning("webhook %s (%s): event %d of %s is given up after %d tries: %s", webhook.id,
+                        urlsplit(webhook.url).hostname, row.event_id, row.job_id, row.tries, row.error)  # fmt: skip
+        if webhook.disabled_at is not None:
+            log.warning("webhook %s (%s) is disabled: %s", webhook.id, urlsplit(webhook.url).hostname,
+                        webhook.disabled_reason)  # fmt: skip
+            raise LeaseLost(f"webhook {webhook.id}: it is disabled")
+        return row.status != "pending"
 
     def _send(self, found: _Found) -> Answer:
         """Send one event, and return the result. Raise ``LeaseLost`` if the lease might end meanwhile."""
@@ -291,41 +306,13 @@ class _Work:
         headers = message.headers(self._webhook, made, self._database.clock.now())
         return self._sender.send(self._webhook.url, headers, made.body)
 
-    def _record(self, event: Event, answer: Answer | None) -> None:
-        """Store the result of a delivery with the cursor, and renew the lease. ``answer`` None: not sent, since an earlier event
-        of the job is still to be delivered. After the last try, give the event up, or disable the webhook."""
-        held_at = time.monotonic()
-        with self._database.write() as session:
-            webhook = self.lock(session)
-            now = leases.database_now(session)
-            webhook.cursor = max(webhook.cursor, event.id)
-            webhook.lease_expires_at = now + timedelta(seconds=_LEASE_SECONDS)
-            if webhook.old_secret_until is not None and webhook.old_secret_until <= now:
-                webhook.old_secret = webhook.old_secret_until = None
-            row = session.get(WebhookDelivery, (webhook.id, event.id))
-            if row is None:
-                row = WebhookDelivery(webhook_id=webhook.id, event_id=event.id, job_id=event.job_id, tries=0)
-                row.type, row.status = message.type_of(event), "pending"
-                session.add(row)
-            row.at = now
-            if answer is not None:
-                row.tries += 1
-                row.first_try = now if row.tries == 1 else row.first_try
-                row.answer, row.error = answer.status, None if answer.error is None else sanitize_text(answer.error)
-                row.status, row.next_try = "delivered" if answer.error is None else "pending", None
-                if answer.error is None:
-                    webhook.failures, webhook.accepted_at = 0, now
-                else:
-                    webhook.failures += 1
-                    _plan_next_try(session, webhook, row, answer, now)
-        self._webhook, self._held_at = webhook, held_at
-        if row.status == "failed":
-            log.warning("webhook %s (%s): event %d of %s is given up after %d tries: %s", webhook.id,
-                        urlsplit(webhook.url).hostname, row.event_id, row.job_id, row.tries, row.error)  # fmt: skip
-        if webhook.disabled_at is not None:
-            log.warning("webhook %s (%s) is disabled: %s", webhook.id, urlsplit(webhook.url).hostname,
-                        webhook.disabled_reason)  # fmt: skip
-            raise LeaseLost(f"webhook {webhook.id}: it is disabled")
+
+def _add_pending(session: Session, webhook: Webhook, event: Event, now: datetime) -> WebhookDelivery:
+    """Return a new row: the event is to be sent, and holds its job until then."""
+    row = WebhookDelivery(webhook_id=webhook.id, event_id=event.id, job_id=event.job_id, tries=0)
+    row.type, row.status, row.at = message.type_of(event), "pending", now
+    session.add(row)
+    return row
 
 
 def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, answer: Answer, now: datetime) -> None:
@@ -352,6 +339,31 @@ def _plan_next_try(session: Session, webhook: Webhook, row: WebhookDelivery, ans
     _add_job_event(session, webhook, row, kind, text)
 
 
+def _pause_others(session: Session, webhook: Webhook, row: WebhookDelivery, answer: Answer, now: datetime) -> None:
+    """After an event that was not accepted, let new events wait if the receiver is down, and all if it asks for a pause."""
+    others = _pending(webhook.id) & (WebhookDelivery.event_id != row.event_id)
+    if answer.status in _OVERLOADED and answer.retry_after > 0:
+        until = now + timedelta(seconds=min(answer.retry_after, _MAX_SHARED_PAUSE))
+        earlier = others & (WebhookDelivery.next_try.is_(None) | (WebhookDelivery.next_try < until))
+        later = sa.update(WebhookDelivery).where(earlier).values(next_try=until)
+        session.execute(later.execution_options(synchronize_session=False))
+    else:
+        failed = others & (WebhookDelivery.tries > 0)
+        if webhook.accepted_at is not None:
+            failed &= WebhookDelivery.at > webhook.accepted_at
+        if webhook.failures < _UNREACHABLE or not session.scalar(sa.select(sa.exists().where(failed))):
+            return
+        until = now + timedelta(seconds=_PROBE_PAUSE)
+    webhook.new_after = max(until, _wait(webhook, now) or until)
+
+
+def _wait(webhook: Webhook, now: datetime) -> datetime | None:
+    """Return until when new events wait; None if they do not. A time later than any pause was written before the clock was set
+    back."""
+    at = webhook.new_after
+    return at if at is not None and now < at <= now + timedelta(seconds=_MAX_SHARED_PAUSE) else None
+
+
 def _add_job_event(session: Session, webhook: Webhook, row: WebhookDelivery, kind: EventType, text: str) -> None:
     """Add an event about the webhook to the history of the delivery's job, unless the job was deleted."""
     with suppress(NotFound):
@@ -361,21 +373,19 @@ def _add_job_event(session: Session, webhook: Webhook, row: WebhookDelivery, kin
 
 
 def _pending(webhook_id: str) -> sa.ColumnElement[bool]:
-    """Return the SQL condition for the webhook's rows of events that are still to be delivered."""
+    """Return the SQL condition for the webhook's rows of events that are still to be delivered: one for each held job."""
     return (WebhookDelivery.webhook_id == webhook_id) & (WebhookDelivery.status == "pending")
 
 
 def passable(session: Session, webhook: Webhook, settled: int) -> int | None:
-    """Return the id up to which the cursor may advance without a delivery; None if there is an event to send now, or a whole
-    batch to look at. ``settled``: of ``SettledEvents``."""
+    """Return the id up to which the cursor may advance without a delivery; None if there is an event to send now, or more than
+    ``_BATCH`` events to look at. ``settled``: of ``SettledEvents``."""
     if not _is_free(session, webhook):
         return webhook.cursor
     if _due(session, webhook.id):
         return None
-    found, _ = _new_events(session, webhook, settled)
-    if found is None:
-        return webhook.cursor
-    return None if len(found) == _BATCH or any(_is_wanted(webhook, one) for one in found) else settled
+    upto, found = _look(session, webhook, settled)
+    return None if found or webhook.cursor < upto < settled else upto
 
 
 def _is_free(session: Session, webhook: Webhook) -> bool:
@@ -386,62 +396,40 @@ def _is_free(session: Session, webhook: Webhook) -> bool:
     return expired or leases.owner_is_dead(webhook.lease_owner)
 
 
-def _new_events(session: Session, webhook: Webhook, settled: int) -> tuple[list[_Found] | None, set[str]]:
-    """Return the next events after the cursor, and the jobs with a recorded event that is still to be delivered. None if the
-    receiver is down and was tried less than ``_PROBE_PAUSE`` ago, or if too many events are recorded: then no further event is
-    looked at."""
-    pending = session.scalars(sa.select(WebhookDelivery.job_id).where(_pending(webhook.id))).all()
-    if len(pending) >= _MAX_PENDING:
-        return None, set(pending)
-    tried, now = _last_failure_if_down(session, webhook), leases.database_now(session)
-    if tried is not None and tried <= now < tried + timedelta(seconds=_PROBE_PAUSE):
-        return None, set(pending)
-    return _after_cursor(session, webhook, settled), set(pending)
-
-
-def _last_failure_if_down(session: Session, webhook: Webhook) -> datetime | None:
-    """Return the time of the last failure if the receiver is down, else None: ``_UNREACHABLE`` failures in a row, of events
-    of at least two jobs since the last acceptance."""
-    if webhook.failures < _UNREACHABLE:
-        return None
-    failed = _pending(webhook.id) & (WebhookDelivery.tries > 0)
-    if webhook.accepted_at is not None:
-        failed &= WebhookDelivery.at > webhook.accepted_at
-    count, last = sa.func.count(sa.distinct(WebhookDelivery.job_id)), sa.func.max(WebhookDelivery.at)
-    jobs, tried = session.execute(sa.select(count, last).where(failed)).one()
-    return tried if jobs > 1 else None
+def _look(session: Session, webhook: Webhook, settled: int) -> tuple[int, list[_Found]]:
+    """Return the id up to which the next events after the cursor are looked at, and those to send: they match, and their jobs are
+    not held. While new events wait, that is the cursor, and none."""
+    held = sa.select(WebhookDelivery.job_id).where(_pending(webhook.id))
+    jobs = session.scalar(sa.select(sa.func.count()).select_from(held.subquery())) or 0
+    if jobs >= _MAX_HELD or _wait(webhook, leases.database_now(session)):
+        return webhook.cursor, []
+    ids = sa.select(Event.id).where(Event.id > webhook.cursor, Event.id <= settled).order_by(Event.id)
+    upto = session.scalar(ids.offset(_BATCH - 1).limit(1)) or max(webhook.cursor, settled)
+    new = (Event.id > webhook.cursor, Event.id <= upto, Event.job_id.not_in(held))
+    return upto, _matching(session, webhook, _BATCH, *new)
 
 
 def _due(session: Session, webhook_id: str) -> list[int]:
-    """Return the ids of events to try now, in their order: of each job at most the first that is still to be delivered."""
-    now = leases.database_now(session)
-    first = sa.select(sa.func.min(WebhookDelivery.event_id)).where(_pending(webhook_id))
-    query = sa.select(WebhookDelivery.event_id, WebhookDelivery.next_try).where(
-        WebhookDelivery.webhook_id == webhook_id,
-        WebhookDelivery.event_id.in_(first.group_by(WebhookDelivery.job_id)),
-    )
+    """Return the ids of the pending events to try now, in their order."""
+    now, at = leases.database_now(session), WebhookDelivery.next_try
     # a time later than any pause was written before the clock was set back
-    last = now + timedelta(seconds=2 * _MAX_PAUSE)
-    rows = session.execute(query.order_by(WebhookDelivery.event_id))
-    return [event_id for event_id, at in rows if at is None or at <= now or at > last]
+    is_due = at.is_(None) | (at <= now) | (at > now + timedelta(seconds=2 * _MAX_PAUSE))
+    query = sa.select(WebhookDelivery.event_id).where(_pending(webhook_id), is_due)
+    return list(session.scalars(query.order_by(WebhookDelivery.event_id)))
 
 
-def _after_cursor(session: Session, webhook: Webhook, settled: int) -> list[_Found]:
-    """Return at most ``_BATCH`` events after the webhook's cursor and up to ``settled``."""
-    wanted = [] if webhook.owner is None else [Job.owner == webhook.owner]
+def _matching(session: Session, webhook: Webhook, most: int, *where: sa.ColumnElement[bool]) -> list[_Found]:
+    """Return the first events under these conditions that match the webhook's filters, ``most`` at most, in their order."""
+    query = sa.select(Event, Job.name, Job.owner).join(Job, Job.id == Event.job_id).where(*where).order_by(Event.id)
+    if webhook.owner is not None:
+        query = query.where(Job.owner == webhook.owner)
     if webhook.label is not None:
         key, _, value = webhook.label.partition("=")
-        label = sa.exists().where(JobLabel.job_id == Job.id, JobLabel.key == key, JobLabel.value == value)
-        wanted.append(label)
-    matches = sa.case((sa.and_(sa.true(), *wanted), 1), else_=0)
-    query = sa.select(Event, Job.name, Job.owner, matches).join(Job, Job.id == Event.job_id)
-    query = query.where(Event.id > webhook.cursor, Event.id <= settled).order_by(Event.id).limit(_BATCH)
-    return [_Found(event, name, owner, bool(fits)) for event, name, owner, fits in session.execute(query)]
-
-
-def _is_wanted(webhook: Webhook, found: _Found) -> bool:
-    """True if the event is to be sent to the webhook."""
-    return found.matches and message.matches(webhook.types, message.type_of(found.event))
+        query = query.where(sa.exists().where(JobLabel.job_id == Job.id, JobLabel.key == key, JobLabel.value == value))
+    # a few rows at a time: there may be thousands, and the first may match
+    with session.execute(query.execution_options(yield_per=20)) as rows:
+        found = (_Found(*row) for row in rows if message.matches(webhook.types, message.type_of(row[0])))
+        return list(islice(found, most))
 
 
 def _delete_old(session: Session, webhook_id: str) -> None:
