@@ -33,7 +33,7 @@ from ratchet_service.webhooks import message
 from ratchet_service.webhooks.send import Sender
 
 MAX_WEBHOOKS: Final = 50
-_SAME: Final = WebhookView.model_fields.keys() - {"url", "enabled", "pending"}
+_SAME: Final = WebhookView.model_fields.keys() - {"url", "enabled", "pending", "new_after"}
 OVERLAP: Final = timedelta(hours=24)
 """Time after a rotation in which the old secret signs too."""
 
@@ -175,8 +175,10 @@ def view(session: Session, row: Webhook) -> WebhookView:
     parts = urlsplit(row.url)
     url = f"{parts.scheme}://{parts.netloc}/..." if row.format == "slack" else row.url
     pending = session.scalar(sa.select(sa.func.count()).select_from(WebhookDelivery).where(*_pending(row.id)))
-    same = {name: getattr(row, name) for name in _SAME}
-    return WebhookView.model_validate(same | {"url": url, "enabled": row.disabled_at is None, "pending": pending or 0})
+    waits = row.new_after is not None and row.new_after > now_in(session)
+    own = {"url": url, "enabled": row.disabled_at is None, "pending": pending or 0}
+    own["new_after"] = row.new_after if waits else None
+    return WebhookView.model_validate({name: getattr(row, name) for name in _SAME} | own)
 
 
 def _made(session: Session, row: Webhook) -> WebhookMade:

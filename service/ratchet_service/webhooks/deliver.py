@@ -247,12 +247,13 @@ class _Work:
         passes = upto > self._webhook.cursor
         if passes:
             with self._database.write() as session:
-                self.lock(session).cursor = upto
+                row = self.lock(session)
+                row.cursor = max(row.cursor, upto)
                 _delete_old(session, self._id)
         return passes or bool(due or found)
 
     def _retry(self, event_id: int) -> bool:
-        """Try a pending event; one that was deleted with its job is marked as dropped. Return False if it is still pending."""
+        """Try a pending event; one that was deleted with its job is marked as dropped. Return False if it was not accepted."""
         query = sa.select(Event, Job.name, Job.owner).join(Job, Job.id == Event.job_id).where(Event.id == event_id)
         with self._database.read() as session:
             row = session.execute(query).one_or_none()
@@ -266,7 +267,7 @@ class _Work:
         return True
 
     def _try(self, found: _Found) -> bool:
-        """Send one event, and store the result with the cursor. Return False if the event is to be tried again."""
+        """Send one event, and store the result with the cursor. Return False if it was not accepted."""
         answer, event = self._send(found), found.event
         with self._database.write() as session:
             webhook = self.lock(session)
@@ -288,7 +289,7 @@ class _Work:
             if row.status != "pending" and webhook.cursor > event.id:
                 later = (Event.job_id == event.job_id, Event.id > event.id, Event.id <= webhook.cursor)
                 for following in _matching(session, webhook, 1, *later):
-                    _add_pending(session, webhook, following.event, now)
+                    _add_pending(session, webhook, following.event, now).next_try = _wait(webhook, now)
         if row.status == "failed":
             log.warning("webhook %s (%s): event %d of %s is given up after %d tries: %s", webhook.id,
                         urlsplit(webhook.url).hostname, row.event_id, row.job_id, row.tries, row.error)  # fmt: skip
@@ -296,7 +297,7 @@ class _Work:
             log.warning("webhook %s (%s) is disabled: %s", webhook.id, urlsplit(webhook.url).hostname,
                         webhook.disabled_reason)  # fmt: skip
             raise LeaseLost(f"webhook {webhook.id}: it is disabled")
-        return row.status != "pending"
+        return answer.error is None
 
     def _send(self, found: _Found) -> Answer:
         """Send one event, and return the result. Raise ``LeaseLost`` if the lease might end meanwhile."""
@@ -361,7 +362,7 @@ def _wait(webhook: Webhook, now: datetime) -> datetime | None:
     """Return until when new events wait; None if they do not. A time later than any pause was written before the clock was set
     back."""
     at = webhook.new_after
-    return at if at is not None and now < at <= now + timedelta(seconds=_MAX_SHARED_PAUSE) else None
+    return at if at is not None and now < at <= now + timedelta(seconds=2 * _MAX_SHARED_PAUSE) else None
 
 
 def _add_job_event(session: Session, webhook: Webhook, row: WebhookDelivery, kind: EventType, text: str) -> None:

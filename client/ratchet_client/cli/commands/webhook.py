@@ -85,7 +85,8 @@ def show(ctx: typer.Context, webhook: Id, as_json: JsonFlag = False) -> None:
     output.fields(
         [("webhook", view.id), ("url", view.url), ("format", view.format), ("types", ", ".join(view.types)),
          ("owner", view.owner or "all"), ("label", view.label or "all"), ("state", _state(view.enabled, view.failures)),
-         ("reason", view.disabled_reason), ("pending", str(view.pending))]
+         ("reason", view.disabled_reason), ("pending", str(view.pending)),
+         ("new events after", output.format_time(view.new_after))]
     )  # fmt: skip
     rows = [
         [str(d.event_id), d.job_id, d.type, d.status, str(d.tries), str(d.answer or ""), d.error or ""] for d in last

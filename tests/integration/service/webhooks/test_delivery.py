@@ -296,6 +296,24 @@ def test_retry_after_of_429_and_503_pauses_the_events_of_all_jobs_for_an_hour_at
             assert webhooks.view(session, webhooks.find(session, webhook_id)).new_after is None
 
 
+def test_next_event_of_a_job_waits_too_if_the_last_refusal_of_the_first_asks_for_a_pause(database: Database) -> None:
+    bad, good = job_row(database, "bad"), job_row(database, "good")
+    with receiving(lambda request: "429" if request.event[0] == bad else "200") as receiver:
+        webhook_id, _ = create(database, receiver)
+        happen(database, bad)
+        happen(database, bad)
+        deliver(database, webhook_id)
+        happen(database, good)
+        deliver(database, webhook_id)
+        with database.write() as session:
+            failing = WebhookDelivery.status == "pending"
+            session.execute(sa.update(WebhookDelivery).where(failing).values(tries=MAX_TRIES - 1, next_try=None))
+        receiver.fields["Retry-After"] = "600"
+        deliver(database, webhook_id)
+    assert statuses(database, webhook_id) == ["failed", "waiting", "delivered"]
+    assert len(receiver.requests) == 3
+
+
 def test_index_serves_the_search_for_the_next_event_of_a_held_job(database: Database) -> None:
     jobs = [job_row(database, f"j{number}") for number in range(50)]
     with database.write() as session:

@@ -93,6 +93,7 @@ function One({ hook, refresh, onMade }) {
       ${!hook.enabled && html`<p class="notice bad small">${hook.disabled_reason}${hook.disabled_at ? `, ${moment(hook.disabled_at)}` : ""}</p>`}
       <${Facts} items=${[
         ["Format", hook.format], ["Jobs", filter || "all"], ["Jobs held back", count(hook.pending)], ["Created", html`<span title=${hook.created_at}>${moment(hook.created_at)} by ${hook.created_by}</span>`],
+        ...(hook.new_after ? [["New events wait until", moment(hook.new_after)]] : []),
         ...(hook.old_secret_until ? [["Old secret signs until", moment(hook.old_secret_until)]] : []), ["Id", html`<code>${hook.id}</code>`],
       ]} />
       <p class="small value"><span class="dim">Events:</span> ${hook.types.join(", ")}</p>
