@@ -400,12 +400,14 @@ def _is_free(session: Session, webhook: Webhook) -> bool:
 def _look(session: Session, webhook: Webhook, settled: int) -> tuple[int, list[_Found]]:
     """Return the id up to which the next events after the cursor are looked at, and those to send: they match, and their jobs are
     not held. While new events wait, that is the cursor, and none."""
+    if webhook.cursor >= settled:
+        return webhook.cursor, []
     held = sa.select(WebhookDelivery.job_id).where(_pending(webhook.id))
     jobs = session.scalar(sa.select(sa.func.count()).select_from(held.subquery())) or 0
     if jobs >= _MAX_HELD or _wait(webhook, leases.database_now(session)):
         return webhook.cursor, []
     ids = sa.select(Event.id).where(Event.id > webhook.cursor, Event.id <= settled).order_by(Event.id)
-    upto = session.scalar(ids.offset(_BATCH - 1).limit(1)) or max(webhook.cursor, settled)
+    upto = session.scalar(ids.offset(_BATCH - 1).limit(1)) or settled
     new = (Event.id > webhook.cursor, Event.id <= upto, Event.job_id.not_in(held))
     return upto, _matching(session, webhook, _BATCH, *new)
 
