@@ -278,8 +278,8 @@ def test_interrupt_ends_the_running_row_and_keeps_results(tmp_path: Path, under:
 
 # --- what travels to the machine ------------------------------------------------------------------------------------------
 
-ENGINES = {"kubernetes", "obstore"}
-"""Imported for engines and stores that no row uses."""
+ENGINES = {"kubernetes", "obstore", "mlflow", "wandb"}
+"""Imported for engines, stores and trackers that no row uses."""
 
 
 def test_wheels_are_exactly_the_missing_packages_within_size_limit() -> None:

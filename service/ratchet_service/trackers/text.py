@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC
 from typing import Final
 
+from ratchet_contract.plural import pluralize
 from ratchet_service.trackers.sink import Note
 
 _MAX_NOTE: Final = 1000
@@ -37,4 +38,5 @@ def fitting(lines: Sequence[str], left_out: int, limit: int) -> tuple[list[str],
 
 def joined(lines: Sequence[str], left_out: int) -> str:
     """Return the text of the notes. Its first line says how many are left out."""
-    return "\n".join([*([f"({left_out} earlier notes are left out)", ""] if left_out else []), *lines])
+    head = [f"({pluralize(left_out, 'earlier note')} left out)", ""] if left_out else []
+    return "\n".join([*head, *lines])

@@ -301,7 +301,7 @@ def test_notes_are_the_description_and_the_oldest_leave_it_when_it_is_full(serve
     state = sink.export(run, state, Batch([], many, None))
     shown = server.tags(state["run_id"])["mlflow.note.content"].splitlines()
     assert "attempt 199 " in shown[-1]
-    assert shown[0] == f"({202 - len(shown) + 2} earlier notes are left out)"
+    assert shown[0] == f"({202 - len(shown) + 2} earlier notes left out)"
 
 
 @pytest.mark.parametrize(

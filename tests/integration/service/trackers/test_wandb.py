@@ -180,7 +180,7 @@ def test_labels_and_projects_that_wandb_refuses_are_changed_visibly(tmp_path: Pa
     assert found.config["ratchet"]["labels"] == labels
     assert found.config["ratchet"]["parent"] == RUN.name
     assert found.run.project == "a-b-" + "c" * 124
-    assert found.run.notes.startswith("(12 earlier notes are left out)")
+    assert found.run.notes.startswith("(12 earlier notes left out)")
 
 
 def test_a_file_that_has_lost_bytes_is_refused_and_not_filled(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from ratchet_worker.state import replica_digests
 from ratchet_worker.state.snapshot import Snapshot, Until
 from ratchet_worker.training import runtime as runtime_module
 from ratchet_worker.training.runtime import Runtime
+from ratchet_worker.training.step_times import StepClock
 from tests.support.server import wait_for
 from tests.unit.worker.checkpoint.test_saving import RANKS, Gate, Group, slow_copies
 
@@ -90,7 +91,7 @@ def test_evaluation_waits_for_copies_of_save_begun_at_start(
     run.launch = SimpleNamespace(spec=SimpleNamespace(ddp=SimpleNamespace(broadcast_buffers=True)))
     run.exchange = run.device = run.agreement = None
     run.trial, run.step = SimpleNamespace(record_evaluation=lambda *_: None), 1
-    run._step_open, run._saved_in_body, run._late_changes = False, False, None
+    run._step_open, run._saved_in_body, run._late_changes, run._clock = False, False, None, StepClock()
     run._begin_evaluation = lambda: str(told.append("request"))  # type: ignore[func-returns-value]
     with pytest.raises(KeyboardInterrupt), run.evaluating():
         pass
