@@ -201,7 +201,7 @@ def test_requirements_are_built_as_the_jobs_user_and_recorded(confined: Server, 
     found = ast.literal_eval(source.removeprefix("FOUND = "))
     assert found["uid"] == found["gid"] == [str(UID)] * 4 and found["nnp"] == ["1"] and found["variables"] == []
     assert set(found["capabilities"]) == {"0" * 16} and found["root again"] != "done"
-    log = confined.paths.job(job_id).attempt(1).environment_log.read_text()
+    log = confined.paths.job(job_id).attempt(1).agent_log.read_text()
     assert "not confined" in log or found["processes"] < 10
     for name in ("database", "a file in the home", "environment of the service", "end the service"):
         assert found[name] != "done", name

@@ -33,6 +33,9 @@ from ratchet_worker.ipc.result_files import Conclusion, NotStarted
 
 RECORD: Final = "ratchet-environment.json"
 """File in an environment's directory, written last: without it the environment is not used."""
+VERSIONS: Final = ".versions"
+"""End of the name of a file with the versions that were first installed for the same requirements and options of pip. It is kept:
+later builds, also for another interpreter, install these versions."""
 KEPT: Final = 10
 """Environments of a user that are kept although no attempt uses them, the last used ones."""
 BUILD_SECONDS: Final = 3600.0
@@ -71,11 +74,13 @@ def prepare(
         "HOME": str(tmp), "TMPDIR": str(tmp), names.ATTEMPT_DIR: launch.attempt_dir, names.NODE_DIR: str(paths.root),
     }  # fmt: skip
     python = interpreter(launch)
-    digest = _digest(launch, _describe(python, env))
+    wanted = _wanted(launch)
+    digest = _digest([wanted, RATCHET_VERSION, _describe(python, env)])
     root = Path(launch.environments_dir) / str(os.geteuid())
     ensure_dir(root)
     root.chmod(0o700)
     place, deadline = root / digest[:32], time.monotonic() + BUILD_SECONDS
+    versions = root / f"{wanted[:32]}{VERSIONS}"
     lock = os.open(root / f"{place.name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def locked() -> bool | None:
@@ -92,23 +97,35 @@ def prepare(
         raise _retry(f"another attempt has been building the environment {place} for {BUILD_SECONDS:g} s")
     if not found:
         note(f"building the environment {digest[:12]} with {pluralize(len(spec.lines), 'requirement')}")
-        begin = time.monotonic()
+        begin, first = time.monotonic(), versions.read_text().splitlines() if versions.exists() else []
         order = Order(
             parent=os.getpid(), directory=place, tmp=tmp, hidden=Path(launch.environments_dir).parent,
-            requirements=spec.lines, memory=launch.spec.memory_per_rank, open_files=launch.spec.resources.open_files,
+            requirements=spec.lines, versions=first, memory=launch.spec.memory_per_rank,
+            open_files=launch.spec.resources.open_files,
         )  # fmt: skip
         remove_tree(place)  # what a killed build has left
         try:
             place.mkdir(mode=0o700)
-            _build(python, order, env, paths, wait_for, deadline)
+            unconfined = _build(python, order, env, paths, launch.log_bytes, wait_for, deadline)
+        except UserError as error:
+            remove_tree(place)
+            if not first:
+                raise
+            cure = f"\nThe versions must be those of the first build. To have them chosen again, delete {versions}"
+            raise UserError(error.detail + cure) from None
         except BaseException:
             remove_tree(place)
             raise
-        record = {"digest": digest, "requirements": spec.lines, "packages": _packages(place), "built_at": now()}
+        packages = _packages(place)
+        known = {line.partition("==")[0] for line in first}
+        first += [line for line in packages if line.partition("==")[0] not in known]
+        write_atomic(versions, "".join(f"{line}\n" for line in first).encode(), durable=True)
+        record = {"digest": digest, "requirements": spec.lines, "packages": packages, "built_at": now()}
         write_atomic(place / RECORD, json.dumps(record, indent=1).encode(), durable=True)
-        note(
-            f"built the environment {digest[:12]} in {time.monotonic() - begin:.0f} s; the output of pip: {paths.environment_log}"
-        )
+        text = f"built the environment {digest[:12]} in {time.monotonic() - begin:.0f} s: {', '.join(packages) or 'no packages'}"
+        if unconfined:
+            text += f". The build was not confined, since the system does not permit it: {unconfined}"
+        note(f"{text[:3000]}. The output of pip: {paths.environment_log}")
     fcntl.flock(lock, fcntl.LOCK_SH)
     os.utime(place / RECORD)
     _delete_unused(root, place)
@@ -116,28 +133,47 @@ def prepare(
 
 
 def _build(
-    python: str, order: Order, env: Mapping[str, str], paths: NodePaths, wait_for: WaitFor, deadline: float
-) -> None:
-    """Run the process that builds, until ``deadline``. Raises ``NotStarted`` and ``UserError``."""
+    python: str,
+    order: Order,
+    env: Mapping[str, str],
+    paths: NodePaths,
+    max_bytes: int,
+    wait_for: WaitFor,
+    deadline: float,
+) -> str:
+    """Run the process that builds, until ``deadline``. Return why it was not confined; empty if it was. ``max_bytes``: the most
+    that it may write into its log. Raises ``NotStarted`` and ``UserError``."""
     with paths.environment_log.open("ab") as log:
         process = subprocess.Popen(
             [python, "-P", "-m", "ratchet_worker.agent.environment_build"],
-            cwd=order.tmp, env=dict(env), stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True,
+            cwd=order.tmp, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            start_new_session=True,
         )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    os.set_blocking(process.stdout.fileno(), False)
+
+    def ended() -> int | None:
+        if paths.environment_log.stat().st_size > max_bytes:
+            raise UserError(
+                f"environment: the build has written more than {max_bytes >> 20} MiB to {paths.environment_log}"
+            )
+        return process.poll()
+
     try:
-        assert process.stdin is not None
         with suppress(BrokenPipeError), process.stdin as stdin:  # if it has ended already, its output says why
             stdin.write(order.model_dump_json().encode())
-        code = wait_for(process.poll, deadline)
+        code = wait_for(ended, deadline)
+        unconfined = process.stdout.read() or b""
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        process.stdout.close()
     if code == 0:
-        return
-    with paths.environment_log.open("rb") as log:
-        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        written = log.read().decode(errors="replace")
+        return unconfined.decode(errors="replace").strip()
+    with paths.environment_log.open("rb") as output:
+        output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        written = output.read().decode(errors="replace")
     last = "\n".join([line for line in written.splitlines() if line.strip()][-8:])[-1500:]
     where = f"The whole output is in {paths.environment_log}. Its end:\n{last}"
     if code is None:
@@ -183,16 +219,20 @@ def _describe(python: str, env: Mapping[str, str]) -> str:
     return done.stdout
 
 
-def _digest(launch: LaunchFile, base: str) -> str:
-    """Return the SHA-256 in hex of what the environment depends on. Of secrets it covers only the names: a value must not be
-    found by trying values until the digest fits."""
+def _wanted(launch: LaunchFile) -> str:
+    """Return the digest of the requirements and of pip's options. Of secrets it covers only the names: a value must not be found
+    by trying values until the digest fits."""
     spec = launch.spec
     assert spec.environment is not None
     secret = {*spec.secret_env, *spec.secrets}
     pip = {
         k: None if k in secret else v for k, v in {**dict.fromkeys(secret), **spec.env}.items() if k.startswith("PIP_")
     }
-    facts: list[Any] = [sorted(spec.environment.lines), pip, RATCHET_VERSION, base]
+    return _digest([sorted(spec.environment.lines), pip])
+
+
+def _digest(facts: list[Any]) -> str:
+    """Return the SHA-256 in hex of ``facts`` as JSON."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

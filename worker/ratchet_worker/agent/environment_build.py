@@ -1,5 +1,6 @@
 """The process that installs a job's requirements: ``python -P -m ratchet_worker.agent.environment_build``, with an ``Order`` as
-JSON on its standard input. It runs as the job's user, without the service's variables.
+JSON on its standard input. It runs as the job's user, without the service's variables. On its standard output it writes why the
+build is not confined, or nothing; all other output is on its standard error.
 
 Packages run code while they are built. So, where the kernel permits it, the build runs in namespaces of its own. Then it sees no
 other process, can write only to the environment's directory and to a temporary directory, and does not see the run directory."""
@@ -44,14 +45,15 @@ sys.exit(bool(bad))
 
 
 class Order(BaseModel):
-    """What to build. ``parent``: pid of the agent. ``hidden``: the run directory. ``memory``, ``open_files``: limits of the job
-    for each process, in bytes and in number; None: none."""
+    """What to build. ``parent``: pid of the agent. ``hidden``: the run directory. ``versions``: constraints, ``NAME==VERSION``.
+    ``memory``, ``open_files``: limits of the job for each process, in bytes and in number; None: none."""
 
     parent: int
     directory: Path
     tmp: Path
     hidden: Path
     requirements: list[str]
+    versions: list[str]
     memory: int | None
     open_files: int | None
 
@@ -75,6 +77,8 @@ def main() -> int:
     """Build the environment and return the exit code."""
     order = Order.model_validate_json(sys.stdin.buffer.read())
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    report = os.dup(1)  # programs that this process starts do not get it
+    os.dup2(2, 1)
     die_with_parent(order.parent)
     for kind, limit in ((resource.RLIMIT_DATA, order.memory), (resource.RLIMIT_NOFILE, order.open_files)):
         if limit is not None:
@@ -82,7 +86,7 @@ def main() -> int:
     why, code = _run_confined(order, partial(_build, order))
     if code is not None:
         return code
-    print(f"The build is not confined, since the system does not permit it: {why}", flush=True)
+    os.write(report, why.encode())
     return _build(order)
 
 
@@ -97,7 +101,7 @@ def _build(order: Order) -> int:
     requirements, constraints = order.tmp / "requirements.txt", order.tmp / "constraints.txt"
     requirements.write_text("\n".join(order.requirements) + "\n", encoding="utf-8")
     needed = [p for extra in (None, "worker") for p in required_packages(extra)]
-    own = [f"{DISTRIBUTION}=={RATCHET_VERSION}", *(f"{p.name}{p.required}" for p in needed)]
+    own = [f"{DISTRIBUTION}=={RATCHET_VERSION}", *(f"{p.name}{p.required}" for p in needed), *order.versions]
     constraints.write_text("\n".join(own) + "\n", encoding="utf-8")
     if importlib.util.find_spec("pip") is None and (code := _run([python, "-P", "-m", "ensurepip"], order)):
         return code

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,7 +22,6 @@ from ratchet_contract.phases import Cause, NoteType
 from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import node_rank
 from ratchet_worker.agent.environment import KEPT, RECORD
-from ratchet_worker.agent.environment_build import Order
 from ratchet_worker.ipc.progress_counter import CounterReader
 from tests.support.attempts import Attempt, process_environment
 from tests.support.local_packages import make_sdist, make_wheel
@@ -34,6 +34,11 @@ import os, time
 def find():
     while not os.path.exists(os.environ["GATE"]):
         time.sleep(0.02)
+"""
+TALK = """
+def find():
+    while True:
+        print("word " * 1000, flush=True)
 """
 EXPLORE = """
 import glob, os
@@ -171,6 +176,51 @@ def test_requirements_that_cannot_be_installed_end_the_job_and_network_faults_do
     assert jobs.directories == []
 
 
+def test_environment_that_is_built_again_has_the_versions_of_the_first_build(
+    jobs: Jobs, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("index")
+    env = {"PIP_FIND_LINKS": str(folder)}
+    old = make_wheel(folder, "pleasant", "1.0", "")
+    first = jobs.attempt("pleasant>=1", env=env)
+    agent = first.start()
+    rank_environment(first)
+    agent.kill()
+    wait_for(lambda: not processes_below(first.paths.root), "the attempt to end", 10)
+    (place,) = jobs.environments
+    shutil.rmtree(place)  # as of an environment that was not used for long
+    make_wheel(folder, "pleasant", "2.0", "")
+    again = jobs.attempt("pleasant>=1", env=env)
+    agent = again.start()
+    rank_environment(again)
+    assert json.loads((place / RECORD).read_text())["packages"] == ["pleasant==1.0"]
+    agent.kill()
+    wait_for(lambda: not processes_below(again.paths.root), "the attempt to end", 10)
+    shutil.rmtree(place)
+    (folder / old).unlink()
+    withdrawn = jobs.attempt("pleasant>=1", env=env)
+    withdrawn.start()
+    result = withdrawn.wait(BUILD_SECONDS)
+    (versions,) = place.parent.glob("*.versions")
+    assert result.cause is Cause.USER_ERROR and f"delete {versions}" in str(result.message)
+    versions.unlink()
+    chosen = jobs.attempt("pleasant>=1", env=env)
+    chosen.start()
+    rank_environment(chosen)
+    assert json.loads((place / RECORD).read_text())["packages"] == ["pleasant==2.0"]
+
+
+def test_build_that_writes_without_end_is_ended(jobs: Jobs, wheels: Path) -> None:
+    make_sdist(wheels, "talks", "1.0", TALK)
+    attempt = jobs.attempt("talks", env={"PIP_VERBOSE": "1"})
+    bounded = attempt.launch.model_copy(update={"log_bytes": 1 << 20})
+    attempt.paths.launch_file.write_text(bounded.model_dump_json())
+    attempt.start()
+    result = attempt.wait(BUILD_SECONDS)
+    assert result.cause is Cause.USER_ERROR and "more than 1 MiB" in str(result.message)
+    assert not processes_below(attempt.paths.root) and jobs.directories == []
+
+
 def test_stop_and_kill_during_a_build_leave_nothing_that_is_used(jobs: Jobs, tmp_path: Path) -> None:
     gate = tmp_path.with_name(f"{tmp_path.name}-gate")
     env = {"GATE": str(gate)}
@@ -216,7 +266,7 @@ def test_build_script_cannot_read_variables_of_the_service_or_write_elsewhere(jo
     found = ast.literal_eval(source.removeprefix("FOUND = "))
     # the index is for pip, which is what starts the build
     assert found["own"] == ["PIP_EXTRA_INDEX_URL"] and found["uid"] == os.geteuid()
-    if "not confined" in attempt.paths.environment_log.read_text():
+    if "not confined" in attempt.log():
         pytest.skip("the system permits no user namespaces: only the variables were checked")
     assert found["launch"] == found["other environment"] == "No such file or directory"
     assert found["elsewhere"] == found["system"] == "Read-only file system" and not found["writable again"]
@@ -229,7 +279,7 @@ def test_build_script_cannot_read_variables_of_the_service_or_write_elsewhere(jo
     assert all(pid < 50 for pid in visible) and procfs.start_time(attempt.agents[0].pid) is not None
 
 
-def test_build_without_namespaces_works_and_says_so(wheels: Path, tmp_path: Path) -> None:
+def test_build_without_namespaces_works_and_says_so(jobs: Jobs, tmp_path: Path) -> None:
     """As in a container whose kernel lets nobody create namespaces."""
     prefix = ["unshare", "--user", "--map-root-user", "sh", "-c"]
     prefix += ['echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"]
@@ -238,24 +288,17 @@ def test_build_without_namespaces_works_and_says_so(wheels: Path, tmp_path: Path
         or subprocess.run([*prefix, "true"], check=False, capture_output=True).returncode
     ):
         pytest.skip("the system permits no user namespaces: all other tests run so")
-    place, tmp = tmp_path / "environment", tmp_path / "tmp"
-    place.mkdir()
-    tmp.mkdir()
-    order = Order(
-        parent=os.getpid(), directory=place, tmp=tmp, hidden=tmp_path, requirements=["pleasant", "ratchet-train[worker]"],
-        memory=2**30, open_files=256,
-    )  # fmt: skip
-    command = [*prefix, sys.executable, "-P", "-m", "ratchet_worker.agent.environment_build"]
-    env = os.environ | {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
-    done = subprocess.run(
-        command,
-        input=order.model_dump_json(),
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=BUILD_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("The build is not confined, since the system does not permit it: unshare: ")
-    assert list(place.glob("lib/python*/site-packages/pleasant.py")) and "Downloading" not in done.stdout
+    python = tmp_path.with_name(f"{tmp_path.name}-python")
+    python.write_text(f'#!/bin/sh\nexec {shlex.join([*prefix, sys.executable])} "$@"\n')
+    python.chmod(0o755)
+    limits = {"memory": "1Gi", "open_files": 256}
+    attempt = jobs.attempt("pleasant", "ratchet-train[worker]", python=str(python), resources=limits)
+    resolved = attempt.launch.resolved.model_copy(update={"python": str(python)})
+    attempt.paths.launch_file.write_text(attempt.launch.model_copy(update={"resolved": resolved}).model_dump_json())
+    attempt.service.start()
+    attempt.start()
+    rank_environment(attempt)
+    events = attempt.service.messages[node_rank(0)]
+    wait_for(lambda: len(events) >= 2, "the events")
+    assert "not confined, since the system does not permit it: unshare: " in events[1].message
+    assert "pleasant==1.0" in events[1].message and "Downloading" not in attempt.paths.environment_log.read_text()
