@@ -43,7 +43,7 @@ def combine_ends(
         return _network_partition_end(results, silent, nodes)
     if silent and results:
         text = f"the agent of node {', '.join(map(str, silent))} was killed: it left no result.json"
-        return EndSeen(Cause.UNKNOWN, silent[0], message=text)
+        return EndSeen(Cause.UNKNOWN, _only(silent), message=text)
     if not results:
         return None
     # ``secondary``: the node was ended because another node failed.
@@ -80,7 +80,12 @@ def _network_partition_end(results: Sequence[AttemptResult], silent: Sequence[in
         return told
     where = ", ".join(map(str, silent))
     text = f"node {where} is cut off: its agent did not end when the others did; their result: {told.message}"
-    return EndSeen(Cause.NODE_LOST, silent[0], message=text)
+    return EndSeen(Cause.NODE_LOST, _only(silent), message=text)
+
+
+def _only(nodes: Sequence[int]) -> int | None:
+    """Return the one node; None if there are several, any of which may have caused the end."""
+    return nodes[0] if len(nodes) == 1 else None
 
 
 def _first_report(engine: Sequence[EndSeen], nodes: Sequence[int]) -> EndSeen | None:

@@ -19,12 +19,12 @@ MAX_EXCLUDED: Final = 3
 """Most nodes that one attempt stays away from."""
 
 _DEVICE_ERROR: Final = re.compile(
-    r"uncorrectable|ECC error|\bXid\b|hardware (error|fault|stack)|fallen off the bus|GPU is lost|NVML|No CUDA GPUs|"
-    r"CUDA initialization|CUDA-capable device|unspecified launch failure|unhandled system error|ncclSystemError",
+    r"uncorrectable|ECC error|\bXid\b|hardware (error|fault|stack)|fallen off the bus|GPU is lost|initialize NVML|"
+    r"No CUDA GPUs|CUDA initialization|CUDA-capable device|unhandled system error|ncclSystemError",
     re.IGNORECASE,
 )
-"""Messages of CUDA and NCCL that the program alone rarely causes. An illegal memory access, a failed assertion on the device or a
-lack of memory is mostly the program's."""
+"""Messages of CUDA and NCCL that the program alone rarely causes. An illegal memory access, an unspecified launch failure, a
+failed assertion on the device or a lack of memory is mostly the program's."""
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)
 """The job's code may have changed the file that the name is read from, and the name becomes part of a request to the engine."""
@@ -56,6 +56,14 @@ class Exclusion:
         return (
             f"node {self.host} is not used before {self.until:%Y-%m-%d %H:%M} UTC, after {ends} (policy.exclude_nodes)"
         )
+
+
+def blamed_node(cause: Cause, node: int | None, nodes: int) -> int | None:
+    """Return the node that caused the end of an attempt on ``nodes`` nodes; None if unknown. ``node``: the one that ended first.
+    If one node hangs, the others hang too, in a collective, and any of them may be the first to notice."""
+    if nodes == 1:
+        return 0
+    return None if cause is Cause.HANG else node
 
 
 def fault_kind(cause: Cause | None, rank: int | None, exit_code: int | None, message: str | None) -> FaultKind | None:

@@ -33,6 +33,7 @@ from ratchet_service.db.transitions import add_event, apply
 from ratchet_service.isolation.file_access import as_owner, names_in, open_read
 from ratchet_service.job_files import trim_logs
 from ratchet_service.lifecycle.attempt_result import Evidence, Facts, cause_of, facts_of, job_values, verdict
+from ratchet_service.lifecycle.bad_nodes import blamed_node
 from ratchet_service.lifecycle.decision import Decision, Limits
 from ratchet_service.reconciler import attempt_facts
 from ratchet_store.read.find_base import find_adoptable
@@ -156,7 +157,7 @@ def _end_attempt(
     assert decision.event is not None and decision.cause is not None
     attempt.phase, attempt.outcome, attempt.cause = AttemptPhase.ENDED, decision.outcome, decision.cause
     attempt.rank, attempt.exit_code, attempt.message = cause.rank, cause.exit_code, cause.message
-    attempt.node = 0 if len(evidence.state.nodes) == 1 else cause.node
+    attempt.node = blamed_node(cause.cause, cause.node, len(evidence.state.nodes))
     attempt.last_step, attempt.steps_lost, attempt.ended_at = facts.last_step, facts.lost_steps, ended_at
     attempt.stop_at, attempt.end_began_at = attempt_facts.stop_received_at(results), attempt_facts.end_began_at(results)
     pace = attempt_facts.pace_until(session, job.id, number, results)

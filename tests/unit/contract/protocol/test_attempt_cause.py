@@ -91,6 +91,12 @@ def test_combined_cause_is_node_lost_when_missing_node_was_killed() -> None:
     assert found is not None and found.cause is C.EVICTED
 
 
+def test_of_several_silent_nodes_none_is_the_cause() -> None:
+    for killed in (False, True):
+        found = combine_ends([result(0, C.EXCEPTION)], 3, killed=killed)
+        assert found is not None and found.node is None and "node 1, 2" in str(found.message)
+
+
 def test_lease_lost_after_kill_is_not_the_combined_cause() -> None:
     found = combine_ends([result(0, C.EXCEPTION), result(1, C.LEASE_LOST)], 2, killed=True)
     assert found is not None and (found.cause, found.node) == (C.NODE_LOST, 1)

@@ -14,6 +14,7 @@ from ratchet_service.lifecycle.bad_nodes import (
     MAX_EXCLUDED,
     MIN_FAULTS,
     NodeFault,
+    blamed_node,
     excluded_nodes,
     fault_kind,
 )
@@ -38,6 +39,19 @@ def fault(host: str, hours: float, attempt: int = 1) -> NodeFault:
         (Cause.EXCEPTION, 1, "RuntimeError: CUDA error: device-side assert triggered", None),
         (Cause.EXCEPTION, 1, "AcceleratorError: CUDA error: an illegal memory access was encountered", None),
         (Cause.EXCEPTION, 1, "OutOfMemoryError: CUDA out of memory", None),
+        (Cause.EXCEPTION, 1, "AcceleratorError: CUDA error: unspecified launch failure", None),
+        (
+            Cause.EXCEPTION,
+            1,
+            "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at CUDACachingAllocator.cpp",
+            None,
+        ),
+        (
+            Cause.EXCEPTION,
+            1,
+            "RuntimeError: Failed to initialize NVML: Driver/library version mismatch",
+            "device-error",
+        ),
         (Cause.EXCEPTION, 1, "ValueError: negative length", None),
         (Cause.RANK_KILLED, -signal.SIGKILL, None, None),
         (Cause.RANK_KILLED, -signal.SIGSEGV, None, None),
@@ -56,6 +70,12 @@ def test_only_ends_that_may_be_the_hardwares_count(
 
 def test_hang_counts_only_if_a_rank_is_named() -> None:
     assert fault_kind(Cause.HANG, None, None, None) is None
+
+
+def test_hang_of_several_nodes_blames_none() -> None:
+    """The ranks of the other nodes wait in a collective, and hang as well."""
+    assert blamed_node(Cause.HANG, 1, 2) is None and blamed_node(Cause.HANG, None, 1) == 0
+    assert blamed_node(Cause.NODE_LOST, 1, 2) == 1 and blamed_node(Cause.UNKNOWN, None, 2) is None
 
 
 def test_one_fault_excludes_nothing_and_two_exclude_until_the_older_is_a_day_old() -> None:
