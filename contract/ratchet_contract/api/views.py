@@ -238,7 +238,7 @@ class StragglerView(View):
     host: str | None = None
     ready_seconds: float = Field(description="From the start of a step to its first gradients; a median.")
     others_seconds: float = Field(description="The same of the other ranks.")
-    share: float = Field(description="Share of a step for which the others waited.")
+    share: float = Field(description="Share of a step for which the others waited, at most.")
 
 
 class AttemptView(View):

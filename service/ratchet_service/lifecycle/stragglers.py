@@ -28,7 +28,8 @@ class Straggler:
 
     @property
     def share(self) -> float:
-        """The share of the step for which the others wait for it."""
+        """The largest share of the step for which the others may wait for it. On CUDA less: a GPU may still have work when its
+        host is late."""
         return min(1.0, (self.ready - self.others) / self.step) if self.step > 0 else 0.0
 
     def sentence(self, host: str | None) -> str:
@@ -36,7 +37,7 @@ class Straggler:
         where = "" if host is None else f" on {host}"
         return (
             f"rank {self.rank}{where} is slow: its first gradients are ready {self.ready * 1000:.0f} ms after the start of a "
-            f"step, those of the others after {self.others * 1000:.0f} ms: the others wait during {self.share:.0%} of a step"
+            f"step, those of the others after {self.others * 1000:.0f} ms: the others wait for up to {self.share:.0%} of a step"
         )
 
 

@@ -232,7 +232,7 @@ def _remarks(attempt: views.AttemptView) -> Iterator[str]:
         yield f"not started on {', '.join(attempt.excluded_nodes)} (policy.exclude_nodes; events: node-excluded)"
     for slow in attempt.stragglers:
         where = "" if slow.host is None else f" on {slow.host}"
-        yield f"the other ranks waited for rank {slow.rank}{where} during {slow.share:.0%} of a step"
+        yield f"the other ranks waited for rank {slow.rank}{where} for up to {slow.share:.0%} of a step"
     inexact = report is not None and report.verdict == "not-exact"
     if redone.reason is not None:
         why = "" if inexact and redone.reason.startswith("the resume is not exact") else f": {redone.reason}"

@@ -165,10 +165,12 @@ def _show_plan(plan: Any, as_json: bool) -> None:
     if as_json:
         output.emit(plan)
         return
+    wanted = (plan.spec.get("environment") or {}).get("requirements")
     output.line("the spec is valid; nothing was stored. It would run:")
     output.fields(
         [("device", plan.resolved.device), ("backend", plan.resolved.backend),
          ("threads per rank", plan.resolved.threads_per_rank), ("python", plan.resolved.python),
+         ("requirements", ", ".join(wanted) if isinstance(wanted, list) else wanted),
          ("code digest", plan.resolved.code_digest),
          ("hook memory per rank", output.size(plan.hook_memory_bytes))]
     )  # fmt: skip

@@ -158,10 +158,12 @@ def test_dry_run_prints_batch_script_as_text_and_manifests_as_yaml(
     request = {"script": script, "manifests": manifests, "queue": "short"}
     resolved = {"device": "cpu", "backend": "gloo", "threads_per_rank": 1, "python": "python"}
     launch = {"name": "job-a0001", "agent": {"command": ["python"]}, "request": request}
-    plan = PlanView.model_validate({"spec": {}, "resolved": resolved, "warnings": [], "launch": launch})
+    spec = {"environment": {"requirements": ["timm==1.0", "einops"]}}
+    plan = PlanView.model_validate({"spec": spec, "resolved": resolved, "warnings": [], "launch": launch})
     submit._show_plan(plan, as_json=False)
     shown = capsys.readouterr().out
     assert script in shown and "\n# what the engine is asked for: queue\nshort\n" in shown
+    assert "timm==1.0, einops" in shown
     yaml_text = shown.partition("asked for: manifests\n")[2].partition("\n# what")[0]
     assert list(yaml.safe_load_all(yaml_text)) == manifests and yaml_text.startswith("apiVersion: v1\nkind: Service\n")
     assert "{" not in shown, "for people: nothing internal, no JSON"

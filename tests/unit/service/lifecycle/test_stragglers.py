@@ -19,7 +19,7 @@ def test_slow_rank_is_found_with_the_time_that_the_others_wait() -> None:
     assert abs(one.share - 0.5) < 1e-9
     assert one.sentence("gpu7") == (
         "rank 2 on gpu7 is slow: its first gradients are ready 150 ms after the start of a step, those of the others after "
-        "50 ms: the others wait during 50% of a step"
+        "50 ms: the others wait for up to 50% of a step"
     )
     assert [one.rank for one in find_stragglers(steady(0.05, 0.2), 2)] == [1]
     assert [one.rank for one in find_stragglers(steady(0.05, 0.2, 0.05, 0.3), 4)] == [1, 3]
