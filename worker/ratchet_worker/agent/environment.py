@@ -95,6 +95,15 @@ def prepare(
     found = wait_for(locked, deadline)
     if found is None:
         raise _retry(f"another attempt has been building the environment {place} for {BUILD_SECONDS:g} s")
+    if found and (changes := _changes(place)):
+        text = f"the environment {digest[:12]} was changed after its build ({changes}), as by pip in a job"
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            note(f"{text}: it is built again")
+            found = False
+        except BlockingIOError:
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            note(f"{text}. Other attempts use it, so it is used as it is. Name all packages in the requirements")
     if not found:
         note(f"building the environment {digest[:12]} with {pluralize(len(spec.lines), 'requirement')}")
         begin, first = time.monotonic(), versions.read_text().splitlines() if versions.exists() else []
@@ -103,6 +112,7 @@ def prepare(
             requirements=spec.lines, versions=first, memory=launch.spec.memory_per_rank,
             open_files=launch.spec.resources.open_files,
         )  # fmt: skip
+        (place / RECORD).unlink(missing_ok=True)  # first: what is partly deleted is not used
         remove_tree(place)  # what a killed build has left
         try:
             place.mkdir(mode=0o700)
@@ -240,6 +250,17 @@ def _packages(place: Path) -> list[str]:
     """Return ``name==version`` of each package in the environment's own directory, sorted."""
     found = (path.stem.partition("-") for path in place.glob("lib/python*/site-packages/*.dist-info"))
     return sorted(f"{name}=={version}" for name, _, version in found)
+
+
+def _changes(place: Path) -> str:
+    """Return which packages were installed (+) or removed (-) since the environment was built; empty if none."""
+    try:
+        built, found = json.loads((place / RECORD).read_bytes())["packages"], _packages(place)
+        return ", ".join(
+            [*(f"-{one}" for one in built if one not in found), *(f"+{one}" for one in found if one not in built)]
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return "its record cannot be read"
 
 
 def _delete_unused(root: Path, own: Path) -> None:

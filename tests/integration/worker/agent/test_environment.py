@@ -210,6 +210,33 @@ def test_environment_that_is_built_again_has_the_versions_of_the_first_build(
     assert json.loads((place / RECORD).read_text())["packages"] == ["pleasant==2.0"]
 
 
+def test_environment_that_a_job_has_changed_is_built_again_or_named(jobs: Jobs) -> None:
+    first = jobs.attempt("pleasant>=1")
+    first.start()
+    rank_environment(first)
+    (place,) = jobs.environments
+    (folder,) = place.glob("lib/python*/site-packages")
+    (folder / "extra-1.0.dist-info").mkdir()  # as pip leaves it, started by a job
+
+    def event_of_next(text: str) -> Attempt:
+        attempt = jobs.attempt("pleasant>=1")
+        attempt.service.start()
+        attempt.start()
+        rank_environment(attempt)
+        events = attempt.service.messages[node_rank(0)]
+        wait_for(lambda: any(text in event.message for event in events), "the event")
+        assert any("+extra==1.0" in event.message for event in events)
+        return attempt
+
+    second = event_of_next("used as it is")
+    assert (folder / "extra-1.0.dist-info").exists()
+    for attempt in (first, second):
+        attempt.agents[-1].kill()
+        wait_for(lambda attempt=attempt: not processes_below(attempt.paths.root), "the attempt to end", 10)
+    event_of_next("built again")
+    assert not (folder / "extra-1.0.dist-info").exists() and list(folder.glob("pleasant.py"))
+
+
 def test_build_that_writes_without_end_is_ended(jobs: Jobs, wheels: Path) -> None:
     make_sdist(wheels, "talks", "1.0", TALK)
     attempt = jobs.attempt("talks", env={"PIP_VERBOSE": "1"})
