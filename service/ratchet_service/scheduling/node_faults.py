@@ -32,6 +32,8 @@ _END: Final[tuple[Any, ...]] = (
 
 def exclusions(session: Session, job: Job, nodes: int) -> list[Exclusion]:
     """Return the nodes that the job's next attempt stays away from. ``nodes``: how many it needs."""
+    if {"nodelist", "nodefile"} & (job.spec["launcher"].get("options") or {}).keys():
+        return []  # the user has chosen nodes, and Slurm refuses a job that names a node and excludes it
     now = now_in(session)
     query = caused_ends(Attempt.job_id == job.id, Attempt.ended_at > now - FAULT_WINDOW)
     faults = [*faults_of(session, query.order_by(Attempt.number.desc()).limit(_MAX_ATTEMPTS))]

@@ -292,9 +292,9 @@ def _affinity(launch: LaunchFile, launcher: KubernetesLauncherSpec) -> dict[str,
         return launcher.affinity
     # by the nodes' names: the label kubernetes.io/hostname may have another value
     away = [{"key": "metadata.name", "operator": "NotIn", "values": [name]} for name in launch.exclude_nodes]
-    of_nodes = launcher.affinity.get("nodeAffinity", {})
-    terms = of_nodes.get(_REQUIRED, {}).get("nodeSelectorTerms") or [{}]
-    terms = [term | {"matchFields": [*term.get("matchFields", ()), *away]} for term in terms]
+    of_nodes = launcher.affinity.get("nodeAffinity") or {}
+    terms = (of_nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    terms = [term | {"matchFields": [*(term.get("matchFields") or ()), *away]} for term in terms]
     return launcher.affinity | {"nodeAffinity": of_nodes | {_REQUIRED: {"nodeSelectorTerms": terms}}}
 
 
