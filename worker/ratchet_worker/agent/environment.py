@@ -92,6 +92,8 @@ def prepare(
             return None
         return (place / RECORD).exists() or (None if complete else False)
 
+    if locked() is None:
+        note(f"another attempt builds the environment {digest[:12]}: waiting for it")
     found = wait_for(locked, deadline)
     if found is None:
         raise _retry(f"another attempt has been building the environment {place} for {BUILD_SECONDS:g} s")

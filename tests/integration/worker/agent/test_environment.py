@@ -263,6 +263,11 @@ def test_stop_and_kill_during_a_build_leave_nothing_that_is_used(jobs: Jobs, tmp
         return False
 
     wait_for(lambda: builds(stopped) and builds(killed), "the builds to wait", BUILD_SECONDS)
+    waiting = jobs.attempt("waits", env=env)
+    waiter = waiting.start()
+    wait_for(lambda: "waiting for it" in waiting.log(), "the third attempt to wait", BUILD_SECONDS)
+    waiter.send_signal(signal.SIGTERM)
+    assert waiting.wait().cause is Cause.SIGTERM
     agents[0].send_signal(signal.SIGTERM)
     assert stopped.wait().cause is Cause.SIGTERM
     agents[1].kill()
