@@ -8,7 +8,7 @@ RUNS := $(VENV)/.installed-to-run
 WEB := tests/web/node_modules/.installed
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(CONSTRAINTS)
 
-.PHONY: demo test test-fast wheel constraints conditions test-torch check check-web serve quick-start bench exactness chaos simulate zombies webhooks faults trackers fuzz teardown containers clean
+.PHONY: demo test test-fast wheel constraints conditions test-torch check check-web serve quick-start bench exactness chaos simulate zombies webhooks faults trackers own-logging fuzz teardown containers clean
 
 # what runs jobs, and no more. torch 2.13.0: the version that most tests were run with; torch>=2.9 would fetch the newest.
 # --no-compile: of some 9,000 modules a job imports a third, and each is compiled when it is imported first
@@ -138,8 +138,13 @@ trackers: $(STAMP)
 	RATCHET_TEST_TRACKER_KILLS=$(or $(N),100) RATCHET_TEST_SEED=$(or $(SEED),1) \
 	  $(BIN)/python -m pytest -v -s tests/e2e/test_trackers.py
 
-# N jobs of each way of scripts that log by themselves, killed at drawn steps: every step must be there once
-include tests/support/own_logging.mk
+# scripts that keep their own loggers: N jobs of each kind, killed at drawn steps, and the plain ways as their control; about half a
+# minute for each of the N on two cores
+own-logging: $(STAMP)
+	@echo "==> loggers of scripts: each step once, however often the job is killed; the plain ways double steps"
+	RATCHET_TEST_LOGGING=$(or $(N),100) $(BIN)/python -m pytest -v -s -n0 --timeout=36000 \
+	  tests/integration/worker/session/test_own_logging.py tests/integration/worker/session/test_own_logging_mlflow.py \
+	  tests/integration/worker/integrations/test_tensorboard_loggers.py
 
 # N calls of every operation of the API, made up from its OpenAPI description, on SQLite and a quarter of them on PostgreSQL
 fuzz: $(STAMP)
