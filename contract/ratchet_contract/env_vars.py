@@ -21,6 +21,7 @@ WEBHOOK_NETWORKS: Final = "RATCHET_WEBHOOK_NETWORKS"  # separated by spaces
 TRACKER_TENSORBOARD_DIR: Final = "RATCHET_TRACKER_TENSORBOARD_DIR"  # the service's --tensorboard-dir, and so on
 TRACKER_MLFLOW_URI: Final = "RATCHET_TRACKER_MLFLOW_URI"
 TRACKER_WANDB_DIR: Final = "RATCHET_TRACKER_WANDB_DIR"
+TRACKER_WANDB_MODE: Final = "RATCHET_TRACKER_WANDB_MODE"
 DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 RUN_AS: Final = "RATCHET_RUN_AS"  # the user that users' code runs as: USER[:GROUP]
 RUN_AS_LIMITS: Final = "RATCHET_RUN_AS_LIMITS"  # resource limits of that user: processes=NUMBER,file_size=SIZE

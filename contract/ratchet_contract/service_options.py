@@ -255,11 +255,18 @@ _SERVE: Final = (
     ),
     Option(
         "--wandb-dir",
-        "Directory that gets jobs' metrics as offline runs of W&B, which `wandb sync` uploads.",
+        "Directory that gets jobs' metrics for W&B.",
         "DIR",
         Path,
         default_text="none",
         variable=env_vars.TRACKER_WANDB_DIR,
+    ),
+    Option(
+        "--wandb-mode",
+        "Offline: runs in --wandb-dir that `wandb sync` uploads; online: the service uploads them, with WANDB_API_KEY.",
+        default="offline",
+        variable=env_vars.TRACKER_WANDB_MODE,
+        choices=("offline", "online"),
     ),
     Option(
         "--request-rate",

@@ -72,6 +72,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         tensorboard_dir=None if options.tensorboard_dir is None else _absolute(options.tensorboard_dir),
         mlflow_uri=options.mlflow_uri,
         wandb_dir=None if options.wandb_dir is None else _absolute(options.wandb_dir),
+        wandb_mode=options.wandb_mode,
         request_rate=options.request_rate,
         request_burst=max(1, int(10 * options.request_rate)),
     )

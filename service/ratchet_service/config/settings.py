@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network, IPv6Network
 from pathlib import Path
+from typing import Literal
 
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec.tracking import TrackerName
@@ -32,6 +33,7 @@ class Settings:
     tensorboard_dir: Path | None = None  # these three: trackers that get jobs' metrics; None: not that one
     mlflow_uri: str | None = None
     wandb_dir: Path | None = None
+    wandb_mode: Literal["offline", "online"] = "offline"
     request_rate: float = 100.0  # requests per second of one caller
     request_burst: int = 1000  # requests of one caller at once
     report_rate: float = 100.0  # per second and node of an attempt; its agent reports about three times a second

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -26,12 +27,22 @@ _KINDS: Final = {
         "--tensorboard-dir", "tensorboard", lambda module, settings: module.TensorBoardSink(settings.tensorboard_dir)
     ),
     "mlflow": _Kind("--mlflow-uri", None, lambda module, settings: module.MlflowSink(settings.mlflow_uri)),
-    "wandb": _Kind("--wandb-dir", "wandb", lambda module, settings: module.WandbSink(settings.wandb_dir)),
+    "wandb": _Kind(
+        "--wandb-dir", "wandb", lambda module, settings: module.WandbSink(settings.wandb_dir, settings.wandb_mode)
+    ),
 }
 
 
 def open_sinks(settings: Settings) -> list[Sink]:
-    """Return the trackers of the settings. Raise ``StartError`` if a tracker's package is not installed."""
+    """Return the trackers of the settings. Raise ``StartError`` if a package, or what an online run of W&B needs, is missing."""
+    if settings.wandb_mode == "online":
+        if settings.wandb_dir is None:
+            raise StartError("--wandb-mode online: a directory for the values is not set: set --wandb-dir")
+        if not os.environ.get("WANDB_API_KEY"):
+            raise StartError(
+                "--wandb-mode online: the variable WANDB_API_KEY of the service is not set: set it to the API key of a W&B "
+                "account, or use --wandb-mode offline"
+            )
     return [_open(name, settings) for name in settings.trackers]
 
 

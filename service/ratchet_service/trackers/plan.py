@@ -204,7 +204,8 @@ def _batch(session: Session, run: TrackerRun) -> Batch:
     points: list[Point] = settle.choose(rows, parts, run.marks, run.base_step)
     notes = [note for event in _events(session, run, bounds["event"]) if (note := _note(event)) is not None]
     end = bounds["end"]
-    return Batch(points, notes, None if end is None else End(**{**end, "at": datetime.fromisoformat(end["at"])}))
+    end = None if end is None else End(**{**end, "at": datetime.fromisoformat(end["at"])})
+    return Batch(points, notes, end, bounds["last"])
 
 
 def _unsent(run: TrackerRun, row: int, step: int) -> sa.ColumnElement[bool]:

@@ -76,11 +76,12 @@ class End:
 @dataclass(frozen=True)
 class Batch:
     """What is sent at once: points in the order of their steps (within one series each step once, increasing over all batches of
-    the run), notes, and the end if this is the run's last batch."""
+    the run), notes, and the end if this is the run's last batch. ``last``: False if another batch follows at once."""
 
     points: Sequence[Point]
     notes: Sequence[Note]
     end: End | None
+    last: bool = True
 
 
 class Sink(Protocol):
