@@ -5,13 +5,13 @@ Offline, that is one directory at the run's end, which ``wandb sync`` uploads: W
 offline, and its versions differ in what they make of several directories of one run (wandb/wandb#3841; ``wandb sync --help`` of
 0.31).
 
-Online, each upload resumes the run. W&B stores history as lines, and the package drops a row whose step is not greater than that
-of the last line (``handlePartialHistorySync`` in core/internal/stream/handler.go). Series may come late at a lower step. So line n
-of the file is W&B's step n and line n of its history, and the training step is a metric, which charts use. A resumed run
-(``processResponse`` in core/internal/runbranch/resume.go) appends at the offset ``historyLineCount``, and its first step is one
-after ``_step`` of history or summary; 0.31 takes the larger one. The upload sends the file from the line of that number on if
-both agree. A line that is sent twice, because a process was killed before it knew that W&B had stored it, goes to the same offset
-with the same values, even from two processes at once.
+Online, each upload resumes the run. W&B stores history as lines, and the package drops a row whose step is not greater than
+that of the last line (``handlePartialHistorySync`` in core/internal/stream/handler.go). Series may come late at a lower step.
+So line n of the file is W&B's step n and line n of its history, and the training step is a metric, which charts use. A resumed
+run (``processResponse`` in core/internal/runbranch/resume.go) appends at the offset ``historyLineCount``, and its first step is
+one after ``_step`` of history or summary; 0.31 takes the larger one. The upload sends the file from the line of that number on
+if both agree. A line that is sent twice, because a process was killed before it knew that W&B had stored it, goes to the same
+offset with the same values, even from two processes at once.
 """
 
 from __future__ import annotations
