@@ -38,7 +38,7 @@ _INTERVAL: Final = 1.0
 _ERROR_PAUSE: Final = 10.0
 _STOP_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 300.0
-"""Longer than any call of a sink takes."""
+"""Renewed before each call of a sink, and during a long one."""
 _MAX_PAUSE: Final = 300.0
 TOLD_AFTER: Final = 6
 """Failures in a row, after about a minute, that add an event to the job's history."""
@@ -180,7 +180,8 @@ class Exporter:
             if planned is None:
                 return False
             run, state, batch = planned
-            state = sink.export(run, state, batch)
+            with self._renewing_lease(sink.name):
+                state = sink.export(run, state, batch)
         except TrackerError as error:
             self._record_failure(key, str(error))
             return False
@@ -191,6 +192,29 @@ class Exporter:
             self._record_failure(key, f"{type(error).__name__}: {error}")
             return False
         return self._record(key, batch, state)
+
+    @contextmanager
+    def _renewing_lease(self, name: str) -> Iterator[None]:
+        """Keep the tracker's lease during the block. The directory of a long W&B run takes minutes."""
+        over = threading.Event()
+        mine = (Tracker.name == name) & (Tracker.lease_token == self._tokens.get(name))
+
+        def renew() -> None:
+            while not over.wait(_LEASE_SECONDS / 3):
+                try:
+                    with self._database.write() as session:
+                        until = leases.database_now(session) + timedelta(seconds=_LEASE_SECONDS)
+                        session.execute(sa.update(Tracker).where(mine).values(lease_expires_at=until))
+                except SQLAlchemyError as error:
+                    log.warning("%s: its lease was not renewed: %s", name, first_line(error))
+
+        thread = threading.Thread(target=renew, name=f"{name}-lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def _plan(self, key: _Key) -> tuple[Run, State, Batch] | None:
         """Return what to send next, which is stored; None: nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -319,6 +320,31 @@ def test_second_process_exports_nothing_while_the_first_lives(
     assert not other.runs
     exporter.run_round(sink)
     assert sink.series(job.id) == {"loss": pairs(range(1, 3))}
+
+
+class SlowSink(MemorySink):
+    """Another process tries to export during a call that takes three times as long as the lease."""
+
+    def __init__(self, database: Database) -> None:
+        super().__init__()
+        self._other, self.other = Exporter(database, [], FACTS), MemorySink()
+
+    def export(self, run: Run, state: State, batch: Batch) -> State:
+        until = time.monotonic() + 3 * export._LEASE_SECONDS
+        while time.monotonic() < until:
+            self._other.run_round(self.other)
+            time.sleep(0.05)
+        return super().export(run, state, batch)
+
+
+def test_lease_is_kept_during_a_long_call(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "_LEASE_SECONDS", 1.5)
+    job, sink = TrackedJob(database, "tensorboard", publish="live"), SlowSink(database)
+    job.start()
+    job.log([1])
+    Exporter(database, [sink], FACTS).run_round(sink)
+    assert not sink.other.runs
+    assert sink.series(job.id) == {"loss": pairs(range(1, 2))}
 
 
 def test_job_without_trackers_stores_nothing(database: Database) -> None:
