@@ -10,8 +10,8 @@ that of the last line (``handlePartialHistorySync`` in core/internal/stream/hand
 So line n of the file is W&B's step n and line n of its history, and the training step is a metric, which charts use. A resumed
 run (``processResponse`` in core/internal/runbranch/resume.go) appends at the offset ``historyLineCount``, and its first step is
 one after ``_step`` of the history, or of the summary if that is newer (seen with 0.31). The upload sends the file from the line
-of that number on if both agree. A line that is sent twice, because a process was killed before it knew that W&B had stored it, goes to the same
-offset with the same values, even from two processes at once.
+of that number on if both agree. A line that is sent twice, because a process was killed before it knew that W&B had stored it,
+goes to the same offset with the same values, even from two processes at once.
 """
 
 from __future__ import annotations
