@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,32 +15,56 @@ import pytest
 from ratchet_contract.phases import JobPhase
 from ratchet_service.db.engine import Database
 from tests.support.control_plane import Plane
+from tests.support.mlflow_server import histories, mlflow_server
 from tests.support.server import wait_for
 from tests.support.tracker_readers import Points, read_tensorboard
+from tests.support.wandb_files import read as read_wandb
 
-KILLS = int(os.environ.get("RATCHET_TEST_TRACKER_KILLS", "8"))
+FEW = 7
+KILLS = int(os.environ.get("RATCHET_TEST_TRACKER_KILLS", FEW))
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "1"))
 STEPS, EVERY = 60, 10
-PER_JOB, JOBS = 3, 4
+PER_JOB, JOBS = 3, min(4, KILLS // 3)
 """Kills of a job's ranks and agents; jobs at the same time, whose service is killed once."""
 pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(60 + 30 * KILLS)]
 
 
 class Tracker(NamedTuple):
-    """``variables``: of a service that has it, with a directory of the test; ``read``: the points of a run."""
+    """``variables``: of a service that has it; ``read``: the points of a job's one run."""
 
-    name: str
-    variables: Callable[[Path], dict[str, str]]
-    read: Callable[[Path, str], Points]
+    variables: dict[str, str]
+    read: Callable[[str], Points]
 
 
-TRACKERS = (
-    Tracker(
-        "tensorboard",
-        lambda place: {"RATCHET_TRACKER_TENSORBOARD_DIR": str(place)},
-        lambda place, job: read_tensorboard(place / "ratchet" / job)[0],
-    ),
-)
+@pytest.fixture
+def trackers(tmp_path: Path, database: Database) -> Iterator[dict[str, Tracker]]:
+    """All; with few kills and PostgreSQL, TensorBoard alone, as others take seconds to start."""
+
+    def in_wandb(job: str) -> Points:
+        [directory] = (tmp_path / "wandb" / job).glob("offline-run-*")
+        points: Points = {}
+        for step, values in read_wandb(directory).rows:
+            for name, value in values.items():
+                points.setdefault(name, []).append((step, value))
+        return points
+
+    def in_mlflow(job: str) -> Points:
+        [points] = histories(url, job)
+        return points
+
+    board = Tracker(
+        {"RATCHET_TRACKER_TENSORBOARD_DIR": str(tmp_path / "runs")},
+        lambda job: read_tensorboard(tmp_path / "runs" / "ratchet" / job)[0],
+    )
+    if KILLS <= FEW and not database.is_sqlite:
+        yield {"tensorboard": board}
+        return
+    with mlflow_server(tmp_path) as url:
+        yield {
+            "tensorboard": board,
+            "mlflow": Tracker({"RATCHET_TRACKER_MLFLOW_URI": url}, in_mlflow),
+            "wandb": Tracker({"RATCHET_TRACKER_WANDB_DIR": str(tmp_path / "wandb")}, in_wandb),
+        }
 
 
 def drawn_plan(draw: random.Random, kills: int) -> dict[str, Any]:
@@ -56,17 +80,21 @@ def drawn_plan(draw: random.Random, kills: int) -> dict[str, Any]:
     return {"steps": STEPS, "every": EVERY, "pause": 0.01, "metrics": True, "epochs": faults}
 
 
-def is_exported(plane: Plane, job: str) -> bool:
+def is_exported(plane: Plane, job: str, trackers: int) -> bool:
     found = plane.get(f"/v1/jobs/{job}/trackers")["items"]
-    return len(found) == len(TRACKERS) and all(run["done"] for run in found)
+    return len(found) == trackers and all(run["done"] for run in found)
 
 
 def test_killed_jobs_have_one_run_with_each_step_once(
-    tmp_path: Path, control_plane: Plane, database: Database, monkeypatch: pytest.MonkeyPatch
+    trackers: dict[str, Tracker],
+    tmp_path: Path,
+    control_plane: Plane,
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    place, draw, killed = tmp_path / "runs", random.Random(SEED), 0
-    for tracker in TRACKERS:
-        for name, value in tracker.variables(place).items():
+    draw, killed = random.Random(SEED), 0
+    for tracker in trackers.values():
+        for name, value in tracker.variables.items():
             monkeypatch.setenv(name, value)
     process = control_plane.start_process()
     undisturbed = control_plane.submit(drawn_plan(draw, 0))
@@ -85,10 +113,22 @@ def test_killed_jobs_have_one_run_with_each_step_once(
         jobs += batch
     control_plane.wait(undisturbed, JobPhase.SUCCEEDED, deadline=60)
     for job in jobs:
-        wait_for(lambda job=job: is_exported(control_plane, job), f"the export of {job}", 60)  # type: ignore[misc]
-    for tracker in TRACKERS:
-        expected = tracker.read(place, undisturbed)
-        assert [step for step, _ in expected["loss"]] == [*range(1, STEPS + 1)]
+        wait_for(lambda job=job: is_exported(control_plane, job, len(trackers)), f"the export of {job}", 120)  # type: ignore[misc]
+    points = 0
+    for name, tracker in trackers.items():
+        expected = reported(tracker.read(undisturbed))
+        assert {*expected} == {"loss", "nan"}
         for job in jobs:
-            assert repr(tracker.read(place, job)) == repr(expected), (tracker.name, job)  # NaN
-    print(f"{killed} kills, {len(jobs)} jobs, {len(TRACKERS)} trackers: each step once")
+            found = reported(tracker.read(job))
+            for series in found.values():
+                assert [step for step, _ in series] == [*range(1, STEPS + 1)], (name, job)
+            assert repr(found) == repr(expected), (name, job)  # NaN
+            points += sum(map(len, found.values()))
+    print(f"{killed} kills, {len(jobs)} jobs, {len(trackers)} trackers, {points} points: none missing, none twice")
+    if (log := tmp_path / "server.log").exists():
+        print(f"{log.read_text().count('POST /api')} requests to MLflow")
+
+
+def reported(points: Points) -> Points:
+    """Those of the job; not those of its end."""
+    return {name: series for name, series in sorted(points.items()) if not name.startswith(("ratchet/", "_"))}
