@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     import httpx
 
-GIT_COMMIT: Final = "git.commit"
+GIT_COMMIT: Final = "code.git.commit"
 """The parameter that is the commit of the code."""
 
 # Limits of a server: mlflow/utils/validation.py.

@@ -134,7 +134,7 @@ def stored(made: list[Point]) -> list[tuple[int, float, int]]:
 def test_a_run_has_the_names_parameters_labels_and_commit_of_its_job(server: Mlflow, run: Run) -> None:
     parameters = {f"spec.key{number}": str(number) for number in range(300)}
     parameters |= {
-        "git.commit": "a" * 40,
+        "code.git.commit": "a" * 40,
         "long": "x" * 7000,
         "script --lr=1": "odd",
         "/": "path",
