@@ -14,6 +14,7 @@ from ratchet_contract.checkpoint.resume_report import Base, StepDifference
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.phases import AttemptPhase, Event, EventType
 from ratchet_contract.protocol.messages import CheckpointCommitted, Metrics, RankMessage, RedoneSteps, Training
+from ratchet_contract.spec.git_commit import GitFacts
 from ratchet_service.agent_reports.fast_rows import read_shape
 from ratchet_service.agent_reports.message_effects import Effects
 from ratchet_service.config.output_limits import DEFAULT_BOUNDS
@@ -23,6 +24,7 @@ from ratchet_service.db.transitions import add_event, apply, lock_job
 from ratchet_service.trackers.plan import JobFacts
 from ratchet_service.trackers.sink import Batch, Run, State, TrackerError
 
+COMMIT = "c" * 40
 START = datetime(2030, 1, 1, tzinfo=UTC)
 FACTS = JobFacts(HomePaths(Path("/nowhere")), lambda *_: {"torch": "2.13"}, lambda *_: {"goodput": 0.5})
 
@@ -39,11 +41,11 @@ class MemorySink:
     fault: str | None = None
     runs: dict[str, list[Any]] = field(default_factory=dict)
     described: dict[str, Run] = field(default_factory=dict)
-    calls: int = 0
+    order: list[str] = field(default_factory=list)  # the run of each call
     unrecorded: tuple[Run, State, Batch] | None = None
 
     def export(self, run: Run, state: State, batch: Batch) -> State:
-        self.calls += 1
+        self.order.append(run.name)
         if self.unrecorded is not None and self.unrecorded[0].name == run.name:
             assert self.unrecorded == (run, state, batch) or repr(self.unrecorded) == repr((run, state, batch))  # NaN
         self.unrecorded = (run, state, batch)
@@ -61,6 +63,10 @@ class MemorySink:
             raise Killed
         self.unrecorded = None
         return {"length": len(stored)}
+
+    @property
+    def calls(self) -> int:
+        return len(self.order)
 
     def series(self, run: str) -> dict[str, list[tuple[int, float]]]:
         out: dict[str, list[tuple[int, float]]] = {}
@@ -80,7 +86,8 @@ class TrackedJob:
         self.database, self.id = database, f"job-{name:0>12}"
         spec = {
             "name": name, "world": {"nodes": 1, "ranks_per_node": 2}, "checkpoint": {}, "labels": {}, "env": {"KEY": "hidden"},
-            "secret_env": ["KEY"], "tracking": {"to": None, "publish": publish, "experiment": "e"},
+            "secret_env": ["KEY"], "code": {"git": GitFacts(commit=COMMIT, changed=0).model_dump(mode="json")},
+            "tracking": {"to": None, "publish": publish, "experiment": "e"},
         }  # fmt: skip
         with database.write() as session:
             now = utc_now()

@@ -64,7 +64,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name="pk_tracker_outbox"),
         sqlite_autoincrement=True,
     )
-    op.create_index("ix_tracker_outbox_job_id_id", "tracker_outbox", ["job_id", "id"])
+    op.create_index("ix_tracker_outbox_job_id_step_id", "tracker_outbox", ["job_id", "step", "id"])
 
 
 def downgrade() -> None:

@@ -519,7 +519,10 @@ class TrackerOutbox(Base):
 
     __tablename__ = "tracker_outbox"
     # autoincrement: an id is never used again, although rows are deleted
-    __table_args__ = (sa.Index("ix_tracker_outbox_job_id_id", "job_id", "id"), {"sqlite_autoincrement": True})
+    __table_args__ = (
+        sa.Index("ix_tracker_outbox_job_id_step_id", "job_id", "step", "id"),
+        {"sqlite_autoincrement": True},
+    )
 
     id: Mapped[int] = mapped_column(BigId, primary_key=True)
     job_id: Mapped[str] = mapped_column(sa.String(JOB_ID_LENGTH), sa.ForeignKey("jobs.id", ondelete="CASCADE"))

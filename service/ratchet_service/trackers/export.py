@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -35,6 +36,7 @@ from ratchet_service.trackers.sink import Batch, Run, Sink, State, TrackerError
 log = logging.getLogger(__name__)
 
 _INTERVAL: Final = 1.0
+_ROUND_SECONDS: Final = 10.0
 _ERROR_PAUSE: Final = 10.0
 _STOP_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 300.0
@@ -69,6 +71,7 @@ class Exporter:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Export during the block. At its end each tracker gets some seconds for what a job that has just ended left."""
+        self._log_missing()
         threads = [
             threading.Thread(target=self._run, args=(sink,), name=sink.name, daemon=True) for sink in self._sinks
         ]
@@ -80,6 +83,16 @@ class Exporter:
             self._stopping.set()
             for thread in threads:
                 thread.join(_STOP_SECONDS)
+
+    def _log_missing(self) -> None:
+        """Warn of jobs whose values wait for trackers that this service does not have."""
+        waiting = sa.select(TrackerRun.sink, sa.func.count(TrackerRun.job_id.distinct())).group_by(TrackerRun.sink)
+        waiting = waiting.where(TrackerRun.done.is_(False), TrackerRun.sink.not_in([sink.name for sink in self._sinks]))
+        with self._database.read() as session:
+            for name, jobs in session.execute(waiting):
+                log.warning(
+                    "this service has no tracker %s: values are kept for it, of this number of jobs: %d", name, jobs
+                )
 
     def _run(self, sink: Sink) -> None:
         """Export to one tracker until the end of ``running``, and once more. Errors are logged."""
@@ -107,12 +120,13 @@ class Exporter:
         return True
 
     def run_round(self, sink: Sink) -> None:
-        """Send to one tracker all that is to be sent now. Do nothing while another process has the lease."""
+        """Send to one tracker what is to be sent now: a batch of each run by turns, so that one which had to wait for days delays
+        the others by a batch. Do nothing while another process has the lease."""
         due = self._due(sink.name)
         if due and self._has_lease(sink.name):
-            for key in due:
-                while self._export(sink, key):
-                    pass
+            until = time.monotonic() + _ROUND_SECONDS
+            while due and time.monotonic() < until:  # then other runs may be due, too
+                due = [key for key in due if self._export(sink, key)]
 
     def _due(self, name: str) -> list[_Key]:
         """Return the runs with a batch that may be tried now, or whose job has changed."""

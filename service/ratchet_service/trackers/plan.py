@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import accumulate
 from typing import Any, Final
 
 import sqlalchemy as sa
@@ -28,7 +29,8 @@ from ratchet_service.trackers.settle import ALL_STEPS, Part, Row
 from ratchet_service.trackers.sink import Batch, End, Note, Point, Run, name_of
 
 MAX_ROWS: Final = 1000
-"""Rows of a batch; more only if they are of one step."""
+MAX_BYTES: Final = 256 << 10
+"""Rows of a batch, and their values as JSON; more only if they are of one step."""
 _MARGIN: Final = 1000
 """Steps after the redone ones within which a report that one of them differs may arrive."""
 _TYPES: Final = (Event.TRAINING, EventType.RESUMED, EventType.REPLAY_DIFFERENCE, EventType.ATTEMPT_ENDED)
@@ -149,18 +151,15 @@ def _bounds(session: Session, job: Job, run: TrackerRun, facts: JobFacts) -> dic
         known = job.committed_attempt is not None
         committed = Base(step=job.committed_step, attempt=job.committed_attempt) if known else None
         parts, step = settle.settled_parts(bases, committed, fork_of(job)), job.committed_step if known else -1
-    newest = session.scalar(sa.select(sa.func.max(TrackerOutbox.id)).where(TrackerOutbox.job_id == job.id))
-    row, last = max(newest or 0, run.sent_row), True
-    order = (TrackerOutbox.id,) if run.live else (TrackerOutbox.step, TrackerOutbox.id)
-    found = sa.select(TrackerOutbox.step, TrackerOutbox.id).where(_unsent(run, row, step)).order_by(*order)
-    limit = session.execute(found.offset(MAX_ROWS - 1).limit(1)).one_or_none()
-    if limit is not None:
-        if run.live:
-            row, last = limit.id, limit.id == row
-        else:
-            beyond = sa.select(TrackerOutbox.id).where(_unsent(run, row, step), TrackerOutbox.step > limit.step)
-            last = session.scalar(beyond.limit(1)) is None
-            step = step if last else limit.step
+    newest = session.scalar(sa.select(sa.func.max(TrackerOutbox.id)))  # of all jobs, which is found at once
+    row = max(newest or 0, run.sent_row)
+    found = sa.select(TrackerOutbox.step, sa.func.length(TrackerOutbox.points)).where(_unsent(run, row, step))
+    rows = session.execute(found.order_by(TrackerOutbox.step, TrackerOutbox.id).limit(MAX_ROWS + 1)).all()
+    sizes = accumulate(size for _, size in rows)
+    fitting = [at for (at, _), size in zip(rows[:MAX_ROWS], sizes, strict=False) if size <= MAX_BYTES]
+    limit = fitting[-1] if fitting else rows[0].step if rows else step
+    last = len(rows) <= MAX_ROWS and (not rows or rows[-1].step <= limit)
+    step = step if last else limit
     events = _events(session, run, None)
     end = _end(session, job, run, facts) if ended and last else None
     return {

@@ -17,9 +17,10 @@ from ratchet_service.db.engine import Database
 from ratchet_service.db.models import TrackerRun
 from ratchet_service.trackers import export, plan
 from ratchet_service.trackers.export import Exporter
+from ratchet_service.trackers.mlflow import GIT_COMMIT
 from ratchet_service.trackers.sink import Batch, End, Run, State
 from ratchet_service.trackers.tensorboard import TensorBoardSink
-from tests.support.tracked_jobs import FACTS, Killed, MemorySink, TrackedJob
+from tests.support.tracked_jobs import COMMIT, FACTS, Killed, MemorySink, TrackedJob
 from tests.support.tracker_readers import read_tensorboard
 
 HISTORIES = int(os.environ.get("RATCHET_TEST_HISTORIES", "3"))
@@ -82,6 +83,7 @@ def test_run_has_the_spec_with_masked_secrets_and_the_environment(
     assert run.parameters["env.KEY"] == "********"
     assert run.parameters["world.ranks_per_node"] == "2"
     assert run.parameters["environment.torch"] == "2.13"
+    assert run.parameters[GIT_COMMIT] == COMMIT
     assert (run.experiment, run.parent, run.number) == ("e", None, 1)
 
 
@@ -305,6 +307,47 @@ def test_fault_of_one_run_does_not_stop_other_jobs(database: Database, sink: Mem
     with database.read() as session:
         run = session.get_one(TrackerRun, (jobs[0].id, "tensorboard", 1))
     assert (run.failures, run.error) == (1, "ValueError: a fault of the tracker's code")
+
+
+def test_job_that_had_to_wait_for_long_delays_another_by_one_batch(
+    database: Database, sink: MemorySink, exporter: Exporter, small_batches: None
+) -> None:
+    late, other = (TrackedJob(database, "tensorboard", publish="live", name=name) for name in ("a", "b"))
+    for job, steps in ((late, 40), (other, 1)):
+        job.start()
+        job.log(range(1, steps + 1))
+    exporter.run_round(sink)
+    assert sink.order[:3] == [late.id, other.id, late.id]
+    assert sink.series(late.id) == {"loss": pairs(range(1, 41))}
+    assert sink.series(other.id) == {"loss": pairs(range(1, 2))}
+
+
+def test_batch_is_bounded_in_bytes(
+    database: Database, sink: MemorySink, exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "MAX_BYTES", 2000)
+    job = TrackedJob(database, "tensorboard", publish="live")
+    job.start()
+    wide = {f"series {number}": 0.1 for number in range(50)}  # more than 800 bytes
+    for step in range(1, 6):
+        job.metrics(step, **wide)
+    exporter.run_round(sink)
+    assert sink.calls == 3
+    assert sink.series(job.id) == {name: [(step, 0.1) for step in range(1, 6)] for name in wide}
+    job.metrics(6, **wide, **{f"more {number}": 0.2 for number in range(200)})  # alone more than the bound
+    exporter.run_round(sink)
+    assert sink.series(job.id)["more 199"] == [(6, 0.2)]
+
+
+def test_service_that_starts_without_a_tracker_says_which_values_wait(
+    database: Database, exporter: Exporter, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = TrackedJob(database, "tensorboard", "mlflow", publish="live")
+    job.start()
+    with exporter.running():
+        pass
+    [text] = [record.getMessage() for record in caplog.records if "no tracker" in record.getMessage()]
+    assert "no tracker mlflow" in text and text.endswith("jobs: 1")
 
 
 def test_second_process_exports_nothing_while_the_first_lives(
