@@ -42,7 +42,7 @@ _STOP_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 300.0
 """Renewed before each call of a sink, and during a long one."""
 _MAX_PAUSE: Final = 300.0
-TOLD_AFTER: Final = 6
+EVENT_AFTER: Final = 6
 """Failures in a row, after about a minute, that add an event to the job's history."""
 
 
@@ -246,7 +246,7 @@ class Exporter:
             if found is None:
                 return False
             job, run = found
-            if run.failures >= TOLD_AFTER:
+            if run.failures >= EVENT_AFTER:
                 text = f"{key.sink} accepts the values of this job again: nothing was lost"
                 add_event(session, job.id, EventType.TRACKER_BACK, text, data={"tracker": key.sink})
             run.failures, run.failing_since, run.next_try, run.error = 0, None, None, None
@@ -263,7 +263,7 @@ class Exporter:
             run.failures, run.error = run.failures + 1, sanitize_text(error)[:1000]
             run.failing_since = run.failing_since or now
             run.next_try = now + timedelta(seconds=pause_after(run.failures) * random.uniform(0.9, 1.1))
-            if run.failures == TOLD_AFTER:
+            if run.failures == EVENT_AFTER:
                 text = f"{key.sink} has not accepted the values of this job since {run.failing_since:%Y-%m-%d %H:%M:%S} UTC: "
                 text += f"they are kept, and sent later. The last error: {run.error}"
                 add_event(session, job.id, EventType.TRACKER_FAILING, text, data={"tracker": key.sink})

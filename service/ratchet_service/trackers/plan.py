@@ -146,11 +146,11 @@ def _bounds(session: Session, job: Job, run: TrackerRun, facts: JobFacts) -> dic
     if run.live:
         parts = [Part(number, -1, ALL_STEPS) for number in attempts]
     elif ended:
-        parts = settle.final_parts(bases, fork_of(job))
+        parts = settle.parts_of(bases, None, fork_of(job))
     else:
-        known = job.committed_attempt is not None
-        committed = Base(step=job.committed_step, attempt=job.committed_attempt) if known else None
-        parts, step = settle.settled_parts(bases, committed, fork_of(job)), job.committed_step if known else -1
+        committed = Base(step=job.committed_step, attempt=job.committed_attempt)
+        parts = settle.parts_of(bases, committed, fork_of(job))
+        step = -1 if committed.attempt is None else committed.step
     newest = session.scalar(sa.select(sa.func.max(TrackerOutbox.id)))  # of all jobs, which is found at once
     row = max(newest or 0, run.sent_row)
     found = sa.select(TrackerOutbox.step, sa.func.length(TrackerOutbox.points)).where(_unsent(run, row, step))

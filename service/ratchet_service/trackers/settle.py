@@ -38,19 +38,9 @@ class Row(NamedTuple):
     values: Mapping[str, float]
 
 
-def settled_parts(bases: Mapping[int, Base], committed: Base | None, fork: ForkSource | None) -> list[Part]:
-    """Return the lineage up to the checkpoint ``committed``; none if that is None."""
-    if committed is None:
-        return []
-    return _parts(bases, committed, fork)
-
-
-def final_parts(bases: Mapping[int, Base], fork: ForkSource | None) -> list[Part]:
-    """Return the lineage of the last attempt that trained, to its end."""
-    return _parts(bases, None, fork)
-
-
-def _parts(bases: Mapping[int, Base], until: Base | None, fork: ForkSource | None) -> list[Part]:
+def parts_of(bases: Mapping[int, Base], until: Base | None, fork: ForkSource | None) -> list[Part]:
+    """Return the lineage up to the checkpoint ``until``, empty if it names no attempt; None: to the end of the last attempt that
+    trained."""
     return [
         Part(found.attempt, found.after_step, ALL_STEPS if found.until_step is None else found.until_step)
         for found in lineage(bases, resume_from=until, fork=fork)

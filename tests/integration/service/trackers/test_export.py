@@ -266,7 +266,7 @@ def test_tracker_that_is_away_loses_nothing_and_the_history_says_so_twice(
     monkeypatch.setattr(export, "pause_after", lambda _: 0.0)
     job = TrackedJob(database, "tensorboard", publish="live")
     job.start()
-    for number in range(2 * export.TOLD_AFTER):
+    for number in range(2 * export.EVENT_AFTER):
         job.log([number + 1])
         sink.fault = "refuse"
         exporter.run_round(sink)
@@ -274,7 +274,7 @@ def test_tracker_that_is_away_loses_nothing_and_the_history_says_so_twice(
     job.end(Event.END_SUCCEEDED)
     exporter.run_round(sink)
     exporter.run_round(sink)
-    assert sink.series(job.id) == {"loss": pairs(range(1, 2 * export.TOLD_AFTER + 1))}
+    assert sink.series(job.id) == {"loss": pairs(range(1, 2 * export.EVENT_AFTER + 1))}
     assert [one for one in job.events() if one.startswith("tracker")] == ["tracker-failing", "tracker-back"]
 
 
