@@ -131,8 +131,9 @@ class Exporter:
     def _due(self, name: str) -> list[_Key]:
         """Return the runs with a batch that may be tried now, or whose job has changed."""
         columns = (
-            TrackerRun.job_id, TrackerRun.number, TrackerRun.live, TrackerRun.seen, TrackerRun.batch.is_not(None),
-            TrackerRun.next_try, Job.phase, Job.attempt, Job.committed_step, Job.committed_attempt, Job.updated_at,
+            TrackerRun.job_id, TrackerRun.number, TrackerRun.live, TrackerRun.seen, TrackerRun.next_try,
+            TrackerRun.batch.is_not(None).label("planned"), Job.phase, Job.attempt, Job.committed_step,
+            Job.committed_attempt, Job.updated_at,
         )  # fmt: skip
         query = sa.select(*columns).join(Job, Job.id == TrackerRun.job_id)
         query = query.where(TrackerRun.sink == name, TrackerRun.done.is_(False)).order_by(
@@ -142,11 +143,10 @@ class Exporter:
         with self._database.read() as session:
             now = leases.database_now(session)
             latest = now + timedelta(seconds=2 * _MAX_PAUSE)  # a later time was written before the clock was set back
-            for job_id, number, live, seen, planned, at, phase, attempt, step, of, updated in session.execute(query):
-                waits = at is not None and now < at <= latest
-                changed = seen != plan.signature(live, phase, attempt, (step, of), updated)
-                if not waits and (planned or changed):
-                    out.append(_Key(job_id, name, number))
+            for row in session.execute(query):
+                waits = row.next_try is not None and now < row.next_try <= latest
+                if not waits and (row.planned or row.seen != plan.signature(row, row.live)):
+                    out.append(_Key(row.job_id, name, row.number))
         return out
 
     def _has_lease(self, name: str) -> bool:

@@ -46,15 +46,10 @@ class JobFacts:
     goodput: Callable[[Session, Job], Mapping[str, float]]
 
 
-def signature(live: bool, phase: JobPhase, attempt: int, committed: tuple[int, int | None], updated: datetime) -> str:
-    """Return a text that changes when there may be something new to send."""
-    text = f"{phase} {attempt} {committed}"
-    return f"{text} {updated.timestamp()}" if live else text
-
-
-def signature_of(job: Job, live: bool) -> str:
-    """Return the ``signature`` of a job."""
-    return signature(live, job.phase, job.attempt, (job.committed_step, job.committed_attempt), job.updated_at)
+def signature(job: Job | sa.Row[*tuple[Any, ...]], live: bool) -> str:
+    """Return a text that changes when there may be something new to send. ``job``: a job, or a row with its columns."""
+    text = f"{job.phase} {job.attempt} {(job.committed_step, job.committed_attempt)}"
+    return f"{text} {job.updated_at.timestamp()}" if live else text
 
 
 def plan(session: Session, job: Job, run: TrackerRun, facts: JobFacts) -> Batch | None:
@@ -164,7 +159,7 @@ def _bounds(session: Session, job: Job, run: TrackerRun, facts: JobFacts) -> dic
     end = _end(session, job, run, facts) if ended and last else None
     return {
         "parts": [list(part) for part in parts], "step": step, "row": row, "last": last, "end": end,
-        "seen": signature_of(job, run.live),
+        "seen": signature(job, run.live),
         "event": max((event.id for event in events), default=run.event),
         "ended_attempt": max((event.attempt or 0 for event in events if event.type == EventType.ATTEMPT_ENDED), default=0),
     }  # fmt: skip
