@@ -1,4 +1,4 @@
-"""The pages for teams in a real Chromium: webhooks, the audit log, and hours used."""
+"""The pages for teams in a real Chromium: webhooks, the audit log, hours used, and faults of nodes, ranks and trackers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
+from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.api.audit import AuditAction
 from ratchet_contract.api.roles import Role
-from ratchet_contract.phases import AttemptPhase, EventType
+from ratchet_contract.phases import AttemptPhase, Cause, EventType, JobPhase
 from ratchet_service.db.engine import Database, sqlite_url, utc_now
-from ratchet_service.db.models import Attempt, AttemptNode, Job
+from ratchet_service.db.models import Attempt, AttemptNode, Event, Job, TrackerRun
 from tests.e2e.test_web_pages import HOSTILE, closed_afterwards, confirm, settle, violations
 from tests.support.browser import chromium, watch
 from tests.support.receiver import Receiver, happen, receiving
@@ -246,7 +247,7 @@ def test_hours_used_are_shown_by_owner_and_label_and_saved_as_csv(team: Team, ch
         "6.0",
     ]
     page.get_by_label("Before").fill("2020-01-01")
-    page.locator("#usage").get_by_text("before").wait_for()
+    page.locator("#usage").get_by_text("since must be before until").wait_for()
     assert page.evaluate("window.hostile") is None
     seen.expected = ("422",)
     seen.assert_clean()
@@ -278,4 +279,120 @@ def test_pages_of_a_team_are_accessible_fit_the_width_and_show_text_as_text(
     page.get_by_role("dialog").wait_for()
     wrong += violations(page)
     assert not wrong, "\n".join(wrong)
+    seen.assert_clean()
+
+
+PLACE = "https://mlflow.example/#/experiments/1/runs/2"
+LONG_HOST = f"gpu-node.{'x' * 60}.{'y' * 60}.example"
+SCRIPTED = "javascript:window.hostile=1"
+
+
+@pytest.fixture(scope="module")
+def faulty(team: Team) -> str:
+    """A job: two attempts that hung on one node, one that stays away from it with two slow ranks, and runs in three trackers."""
+    now, job = utc_now(), team.server.submit(SPEC | {"name": "faulty"})
+    slow = {"rank": 1, "node": 1, "host": HOSTILE, "ready_seconds": 0.31, "others_seconds": 0.104, "share": 0.42}
+    tracked = {
+        ("mlflow", 1): TrackerRun(state={"url": "https://mlflow.example/#/runs/1"}, marks={"loss": 10}, done=True),
+        ("mlflow", 2): TrackerRun(state={"url": PLACE}, marks={"loss": 1234}, done=True),
+        ("tensorboard", 1): TrackerRun(state={"path": f"/runs/{HOSTILE}"}, marks={"loss": 1200}, failures=3, error=HOSTILE,
+                                       failing_since=now - timedelta(minutes=7)),
+        ("wandb", 1): TrackerRun(state={"url": SCRIPTED}),
+    }  # fmt: skip
+    with team.database.write() as session:
+        row = session.get_one(Job, job)
+        row.phase, row.attempt = JobPhase.RUNNING, 3
+        for number in (1, 2, 3):
+            made = Attempt(
+                job_id=job, number=number, report_token_hash="-", created_at=now, base_step=0, base_attempt=None
+            )
+            made.phase, made.node = AttemptPhase.RUNNING, None
+            if number < 3:
+                made.phase, made.ended_at, made.cause, made.node, made.rank = AttemptPhase.ENDED, now, Cause.HANG, 0, 0
+            else:
+                made.stragglers = {"1": slow, "0": slow | {"rank": 0, "node": 0, "host": None}}
+                made.launch = {"launch_file": {"exclude_nodes": [LONG_HOST]}}
+            session.add(made)
+            session.flush()
+            host = LONG_HOST if number < 3 else "gpu-node-2"
+            session.add(AttemptNode(job_id=job, attempt=number, node=0, host=host, phase=made.phase))
+        for (sink, number), run in tracked.items():
+            run.job_id, run.sink, run.number = job, sink, number
+            session.add(run)
+        for kind in ("straggler", "node-excluded", "alert", "tracker-failing", "tracker-back", "tracker-branched"):
+            data = {"level": "error", "title": HOSTILE} if kind == "alert" else {"rank": 1}
+            event = Event(job_id=job, at=now, type=EventType(kind), attempt=3, message=f"{kind}: {HOSTILE}", data=data)
+            session.add(event)
+    return job
+
+
+def assert_trackers(page: Any, job: str) -> None:
+    """The overview has the newest run of each tracker."""
+    card = page.locator(".card", has=page.get_by_role("heading", name="Trackers"))
+    card.wait_for()
+    mlflow, tensorboard, wandb = card.get_by_role("listitem").all()
+    assert "step 1\u202f234, all sent" in mlflow.inner_text()
+    assert mlflow.get_by_role("link", name=f"{job}-2", exact=True).get_attribute("href") == PLACE
+    assert f"/runs/{HOSTILE}" in tensorboard.inner_text() and tensorboard.get_by_role("link").count() == 0
+    assert re.search(r"Fails since .+, values are kept: " + re.escape(HOSTILE), tensorboard.inner_text())
+    assert "step 1\u202f200" in tensorboard.inner_text() and "all sent" not in tensorboard.inner_text()
+    assert "nothing sent yet" in wandb.inner_text() and SCRIPTED in wandb.inner_text()
+    assert wandb.get_by_role("link").count() == 0, "what is no web address is no link"
+    assert re.search(rf"1 earlier run:\s+ratchet trackers {job}", card.inner_text())
+
+
+def assert_attempt(page: Any, job: str) -> None:
+    """The newest attempt has its slow ranks, and the nodes that it stays away from."""
+    rows = page.get_by_role("table", name="Slow ranks").locator("tbody tr")
+    rows.first.wait_for()
+    texts = [[cell.inner_text() for cell in row.locator("td").all()] for row in rows.all()]
+    assert texts[0] == ["1", "310 ms", "104 ms", "42 %", f"1, {HOSTILE}"] and (texts[1][0], texts[1][-1]) == ("0", "0")
+    link = rows.first.get_by_role("link", name="1", exact=True)
+    assert link.get_attribute("href") == f"#/jobs/{job}/logs?attempt=3&rank=1"
+    away = page.get_by_role("link", name=LONG_HOST)
+    assert away.get_attribute("href") == f"#/jobs/{job}/events?type=node-excluded"
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 390)])
+def test_faults_are_shown_as_text_accessible_and_within_the_width(
+    team: Team, faulty: str, chromium: Any, scheme: str, width: int
+) -> None:
+    seen = team.watched(chromium, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    for tab in ("", "/attempts", "/events"):
+        page = seen.open(f"#/jobs/{faulty}{tab}")
+        page.get_by_text("onerror").first.wait_for()
+        if tab == "":
+            assert_trackers(page, faulty)
+        elif tab == "/attempts":
+            assert_attempt(page, faulty)
+        if tab != "/events":
+            settle(page)
+            assert violations(page) == [], tab
+        assert page.evaluate("document.documentElement.scrollWidth") == width, tab
+        assert page.evaluate("window.hostile") is None
+    page = seen.open("#/fleet")
+    node = page.get_by_role("row", name=re.compile(re.escape(LONG_HOST)))
+    node.get_by_text("Perhaps its hardware: hang 2").wait_for()
+    assert violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert node.get_by_role("link", name=faulty).get_attribute("href") == f"#/jobs/{faulty}"
+    with page.expect_response(re.compile("/trackers")):
+        seen.open(f"#/jobs/{team.jobs['ann']}")
+    settle(page)
+    assert page.get_by_role("heading", name="Trackers").count() == 0
+    seen.assert_clean()
+
+
+def test_report_has_trackers_slow_ranks_and_excluded_nodes(
+    team: Team, faulty: str, chromium: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "report.html"
+    with RatchetClient(str(team.server.url), token=str(team.server.token)) as client:
+        client.report(faulty, file)
+    seen = watch(chromium, "file://")
+    seen.page.goto(f"{file.as_uri()}#/jobs/{faulty}")
+    assert_trackers(seen.page, faulty)
+    seen.page.goto(f"{file.as_uri()}#/jobs/{faulty}/attempts")
+    assert_attempt(seen.page, faulty)
+    assert seen.page.evaluate("window.hostile") is None
     seen.assert_clean()

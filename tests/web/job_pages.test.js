@@ -15,6 +15,8 @@ test("tones of events", () => {
   assert.deepEqual(["exact", "not-exact"].map((verdict) => toneOf("resumed", { verdict })), ["good", "bad"]);
   assert.equal(toneOf("hang", {}), "bad");
   assert.deepEqual(["info", "warning", "error"].map((level) => toneOf("alert", { level })), ["quiet", "wait", "bad"]);
+  assert.deepEqual(["straggler", "node-excluded"].map((type) => toneOf(type, {})), ["wait", "wait"]);
+  assert.deepEqual(["tracker-failing", "tracker-back", "tracker-branched"].map((type) => toneOf(type, {})), ["bad", "good", "held"]);
 });
 
 const events = (/** @type {number[]} */ ...ids) => ids.map((id) => /** @type {any} */ ({ id }));

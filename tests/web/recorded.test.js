@@ -16,6 +16,7 @@ const FROM = {
     { name: "whole", total: 4, every: 1, superseded: [{ step: 2 }], points: [1, 2, 3, 4].map((step) => ({ step })) },
     { name: "thinned", total: 300, every: 2, superseded: [], points: Array.from({ length: 100 }, (_, n) => ({ step: 3 * n })) },
   ],
+  trackers: [{ tracker: "mlflow", run: "j" }],
   events: [{ id: 1, attempt: null, type: "queued" }, { id: 2, attempt: 3, type: "checkpoint" }, { id: 3, attempt: 3, type: "ended" }],
   files: [{ path: "runs", kind: "directory" }, { path: "runs/a", kind: "file" }, { path: "b", kind: "file" }],
   logs: [line(2, 0, 1, 99), line(2, 0, 2), line(2, 0, 3), line(2, 1, 5), line(3, 0, 9)], log_attempts: [2, 3],
@@ -55,6 +56,7 @@ test("lines of logs by attempt, rank, end, text and time", () => {
 test("what is not in a report is refused, with the place that has it", () => {
   assert.deepEqual([ask("/attempts/3"), ask("/attempts/2")], FROM.attempts.slice(0, 2)); // also without its software
   assert.equal(ask(""), FROM.job);
+  assert.deepEqual(ask("/trackers"), { items: FROM.trackers, next_cursor: null });
   for (const path of ["/attempts/9", "/checkpoints/a", "/logs?attempt=1", "/files?all=true", "/files/content?path=b", "/other"]) {
     assert.throws(() => ask(path), NotRecorded, path);
   }

@@ -18,7 +18,7 @@ from ratchet_contract.plural import pluralize
 
 _MIB: Final = 1 << 20
 _ATTEMPTS, _CHECKPOINTS, _DELETED, _EVENTS, _FILES = 8 * _MIB, 2 * _MIB, _MIB, 4 * _MIB, _MIB
-_METRICS, _HISTORY, _LOGS, _MANIFESTS = 8 * _MIB, 4 * _MIB, 8 * _MIB, 4 * _MIB
+_METRICS, _HISTORY, _LOGS, _MANIFESTS, _TRACKERS = 8 * _MIB, 4 * _MIB, 8 * _MIB, 4 * _MIB, _MIB
 """Bytes of JSON that each part has at most; together with the page about 40 MiB."""
 _POINTS, _LARGEST_CURVE = 60_000, 2000
 """Points of all metrics together, and of one metric."""
@@ -85,6 +85,7 @@ class _Recorder:
         job, hook, attempts = self._get(), self._get("hook"), self._attempts()
         parts = {
             "job": job, "hook": hook, "attempts": attempts, "checkpoints": self._checkpoints(), "metrics": self._metrics(),
+            "trackers": self._fitting(self._get("trackers")["items"], _TRACKERS, "later runs in trackers"),
             "hook_history": self._hook_history(len(hook["ranks"])), "events": self._events(), "files": self._files(job),
             **self._logs([one["number"] for one in attempts]),
         }  # fmt: skip

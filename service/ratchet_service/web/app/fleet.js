@@ -19,8 +19,13 @@ export const slotsOf = (fleet) => fleet.slots.map((one) => {
   return { kind: one.kind, title: one.kind === "gpu" ? "GPUs" : "CPU slots", capacity: one.capacity ?? null, used: holders.reduce((sum, job) => sum + job.held, 0), holders };
 });
 
-/** @param {Fleet} fleet @returns {{host: string, causes: [string, number][], all: number}[]} */
+/**
+ * ``all``: ends; ``faults``: those of them that the hardware may have caused; ``avoiding``: ids of jobs.
+ * @typedef {{host: string, causes: [string, number][], all: number, faults: [string, number][], avoiding: string[]}} Host
+ */
+
+/** @param {Fleet} fleet @returns {Host[]} */
 export const hostsOf = (fleet) => fleet.hosts.map((one) => {
   const causes = counts(one.ends);
-  return { host: one.host, causes, all: causes.reduce((sum, [, number]) => sum + number, 0) };
+  return { host: one.host, causes, all: causes.reduce((sum, [, number]) => sum + number, 0), faults: counts(one.faults), avoiding: one.excluded_by };
 });

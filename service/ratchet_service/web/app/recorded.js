@@ -5,7 +5,7 @@
  * ``attempts``: newest first; ``environment`` is known of those that have the key. ``checkpoints``: newest step first; ``manifest`` is known
  * of those that have the key. ``events``: oldest first. ``logs``: by attempt and rank, of ``log_attempts``, oldest first.
  * @typedef {{made_at: string, service: string, ratchet: string, left_out: string[], job: any, hook: any, hook_history: any[], attempts: any[],
- *            checkpoints: any[], metrics: any[], events: any[], files: any[], logs: any[], log_attempts: number[]}} Recorded
+ *            checkpoints: any[], metrics: any[], trackers: any[], events: any[], files: any[], logs: any[], log_attempts: number[]}} Recorded
  */
 
 const text = globalThis.document?.getElementById("recorded")?.textContent;

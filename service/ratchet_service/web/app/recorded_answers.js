@@ -21,6 +21,7 @@ function partOf(from, part, name, asked) {
     case "checkpoints": return name ? from.checkpoints.find((one) => one.id === name && "manifest" in one) : page(checkpointsOf(from, asked), asked);
     case "hook": return name ? page(inSteps(from.hook_history, asked, (one) => one.summary.step), asked) : from.hook;
     case "metrics": return { series: seriesOf(from, asked) };
+    case "trackers": return page(from.trackers, asked);
     case "events": return page(eventsOf(from, asked), asked);
     case "logs": return logsOf(from, asked);
     case "files": return name ? undefined : filesOf(from, asked);

@@ -24,6 +24,7 @@ export type Answer<Path extends string> =
   : Path extends Under<Asked<"hook/history">> ? Get<"/v1/jobs/{job_id}/hook/history">
   : Path extends Under<Asked<"hook">> ? Get<"/v1/jobs/{job_id}/hook">
   : Path extends Under<Asked<"metrics">> ? Get<"/v1/jobs/{job_id}/metrics">
+  : Path extends Under<"trackers"> ? Get<"/v1/jobs/{job_id}/trackers">
   : Path extends Under<Asked<"events">> ? Get<"/v1/jobs/{job_id}/events">
   : Path extends Under<Asked<"logs">> ? Get<"/v1/jobs/{job_id}/logs">
   : Path extends Under<Asked<"files">> ? Get<"/v1/jobs/{job_id}/files">

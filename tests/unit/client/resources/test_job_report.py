@@ -37,6 +37,8 @@ class Huge:
         if part == "metrics":
             series = [{"name": str(n), "total": 10_000, "points": [POINT] * asked["max_points"]} for n in range(SERIES)]
             return {"series": series}
+        if part == "trackers":
+            return {"items": [{"run": f"j-{n}", "error": TEXT} for n in range(3000)], "next_cursor": None}
         if part == "hook" and not name:
             return {"ranks": [{}] * RANKS}
         if part in ("attempts", "checkpoints") and name:
@@ -91,7 +93,7 @@ def test_report_of_a_huge_job_is_bounded_and_has_its_newest_parts(tmp_path: Path
     assert found["log_attempts"][-1] == ATTEMPTS and 1 < len(found["log_attempts"]) < ATTEMPTS
     assert len(found["logs"]) == len(found["log_attempts"]) * RANKS * 8 and found["logs"][0]["left_out"] == 93 * 1001
     assert f"the logs of all attempts before attempt {found['log_attempts'][0]}" in left_out
-    for what in ("attempts", "checkpoints", "metrics", "hook", "events", "files", "logs"):
+    for what in ("attempts", "checkpoints", "metrics", "hook", "trackers", "events", "files", "logs"):
         assert any(what in text for text in left_out), (what, left_out)
 
 

@@ -31,6 +31,7 @@ export function Attempt({ job, number, listed }) {
     <div class="stack"><${End} job=${job} attempt=${attempt} />
       <${Card} title="Where its time went" aside=${attempt.goodput && `goodput ${percent(attempt.goodput.goodput)} of ${duration(attempt.goodput.wall_seconds)}`}>
         ${attempt.goodput && partsOf(attempt.goodput).length ? html`<${SpentBar} spent=${attempt.goodput} label=${`Attempt ${number}`} />` : html`<${Empty}><p>No time has passed yet.</p></${Empty}>`}</${Card}>
+      ${attempt.stragglers.length > 0 && html`<${Slow} job=${job} attempt=${attempt} />`}
       ${broad && matrix}${data && html`<${Nodes} nodes=${data.nodes} /><${Software} number=${number} environment=${data.environment} />`}</div>
     <div class="stack"><${Proof} job=${job} attempt=${attempt} />
       ${!broad && matrix}
@@ -58,6 +59,7 @@ function End({ job, attempt }) {
         ["Last step", count(attempt.last_step)], ["Steps done", count(attempt.steps_done)],
         ["Steps lost", attempt.steps_lost === null ? "–" : html`<span class=${attempt.steps_lost ? "word bad" : ""}>${count(attempt.steps_lost)}</span>`, "Executed, but in no checkpoint that a later attempt can start from."],
         ["Last commit", attempt.committed_step === null ? "none" : `step ${count(attempt.committed_step)}`],
+        ...(attempt.excluded_nodes.length ? [["Stays away from", html`<a href=${to("events", { type: "node-excluded" })}>${attempt.excluded_nodes.join(", ")}</a>`, "Nodes that caused earlier ends: policy.exclude_nodes."]] : []),
         ["Created", moment(attempt.created_at)], ...(attempt.ended_at ? [["Took", duration(between(attempt.created_at, attempt.ended_at))]] : []),
       ]} />
       <p class="row small"><a href=${to("logs", { attempt: attempt.number })}>Its logs</a><a href=${to("events", { attempt: attempt.number })}>Its events</a>
@@ -101,6 +103,14 @@ function Proof({ job, attempt }) {
       ${differ.length > 0 && html`<p class="small dim">Metrics that differ although the steps are identical, as measured times do: ${differ.slice(0, 8).join(", ")}${differ.length > 8 ? ` and ${differ.length - 8} more` : ""}.</p>`}
       ${["exact", "proved", "differs", "not-exact"].includes(found) && html`<${Command} line=${`ratchet prove ${job.id}`} />`}</div></${Card}>`;
 }
+
+/** @param {number} seconds */
+const inMs = (seconds) => `${count(Math.round(1000 * seconds))} ms`;
+
+/** Ranks that the others waited for. @param {{job: Api.Job, attempt: Api.Attempt}} props */
+const Slow = ({ job, attempt: { number, stragglers } }) => html`<${Card} tone="wait" title="Slow ranks" aside=${stragglers.length > NODES ? `the first ${NODES} of ${stragglers.length}` : "first gradients of a step, medians"} flush>
+  <${Table} caption="Slow ranks" tight numbers=${[1, 2, 3]} head=${["Rank", "Ready after", "Others after", "Others wait", "Node"]}
+    rows=${stragglers.slice(0, NODES).map((one) => [html`<a href=${link(["jobs", job.id, "logs"], { attempt: number, rank: one.rank })}>${one.rank}</a>`, inMs(one.ready_seconds), inMs(one.others_seconds), percent(one.share), `${one.node}${one.host === null ? "" : `, ${one.host}`}`])} /></${Card}>`;
 
 /** @param {{nodes: Api.Node[]}} props */
 const Nodes = ({ nodes }) => html`<${Card} title="Nodes" aside=${nodes.length > NODES ? `the first ${NODES} of ${nodes.length}` : plural(nodes.length, "node")} flush>

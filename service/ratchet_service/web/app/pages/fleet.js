@@ -60,15 +60,17 @@ function Ends({ ends, days }) {
       : html`<${Empty}><p>No attempt ended in these ${days} days.</p></${Empty}>`}</${Card}>`;
 }
 
-/** @param {{hosts: {host: string, causes: [string, number][], all: number}[]}} props */
+/** @param {{hosts: import("../fleet.js").Host[]}} props */
 function Hosts({ hosts }) {
   const most = Math.max(1, ...hosts.map((one) => one.all));
   return html`<${Card} title="Ends by node" aside=${hosts.length > ROWS ? `${ROWS} of ${hosts.length} nodes, most failures first` : hosts.length ? "most failures first" : ""}>
     ${hosts.length
       ? html`<div class="stack" style=${{ gap: ".5rem" }}><table class="tight bars"><caption class="hidden">Ends of attempts by node and cause</caption><thead class="hidden"><tr><th scope="col">Node</th><th scope="col">Causes</th><th scope="col">Ends</th></tr></thead>
-          <tbody>${hosts.slice(0, ROWS).map((one) => html`<tr key=${one.host}><th scope="row">${one.host}</th>
+          <tbody>${hosts.slice(0, ROWS).map((one) => html`<tr key=${one.host}><th scope="row"><span>${one.host}</span></th>
             <td><div class="bar-row" aria-hidden="true">${[...one.causes].sort(([a], [b]) => causeTone(a).localeCompare(causeTone(b))).map(([cause, of]) => html`<span class=${classes("bar-fill", causeTone(cause))} style=${{ width: `${(100 * of) / most}%` }} title=${`${cause}: ${of}`}></span>`)}</div>
-              <div class="small dim">${one.causes.slice(0, CAUSES).map(([cause, of]) => `${cause} ${of}`).join(", ")}${one.causes.length > CAUSES && `, ${plural(one.causes.length - CAUSES, "other cause")}`}</div></td><td class="number">${count(one.all)}</td></tr>`)}</tbody></table>
+              <div class="small dim">${one.causes.slice(0, CAUSES).map(([cause, of]) => `${cause} ${of}`).join(", ")}${one.causes.length > CAUSES && `, ${plural(one.causes.length - CAUSES, "other cause")}`}</div>
+              ${one.faults.length > 0 && html`<div class="small"><span class="word bad">Perhaps its hardware:</span> ${one.faults.map(([kind, of]) => `${kind} ${of}`).join(", ")}</div>`}
+              ${one.avoiding.length > 0 && html`<div class="small">Avoided by ${one.avoiding.slice(0, CAUSES).map((id, n) => html`${n > 0 && ", "}<a href=${link(["jobs", id])}>${id}</a>`)}${one.avoiding.length > CAUSES && `, ${plural(one.avoiding.length - CAUSES, "other job")}`}</div>`}</td><td class="number">${count(one.all)}</td></tr>`)}</tbody></table>
         <p class="small dim">A node with far more failures than the others may be faulty.</p></div>`
       : html`<${Empty}><p>No attempt ended on a node in this time.</p></${Empty}>`}</${Card}>`;
 }

@@ -124,9 +124,9 @@ export function toneOf(type, data) {
   if (type === "attempt-ended" && data.cause) return causeTone(data.cause);
   const text = `${type} ${data.phase ?? ""} ${data.to ?? ""} ${data.verdict ?? ""} ${type === "alert" ? data.level : ""}`.toLowerCase();
   if (/fail|damag|quarantin|lost|\bhang|differ|not[_-]exact|error|refused|overflow|killed|stuck/.test(text)) return "bad";
-  if (/succeed|finished|(?<!in)complet|commit|verified|exact/.test(text)) return "good";
-  if (/suspend|preempt|cancel|fork|pinned|label|priority|requested/.test(text)) return "held";
-  if (/queue|wait|backoff|stop|overdue|warn|slow/.test(text)) return "wait";
+  if (/succeed|finished|(?<!in)complet|commit|verified|exact|tracker-back/.test(text)) return "good";
+  if (/suspend|preempt|cancel|fork|branch|pinned|label|priority|requested/.test(text)) return "held";
+  if (/queue|wait|backoff|stop|overdue|warn|slow|straggler|excluded/.test(text)) return "wait";
   if (/start|running|train|launch|resum|begun/.test(text)) return "busy";
   return "quiet";
 }

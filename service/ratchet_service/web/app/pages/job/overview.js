@@ -26,7 +26,7 @@ export default function Overview({ job, attempts }) {
     <div class="main-side">
       <div class="stack"><${Curve} job=${job} attempts=${attempts} /><${Timeline} job=${job} attempts=${attempts} /><${Recent} job=${job} />
         <${Warnings} job=${job} /></div>
-      <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} attempts=${attempts} />
+      <div class="stack"><${Proof} job=${job} attempts=${attempts} /><${Cost} job=${job} attempts=${attempts} /><${Trackers} job=${job} />
         ${newest?.resume_report && html`<${Resume} key=${newest.number} job=${job} attempt=${newest} />`}</div>
     </div></div>`;
 }
@@ -116,6 +116,20 @@ function Cost({ job, attempts }) {
   return html`<${Card} title="Where its time went" aside=${`goodput ${percent(spent.goodput)}`}>
     ${lost > 0 && attempts.length >= job.attempt && html`<p style=${{ marginBottom: ".5rem" }}><strong>${plural(lost, "step")} lost</strong>, ${duration(spent.lost_seconds)}</p>`}
     <${SpentBar} spent=${spent} label="The job" /></${Card}>`;
+}
+
+/** The newest run in each experiment tracker, and others that fail. @param {{job: Api.Job}} props */
+function Trackers({ job }) {
+  const { data } = useLive(`v1/jobs/${job.id}/trackers`, { every: 10_000 });
+  const all = data?.items ?? [];
+  const shown = all.filter((one, n) => one.failing_since || one.tracker !== all[n + 1]?.tracker);
+  const left = all.length - shown.length;
+  return shown.length > 0 && html`<${Card} tone=${shown.some((one) => one.failing_since) && "bad"} title="Trackers">
+    <ul class="plain-list small" style=${{ gap: ".7rem" }}>${shown.map((one) => html`<li key=${`${one.tracker} ${one.run}`}>
+      <div class="row spread"><strong>${one.tracker}</strong><span>${one.step === null ? "nothing sent yet" : `step ${count(one.step)}`}${one.done && ", all sent"}</span></div>
+      ${(/^https?:/i).test(one.place ?? "") ? html`<a href=${one.place}>${one.run}</a>` : (one.place ?? one.run)}
+      ${one.failing_since && html`<p class="notice bad said" tabindex="0">Fails since ${moment(one.failing_since)}, values are kept: ${one.error}</p>`}</li>`)}</ul>
+    ${left > 0 && html`<p class="small" style=${{ marginTop: ".7rem" }}>${plural(left, "earlier run")}:</p><${Command} line=${`ratchet trackers ${job.id}`} />`}</${Card}>`;
 }
 
 /** How the newest attempt was restored. The components are read once: they do not change. @param {{job: Api.Job, attempt: Api.Attempt}} props */
