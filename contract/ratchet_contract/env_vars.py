@@ -26,6 +26,7 @@ DATABASE_URL: Final = "RATCHET_DATABASE_URL"
 RUN_AS: Final = "RATCHET_RUN_AS"  # the user that users' code runs as: USER[:GROUP]
 RUN_AS_LIMITS: Final = "RATCHET_RUN_AS_LIMITS"  # resource limits of that user: processes=NUMBER,file_size=SIZE
 LAUNCHERS: Final = "RATCHET_LAUNCHERS"  # the service's launchers file
+STANDBY: Final = "RATCHET_STANDBY"  # bounds of the local launcher's parked agents, or off
 BOUNDS: Final = "RATCHET_BOUNDS"  # limits of what a service keeps of jobs' output: NAME=NUMBER,...
 LOG_FORMAT: Final = "RATCHET_LOG_FORMAT"  # format of the service's log: text or json
 
@@ -62,6 +63,9 @@ NODE_NAME: Final = "RATCHET_NODE_NAME"  # the engine's name of the node; unset: 
 FORK_PLANS_FD: Final = "RATCHET_FORK_PLANS_FD"  # inherited fd of the ranks' plans, JSON
 FORK_REPORT_FD: Final = "RATCHET_FORK_REPORT_FD"  # inherited fd of the pipe that reports their pids
 
+# set for an agent, and for its fork server, that are started before there is an attempt
+PARKED: Final = "RATCHET_PARKED"  # a long value, over which /proc then shows the attempt's variables
+
 # torchrun's names, set as torchrun sets them
 RANK: Final = "RANK"
 LOCAL_RANK: Final = "LOCAL_RANK"
@@ -87,3 +91,8 @@ RESERVED_NAMES: Final = frozenset(
         MASTER_ADDR, MASTER_PORT, "CUDA_VISIBLE_DEVICES",
     }
 )  # fmt: skip
+SET_AFTER_FORK: Final = frozenset(
+    {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME,
+     MASTER_ADDR, MASTER_PORT}
+)  # fmt: skip
+"""Variables that a rank of a parked fork server gets only after it is forked, like those with a reserved prefix."""

@@ -163,6 +163,13 @@ _RECONCILER: Final = (
         maximum=10**9,
     ),
     Option(
+        "--standby",
+        "Agents that the local launcher parks for later attempts on CPUs, with the imports already made: off, or their bounds.",
+        "off|processes=NUMBER,seconds=NUMBER,memory=SIZE",
+        default="processes=2,seconds=1800,memory=1Gi",
+        variable=env_vars.STANDBY,
+    ),
+    Option(
         "--bounds",
         "Limits on the kept output of a job; docs/limits.md lists the names.",
         "NAME=NUMBER,...",

@@ -15,6 +15,7 @@ from ratchet_service.commands import backup, token
 from ratchet_service.config.network import Listening
 from ratchet_service.config.output_limits import parse_bounds
 from ratchet_service.config.settings import Settings
+from ratchet_service.config.standby_bounds import parse as parse_standby
 from ratchet_service.db.engine import passwords
 from ratchet_service.errors import StartError
 from ratchet_service.isolation import run_as
@@ -55,7 +56,10 @@ def _run(home: Path, options: argparse.Namespace) -> int:
     launchers = None if options.launchers is None else _absolute(options.launchers)
     preemption = Preemption(options.preemption, options.preemption_min_run)
     if options.command == "reconcile":
-        settings = Settings(home, options.database_url, launchers, user=user, user_limits=limits, bounds=options.bounds)
+        settings = Settings(
+            home, options.database_url, launchers, user=user, user_limits=limits, bounds=options.bounds,
+            standby=options.standby,
+        )  # fmt: skip
         listen = Listening(host=options.metrics_host, port=options.metrics_port or 0)
         reconcile(settings, options.cpu_slots, preemption, None if options.metrics_port is None else listen)
         return 0
@@ -68,6 +72,7 @@ def _run(home: Path, options: argparse.Namespace) -> int:
         code_roots=None if options.code_root is None else tuple(map(_absolute, options.code_root)),
         uri_roots=None if options.checkpoint_uri_root is None else tuple(options.checkpoint_uri_root),
         bounds=options.bounds,
+        standby=options.standby,
         webhook_networks=tuple(options.webhook_network or ()),
         tensorboard_dir=None if options.tensorboard_dir is None else _absolute(options.tensorboard_dir),
         mlflow_uri=options.mlflow_uri,
@@ -136,7 +141,11 @@ def _add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> 
 
 def _type(option: Option) -> Callable[[str], Any]:
     """Return the function by which argparse parses a value of ``option``. It raises ``argparse.ArgumentTypeError``."""
-    parsers: dict[str, Callable[[str], Any]] = {"bounds": parse_bounds, "run_as_limits": run_as.parse_limits}
+    parsers: dict[str, Callable[[str], Any]] = {
+        "bounds": parse_bounds,
+        "run_as_limits": run_as.parse_limits,
+        "standby": parse_standby,
+    }
     parse = parsers.get(option.name, option.parse)
 
     def parse_value(text: str) -> Any:

@@ -208,7 +208,7 @@ def uses_agent_host(launchers: Launchers) -> bool:
 def open_launchers(settings: Settings) -> Launchers:
     """Return the launchers that the launchers file names; without such a file, ``local`` alone. Raises ``StartError``."""
     try:
-        return load_launchers(settings.paths, settings.launchers_file, settings.sandbox)
+        return load_launchers(settings.paths, settings.launchers_file, settings.sandbox, settings.standby)
     except ValueError as error:
         raise StartError(str(error)) from None
 

@@ -70,7 +70,7 @@ class AttemptRef:
 class LaunchPlan:
     """What a launcher will submit. ``argv``: the agent's command. ``env``: variables that are added to the agent's environment.
     ``secrets``: secret's name -> the variable from which its value is read. ``ranks``: the ranks' commands, for display.
-    ``request``: what is sent to the engine, without secret values."""
+    ``request``: what is sent to the engine, without secret values. ``owner``: of the job; None: not known here."""
 
     ref: AttemptRef
     launch: LaunchFile
@@ -79,6 +79,7 @@ class LaunchPlan:
     secrets: dict[str, str] = field(default_factory=dict)
     ranks: tuple[dict[str, Any], ...] = ()
     request: dict[str, Any] = field(default_factory=dict)
+    owner: str | None = None
 
     def printable(self) -> dict[str, Any]:
         """Return the plan for display and for the attempt's row, without the report token, the spec and secret values."""

@@ -13,6 +13,7 @@ from typing import Any, Final, cast
 import yaml
 
 from ratchet_contract.paths import HomePaths
+from ratchet_service.config.standby_bounds import OFF, StandbyBounds
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers.base import Launcher
 from ratchet_service.launchers.engine_thread import ThreadedLauncher
@@ -42,11 +43,11 @@ class Launchers(Mapping[str, Launcher]):
         return len(self._launchers)
 
 
-def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX) -> Launchers:
+def load(home: HomePaths, file: Path | None, sandbox: Sandbox = NO_SANDBOX, standby: StandbyBounds = OFF) -> Launchers:
     """Return the launchers that the launchers file ``file`` names; None: only ``local``. Raises ``ValueError`` with a message for
     users."""
     settings: Mapping[str, Mapping[str, Any]] = {"local": {}} if file is None else _read(file)
-    made = {kind: _make(kind, home, given, sandbox) for kind, given in settings.items()}
+    made = {kind: _make(kind, home, given, sandbox, standby) for kind, given in settings.items()}
     return Launchers(
         {kind: launcher if launcher.slots else ThreadedLauncher(launcher) for kind, launcher in made.items()}
     )
@@ -68,7 +69,9 @@ def _read(file: Path) -> dict[str, Mapping[str, Any]]:
     return out
 
 
-def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox) -> Launcher:
+def _make(
+    kind: str, home: HomePaths, settings: Mapping[str, Any], sandbox: Sandbox, standby: StandbyBounds
+) -> Launcher:
     """Return the launcher with this name. Raises ``ValueError`` if it is unknown, cannot be imported, or refuses ``settings``."""
     brought = {point.name: point for point in entry_points(group=GROUP)}
     try:
@@ -82,4 +85,5 @@ def _make(kind: str, home: HomePaths, settings: Mapping[str, Any], sandbox: Sand
             raise ValueError(f"there is no launcher {kind!r}; known: {known}")
     except ImportError as error:
         raise ValueError(f"the launcher {kind} cannot be loaded: {error}") from None
-    return cast(Launcher, make(home, settings, sandbox) if kind == "local" else make(home, settings))
+    more = (sandbox, standby) if kind == "local" else ()
+    return cast(Launcher, make(home, settings, *more))

@@ -252,8 +252,9 @@ class AttemptLauncher:
                 spec, resolved = JobSpec.model_validate(job.spec), Resolved.model_validate(job.resolved)
                 token = secrets.token_urlsafe(32)
                 launch = self._build_launch_file(session, job, next_attempt.number, spec, resolved, grant.gpus, token)
+                owner = job.owner
             # outside the transaction: a launcher may be third-party code, and slow
-            return launch, self._launchers[spec.launcher.kind].plan(launch)
+            return launch, replace(self._launchers[spec.launcher.kind].plan(launch), owner=owner)
         except SQLAlchemyError:
             raise
         except Exception as error:  # changed settings, a bad row: the rest of the queue continues

@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, BinaryIO, Final
 
 from ratchet_contract import env_vars as names
 from ratchet_worker.agent.rank_starter import Child, RankPlan, RankProcess, start_process
 from ratchet_worker.ipc.log_lines import log_message
+
+_LISTING_BYTES: Final = 1 << 14  # for the variables that all ranks of an attempt share, mostly paths
 
 
 class ForkingStarter:
@@ -22,26 +27,74 @@ class ForkingStarter:
 
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
         """Start the fork server with all plans, and return the ranks. Raises ``OSError`` if the server cannot be started."""
-        server = _Server(plans, self._modules)
-        return (_Forked(plan.rank, server) for plan in plans)
+        with _plans_file(plans, self._modules) as file:
+            process, report = _start_server(_server_plan(plans), file.fileno())
+        return _forked(process, report, plans)
+
+
+class ParkedStarter:
+    """Starts the fork server before there are plans, with the environment ``env`` and the command ``command``. If the plans then
+    do not fit it, another fork server is started. ``modules``: as for ``ForkingStarter``. Raises ``OSError``."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], modules: Sequence[str]) -> None:
+        self._modules = modules
+        self._env = {**env, names.AGENT_PID: str(os.getpid())}
+        self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with server_end, os.fdopen(os.memfd_create("output", os.MFD_CLOEXEC), "wb") as output:
+            parked = {**self._env, names.PARKED: " " * _LISTING_BYTES}
+            plan = RankPlan(0, command, Path("/"), parked, Path(f"/proc/self/fd/{output.fileno()}"))
+            self._process, self._report = _start_server(plan, server_end.fileno())
+        self._socket.send(json.dumps(list(modules)).encode())
+
+    @property
+    def pid(self) -> int:
+        """The pid of the fork server."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Return the descriptor from which ``is_ready`` reads."""
+        return self._socket.fileno()
+
+    def is_ready(self) -> bool:
+        """True if the server can fork ranks; False if it cannot, or has ended. Blocks during its imports."""
+        return self._socket.recv(16) == b"ready"
+
+    def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+        """Return the ranks, forked by the server or, if it does not fit, started as by ``ForkingStarter``. Raises ``OSError``."""
+        misfit = self._misfit(plans)
+        with self._socket:
+            if misfit is None:
+                with _plans_file(plans, []) as file:
+                    passed = [fd for plan in plans for fd in plan.pass_fds]
+                    socket.send_fds(self._socket, [b"\0"], [file.fileno(), *passed])
+                return _forked(self._process, self._report, plans)
+        log_message(f"start of the ranks: cold: {misfit}")
+        os.close(self._report)
+        self._process.kill_group()
+        self._process.reap()
+        return ForkingStarter(self._modules).start(plans)
+
+    def _misfit(self, plans: Sequence[RankPlan]) -> str | None:
+        """Return why the server cannot fork the ranks of ``plans``; None if it can."""
+        if self._process.exit_code() is not None:
+            return "the parked process has ended"
+        envs = [self._env, *(plan.env for plan in plans)]
+        names_set = {name for env in envs for name in env if not _is_set_after_fork(name)}
+        different = sorted(name for name in names_set if len({env.get(name) for env in envs}) > 1)
+        return f"the parked process has other values of {', '.join(different)}" if different else None
+
+
+def _is_set_after_fork(name: str) -> bool:
+    """True if a forked rank gets the variable ``name`` after the fork: nothing reads it at an interpreter's start or import."""
+    return name.startswith(names.RESERVED_PREFIXES) or name in names.SET_AFTER_FORK
 
 
 class _Server:
-    """The agent's side of the fork server, whose process it starts: the ranks that have been forked so far."""
+    """The agent's side of the fork server: the ranks that have been forked so far. ``report``: the pipe of the server's
+    reports."""
 
-    def __init__(self, plans: Sequence[RankPlan], modules: Sequence[str]) -> None:
-        self._report, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            with os.fdopen(os.memfd_create("plans", os.MFD_CLOEXEC), "wb") as file:  # contains secrets: never on a disk
-                file.write(json.dumps([[_as_dict(plan) for plan in plans], list(modules)]).encode())
-                file.flush()
-                os.set_blocking(report, True)
-                self._process = start_process(_server_plan(plans, file.fileno(), report))
-        except BaseException:
-            os.close(self._report)
-            raise
-        finally:
-            os.close(report)
+    def __init__(self, process: Child, report: int, plans: Sequence[RankPlan]) -> None:
+        self._process, self._report = process, report
         self._buffer = b""
         self._children: dict[int, Child] = {}
         self._pending_ranks = {plan.rank for plan in plans}
@@ -127,13 +180,41 @@ class _Forked:
         self._server.process_for(self._rank).reap()
 
 
-def _server_plan(plans: Sequence[RankPlan], plans_fd: int, report_fd: int) -> RankPlan:
+def _server_plan(plans: Sequence[RankPlan]) -> RankPlan:
     """Return the plan of the fork server: the first rank's, with all descriptors and the variables that all ranks share."""
     first = plans[0]
     shared = {k: v for k, v in first.env.items() if all(plan.env.get(k) == v for plan in plans)}
-    env = shared | {names.FORK_PLANS_FD: str(plans_fd), names.FORK_REPORT_FD: str(report_fd)}
-    fds = [plans_fd, report_fd, *(fd for plan in plans for fd in plan.pass_fds)]
-    return RankPlan(first.rank, first.command, first.cwd, env, first.log, fds)
+    return replace(first, env=shared, pass_fds=[fd for plan in plans for fd in plan.pass_fds])
+
+
+def _start_server(plan: RankPlan, plans_fd: int) -> tuple[Child, int]:
+    """Start the fork server of ``plan``, which reads its plans from ``plans_fd``, and return it and the pipe of its reports.
+    Raises ``OSError``."""
+    reports, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        os.set_blocking(report, True)
+        # in front: the variable that is overwritten must stay the last one
+        env = {names.FORK_PLANS_FD: str(plans_fd), names.FORK_REPORT_FD: str(report), **plan.env}
+        return start_process(replace(plan, env=env, pass_fds=[plans_fd, report, *plan.pass_fds])), reports
+    except BaseException:
+        os.close(reports)
+        raise
+    finally:
+        os.close(report)
+
+
+def _plans_file(plans: Sequence[RankPlan], modules: Sequence[str]) -> BinaryIO:
+    """Return a file with the plans and modules for the server; the caller closes it. Raises ``OSError``."""
+    file = os.fdopen(os.memfd_create("plans", os.MFD_CLOEXEC), "wb")  # contains secrets: never on a disk
+    file.write(json.dumps([[_as_dict(plan) for plan in plans], list(modules)]).encode())
+    file.flush()
+    return file
+
+
+def _forked(process: Child, report: int, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
+    """Return the ranks that the fork server ``process`` forks."""
+    server = _Server(process, report, plans)
+    return (_Forked(plan.rank, server) for plan in plans)
 
 
 def _as_dict(plan: RankPlan) -> dict[str, Any]:

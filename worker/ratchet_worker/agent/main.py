@@ -108,9 +108,14 @@ def _starter(launch: LaunchFile) -> Starter:
     # a process that has touched CUDA cannot be forked
     if launch.resolved.device == "cuda" or len(launch.ranks) == 1:
         return ProcessStarter()
+    return ForkingStarter(preloaded_modules(launch))
+
+
+def preloaded_modules(launch: LaunchFile) -> list[str]:
+    """Return the modules that are imported before ranks are forked."""
     # Deterministic algorithms make torch import its compiler, which takes a second. Without them, user code runs before that
     # import and may set variables that the compiler reads, so it is not imported here.
-    return ForkingStarter([_RANK_MODULE, *(["torch._dynamo"] if launch.spec.determinism != "off" else [])])
+    return [_RANK_MODULE, *(["torch._dynamo"] if launch.spec.determinism != "off" else [])]
 
 
 class _Attempt:

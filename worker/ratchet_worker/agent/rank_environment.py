@@ -31,7 +31,7 @@ def plan_ranks(
     """Return one plan per rank of this node, in order. ``inherited``: the agent's environment; ``code_digest``: of code that lies
     on the nodes; ``built``: interpreter and digest of the environment for the job's requirements. Raises ``UserError`` if a
     secret is missing."""
-    common = _common_environment(launch, inherited, rendezvous.interface)
+    common = common_environment(launch, inherited, rendezvous.interface)
     if code_digest is not None:
         common[names.CODE_DIGEST] = code_digest
     python = interpreter(launch)
@@ -44,9 +44,7 @@ def plan_ranks(
         if rank == 0 and rendezvous.listener is not None:
             fds = (rendezvous.listener.fileno(),)
             env[names.STORE_FD] = str(fds[0])
-        # -P: nothing is imported from the current directory
-        command = [python, "-P", "-m", "ratchet_worker.rank"]
-        plans.append(RankPlan(rank, command, Path(launch.workdir), env, paths.log(rank), fds))
+        plans.append(RankPlan(rank, rank_command(python), Path(launch.workdir), env, paths.log(rank), fds))
     return plans
 
 
@@ -56,7 +54,12 @@ def interpreter(launch: LaunchFile) -> str:
     return sys.executable if launch.spec.python is None else launch.resolved.python
 
 
-def _common_environment(launch: LaunchFile, inherited: Mapping[str, str], interface: str) -> dict[str, str]:
+def rank_command(python: str) -> list[str]:
+    """Return the command of a rank, and of the fork server, in this interpreter."""
+    return [python, "-P", "-m", "ratchet_worker.rank"]  # -P: nothing is imported from the current directory
+
+
+def common_environment(launch: LaunchFile, inherited: Mapping[str, str], interface: str) -> dict[str, str]:
     """Return the variables that all ranks share, secrets included. Raises ``UserError`` if a secret's value is missing."""
     spec = launch.spec
     env = {k: v for k, v in inherited.items() if not k.startswith(names.RESERVED_PREFIXES)}

@@ -1,4 +1,5 @@
-"""The fork server: a process that imports what ranks need, forks each rank (twice, so that the agent adopts it), and exits."""
+"""The fork server: a process that imports what ranks need, forks each rank (twice, so that the agent adopts it), and exits. The
+server of a parked agent waits for its plans after the imports."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import importlib
 import json
 import os
 import signal
+import socket
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +21,10 @@ from ratchet_worker.host.cpu import gc_disabled
 from ratchet_worker.ipc import stack_dump
 from ratchet_worker.ipc.child_processes import die_with_parent
 from ratchet_worker.ipc.log_lines import print_to_log
+from ratchet_worker.ipc.process_listing import show_variables
 
+_MAX_MESSAGE: Final = 1 << 16
+_MAX_FDS: Final = 8
 _TASKS: Final = Path("/proc/self/task")
 
 
@@ -28,12 +34,15 @@ def fork_ranks() -> None:
     die_with_parent(int(os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     stack_dump.install_handlers()
+    started = dict(os.environ)
     report = int(os.environ.pop(names.FORK_REPORT_FD))
-    with open(int(os.environ.pop(names.FORK_PLANS_FD)), "rb") as file:
-        file.seek(0)  # the offset is at the end, where the agent has left it
-        plans, modules = json.load(file)
-    forkable = _import(modules) and _is_single_threaded()
-    gc.freeze()  # the collector does not scan frozen objects, so their pages stay shared
+    source = int(os.environ.pop(names.FORK_PLANS_FD))
+    if os.environ.pop(names.PARKED, None) is None:
+        plans, modules = _read_plans(source)
+        forkable = _import(modules) and _is_single_threaded()
+        gc.freeze()  # the collector does not scan frozen objects, so their pages stay shared
+    else:
+        plans, forkable = _wait_for_plans(source, started)
     pids = []
     for plan in plans:
         birth = _Birth()
@@ -44,7 +53,7 @@ def fork_ranks() -> None:
             raise
         if pid is None:
             birth.wait()
-            _become_rank(plan, plans, report, forkable)
+            _become_rank(plan, plans, report, started if forkable else None)
             return
         os.write(report, f"{plan['rank']} {pid}\n".encode())
         birth.release()
@@ -54,6 +63,62 @@ def fork_ranks() -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
     os._exit(0)
+
+
+def _read_plans(fd: int) -> Any:
+    """Return what the agent has written to the file ``fd``, and close it."""
+    with open(fd, "rb") as file:
+        file.seek(0)  # the offset is at the end, where the agent has left it
+        return json.load(file)
+
+
+def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, Any]], bool]:
+    """Import what the agent names on the socket ``fd``, then wait for the plans. Return them, and whether the ranks can be
+    forked. Exits the process if the agent sends no plans. ``started``: the environment at the start."""
+    with socket.socket(fileno=fd) as agent:
+        modules = json.loads(agent.recv(_MAX_MESSAGE))
+        forkable = _import(modules) and _is_single_threaded()
+        gc.freeze()
+        files = _imported_files()
+        with suppress(OSError):  # the agent has ended: there is nothing to receive
+            agent.send(b"ready" if forkable else b"unfit")
+        _, fds, _, _ = socket.recv_fds(agent, 1, _MAX_FDS)
+    if not fds:
+        os._exit(0)
+    plans, _ = _read_plans(fds[0])
+    printed = Path("/proc/self/fd/1").read_bytes()  # by the imports, into a file without a name
+    _redirect_output(plans[0]["log"])
+    os.write(1, printed)
+    passed = iter(fds[1:])
+    for plan in plans:
+        plan["pass_fds"] = [next(passed) for _ in plan["pass_fds"]]
+        for number in plan["pass_fds"]:  # only rank 0 has one: the store's
+            os.set_inheritable(number, True)
+            plan["env"][names.STORE_FD] = str(number)
+    shared = {k: v for k, v in plans[0]["env"].items() if all(plan["env"].get(k) == v for plan in plans)}
+    if forkable and _imported_files() != files:
+        _report_not_forked("a file that the parked process has imported was changed since")
+        forkable = False
+    if forkable and not show_variables(names.PARKED, {k: v for k, v in shared.items() if started.get(k) != v}):
+        _report_not_forked("the attempt's variables do not fit into the parked process")
+        forkable = False
+    return plans, forkable
+
+
+def _imported_files() -> dict[str, tuple[int, int, int] | None]:
+    """Return the state of each file that a module was imported from, and of each directory on the import path."""
+    modules = list(sys.modules.values())
+    found = {file for module in modules if isinstance(file := getattr(module, "__file__", None), str)}
+    return {path: _state(path) for path in found | set(sys.path)}
+
+
+def _state(path: str) -> tuple[int, int, int] | None:
+    """Return inode, size and time of change of the file; None if there is none."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _import(modules: list[str]) -> bool:
@@ -136,16 +201,19 @@ class _Birth:
         os.close(self._release_read_fd)
 
 
-def _become_rank(plan: dict[str, Any], plans: list[dict[str, Any]], report: int, forkable: bool) -> None:
-    """Turn this process into the rank of ``plan``, one of ``plans``. If not ``forkable``, replaces it by a new interpreter."""
+def _become_rank(
+    plan: dict[str, Any], plans: list[dict[str, Any]], report: int, started: dict[str, str] | None
+) -> None:
+    """Turn this process into the rank of ``plan``, one of ``plans``. ``started``: the environment that the server was started
+    with; None: the rank cannot be forked, and a new interpreter replaces this process."""
     os.chdir(plan["cwd"])
     _redirect_output(plan["log"])
     for fd in {report, *(fd for other in plans for fd in other["pass_fds"])} - set(plan["pass_fds"]):
         os.close(fd)
-    if not forkable:
+    if started is None:
         os.execve(plan["command"][0], plan["command"], plan["env"])
-    # Only the rank's own variables: the shared ones stay as an import, or an interpreter start-up file, has left them.
-    os.environ.update({k: v for k, v in plan["env"].items() if any(other["env"].get(k) != v for other in plans)})
+    # Only what the server does not have: the rest stays as an import, or an interpreter start-up file, has left it.
+    os.environ.update({k: v for k, v in plan["env"].items() if started.get(k) != v})
     getattr(threading.main_thread(), "_set_native_id", lambda: None)()  # Python still has the server's thread id
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
@@ -22,11 +23,13 @@ from ratchet_contract.plural import pluralize
 from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import AgentFile, LaunchFile
 from ratchet_contract.spec.job import JobSpec
+from ratchet_service.config.standby_bounds import OFF, StandbyBounds
 from ratchet_service.isolation import file_access
 from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers import attempt_files as files
 from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
+from ratchet_service.launchers.local.standby import MODULE, ROOM, Standby, kind_of
 from ratchet_service.launchers.plan import agent_environment, rank_commands, secret_sources
 
 _MIN_RANK_BYTES = 2**29
@@ -76,7 +79,7 @@ _ONE_MACHINE: Final = "the local launcher has one machine"
 class LocalLauncher:
     """Starts agents as processes of this machine. ``agent``: the agent's command; None: it is run by this process's interpreter.
     ``environ``: agents inherit its variables, except the service's own; None: the environment of this process.
-    ``sandbox``: the user and the limits of agents."""
+    ``sandbox``: the user and the limits of agents. ``standby``: bounds of the agents that are parked for later attempts."""
 
     kind = "local"
     max_nodes: int | None = 1
@@ -90,12 +93,14 @@ class LocalLauncher:
         agent: tuple[str, ...] | None = None,
         environ: Mapping[str, str] | None = None,
         sandbox: Sandbox = NO_SANDBOX,
+        standby: StandbyBounds = OFF,
     ) -> None:
         self._home = home
         self._sandbox = sandbox
         self._agent = agent or (sys.executable, *AGENT)
         self._environ = dict(os.environ if environ is None else environ)
         self._children: dict[str, set[int]] = {}  # attempt's name -> pids
+        self.standby = Standby(standby)
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         """Return warnings, and problems for a GPU type, image, volumes, Secrets, and limits (``resource_problems``)."""
@@ -174,7 +179,9 @@ class LocalLauncher:
         nodes = files.node_states(ref, gone=lambda node: not files.lock_is_held(ref.paths.node(node).lock_file))
         locked = any(node.seen and not node.gone for node in nodes)
         starting = not all(node.seen for node in nodes) and (ref.name in self._children or self._pids(ref))
-        return AttemptState(locked or bool(starting), nodes)
+        state = AttemptState(locked or bool(starting), nodes)
+        self.standby.tidy(ref.name, alive=state.alive)
+        return state
 
     def stop(self, ref: AttemptRef, grace: float) -> None:
         """Send SIGTERM to the attempt's agents that have written ``agent.json``; their end is not awaited, and ``grace`` is not
@@ -204,6 +211,7 @@ class LocalLauncher:
     def sweep(self, known: Callable[[Collection[str]], Collection[str]]) -> list[str]:
         """Find attempts of this run directory that have processes here and that ``known`` does not return. Kill their processes,
         and return the attempts' names."""
+        self.standby.tidy()
         for name in list(self._children):  # attempts that another reconciler supervises now
             self._reap(name)
         found = {ref.name: folders for ref, folders in self.running_attempts()}
@@ -230,12 +238,25 @@ class LocalLauncher:
             paths.root.mkdir(parents=True, exist_ok=True)
             log = os.open(paths.agent_log, _APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
-            with self._sandbox.command(argv, env, cwd="/") as command:
-                pid = _spawn(command.argv, command.env, log, command.fds)
+            kind = kind_of(plan, self._environ) if self._agent[1:] == AGENT else None
+            pid = self.standby.take(kind, plan.ref.paths.launch_file, plan.launch.attempt_dir, log)
+            if pid is None:
+                with self._sandbox.command(argv, env, cwd="/") as command:
+                    pid = _spawn(command.argv, command.env, log, command.fds)
+            if kind is not None:
+                inherited = {name: value for name, value in env.items() if name not in plan.env}
+                self.standby.started(plan.ref.name, kind, partial(self._park, inherited))
         finally:
             os.close(log)
         self._children.setdefault(plan.ref.name, set()).add(pid)
         return pid
+
+    def _park(self, env: Mapping[str, str], reserved: Mapping[str, str], attempts: socket.socket, output: int) -> int:
+        """Start an agent that waits for an attempt on the socket ``attempts``, and return its pid. ``reserved``: variables behind
+        those of ``env``. ``output``: descriptor for what it prints. Raises ``OSError``."""
+        argv = (self._agent[0], *AGENT[:-1], MODULE, str(attempts.fileno()), " " * ROOM)
+        with self._sandbox.command(argv, {**env, **reserved}, cwd="/") as command:
+            return _spawn(command.argv, command.env, output, (*command.fds, attempts.fileno()))
 
     def _give_to_user(self, paths: AttemptPaths) -> None:
         """Make the sandbox's user, if there is one, the owner of the job's directory. Raises ``OSError``."""

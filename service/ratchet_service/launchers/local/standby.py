@@ -1,0 +1,271 @@
+"""Parked agents: processes of this machine that have made an agent's and its ranks' imports, and wait for an attempt. They know
+no job and no token. They end with this process: their socket's other end closes with it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ratchet_contract import env_vars as names
+from ratchet_contract.processes import procfs
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec, Resolved, TaskSpec
+from ratchet_service.config.standby_bounds import StandbyBounds
+from ratchet_service.launchers.base import LaunchPlan
+
+log = logging.getLogger(__name__)
+
+MODULE: Final = "ratchet_worker.agent.parked"
+_DELAY_SECONDS: Final = 3.0
+"""Seconds after the start of an attempt until one is parked for the next: its own start does not share the cores with that."""
+_ANSWER_SECONDS: Final = 1.0
+ROOM: Final = 1 << 12
+"""Bytes for an attempt's paths in what /proc shows of the process."""
+_MAX_MESSAGE: Final = 1 << 17
+_NICE: Final = 19
+_CAP_SYS_NICE: Final = 23
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an attempt must have in common with a parked agent. ``owner``: of the job. ``job_id``: with secrets the job itself,
+    else None. ``like``: a launch file with what decides the ranks' environment alone, as JSON."""
+
+    owner: str
+    job_id: str | None
+    like: str = field(repr=False)
+
+
+def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | None:
+    """Return the kind of the attempt; None if no agent can be parked for it. ``environ``: what agents inherit."""
+    launch, spec = plan.launch, plan.launch.spec
+    if plan.owner is None or launch.resolved.device != "cpu" or launch.spec.world.nodes != 1:
+        return None  # a process that has touched CUDA cannot be forked
+    # a parked process must not import from the job's directories
+    if "PYTHONPATH" in spec.env or not all(
+        Path(part).is_absolute() for part in environ.get("PYTHONPATH", "/").split(os.pathsep)
+    ):
+        return None
+    like = LaunchFile(
+        job_id="",
+        attempt=0,
+        world_size=1,
+        ranks=[0],
+        spec=JobSpec(
+            name="parked",
+            task=TaskSpec(entrypoint="no:Job") if spec.script is None else None,
+            script=None if spec.script is None else ["no-job.py"],
+            **{key: getattr(spec, key) for key in ("python", "env", "secrets", "nccl", "determinism", "seed")},
+        ),
+        resolved=Resolved(
+            **{key: getattr(launch.resolved, key) for key in ("device", "backend", "threads_per_rank", "python")}
+        ),
+        job_root="/",
+        attempt_dir="/",
+        workdir="/",
+        report_token="",
+        service_file="",
+    ).model_dump_json()
+    if len(like) > _MAX_MESSAGE:
+        return None
+    return Kind(plan.owner, launch.job_id if spec.secrets or spec.secret_env else None, like)
+
+
+Spawn = Callable[[Mapping[str, str], socket.socket, int], int]
+"""Starts ``python -m MODULE`` with these variables added to those of an agent, the socket, and a descriptor for its output;
+returns the pid. Raises ``OSError``."""
+
+
+@dataclass
+class _Parked:
+    """A parked agent. ``used_at``: when an attempt of its kind last ran (monotonic). ``output``: file of what it
+    prints. ``server``: pid of its fork server."""
+
+    kind: Kind
+    pid: int
+    socket: socket.socket
+    output: int
+    used_at: float
+    server: int | None = None
+    ready: bool = False
+
+    def close(self) -> None:
+        """Close this process's descriptors of the parked agent."""
+        self.socket.close()
+        os.close(self.output)
+
+
+class Standby:
+    """The parked agents of one launcher, which uses it in one thread."""
+
+    def __init__(self, bounds: StandbyBounds) -> None:
+        self._bounds = bounds
+        self._parked: dict[Kind, _Parked] = {}
+        self._refused: dict[Kind, float] = {}  # until when none is parked (monotonic), since one has ended by itself
+        self._running: dict[str, tuple[Kind, float, Spawn]] = {}  # attempt's name -> its start (monotonic)
+        self._nice = os.getpriority(os.PRIO_PROCESS, 0) if bounds.processes and _may_raise_priority() else None
+
+    def __len__(self) -> int:
+        return len(self._parked)
+
+    @property
+    def ready(self) -> int:
+        """The number of parked agents that have made all imports."""
+        return sum(parked.ready for parked in self._parked.values())
+
+    def started(self, name: str, kind: Kind, spawn: Spawn) -> None:
+        """Record that the attempt ``name`` was started: one is parked for the next attempt of its kind after a while."""
+        if self._bounds.processes:
+            self._running[name] = kind, time.monotonic(), spawn
+
+    def tidy(self, name: str | None = None, *, alive: bool = False) -> None:
+        """End what exceeds the bounds. ``name``: an attempt that was polled, ``alive`` or not; if none is parked for its kind,
+        park one."""
+        now = time.monotonic()
+        for parked in list(self._parked.values()):
+            self._read(parked)
+            if now - parked.used_at > self._bounds.seconds:
+                self._end(parked)
+        running = self._running.get(name or "")
+        if running is None:
+            return
+        kind, started_at, spawn = running
+        if kind in self._parked:
+            self._parked[kind].used_at = now
+        if not alive:
+            del self._running[name or ""]
+        elif kind not in self._parked and now - started_at > _DELAY_SECONDS and self._refused.get(kind, 0.0) < now:
+            self._park(kind, spawn, now)
+
+    def _park(self, kind: Kind, spawn: Spawn, now: float) -> None:
+        """Park an agent, in the place of the one whose last attempt has ended first if there are too many."""
+        active = {running for running, _, _ in self._running.values()}
+        if len(self._parked) >= self._bounds.processes:
+            idle = [parked for parked in self._parked.values() if parked.kind not in active]
+            if not idle:
+                return
+            self._end(min(idle, key=lambda parked: parked.used_at))
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output = os.memfd_create("parked", os.MFD_CLOEXEC)
+        try:
+            ours.setblocking(False)
+            ours.send(kind.like.encode())
+            with theirs:
+                pid = spawn({names.PARKED: " " * ROOM}, theirs, output)
+        except OSError as error:
+            log.warning("no agent is parked: %s", error)
+            ours.close()
+            os.close(output)
+            self._refused[kind] = now + self._bounds.seconds
+            return
+        if self._nice is not None:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, pid, _NICE)
+        self._parked[kind] = _Parked(kind, pid, ours, output, now)
+
+    def _read(self, parked: _Parked) -> None:
+        """Read what the parked agent has sent. One that has ended, or uses too much memory, is ended and not replaced soon."""
+        with suppress(BlockingIOError):
+            while True:
+                try:
+                    word, _, rest = parked.socket.recv(64).decode().partition(" ")
+                except ConnectionError:
+                    word = rest = ""
+                if word == "started" and rest.isdigit():
+                    parked.server = int(rest)
+                elif word == "ready":
+                    parked.ready = True
+                    if self._memory(parked) > self._bounds.memory:
+                        log.warning(
+                            "an agent is not parked: it uses more than %d bytes (--standby)", self._bounds.memory
+                        )
+                        word = ""
+                if not word:
+                    self._refused[parked.kind] = time.monotonic() + self._bounds.seconds
+                    self._end(parked)
+                    return
+
+    def _refuse(self, parked: _Parked, why: str) -> None:
+        """End the parked agent, and park none of its kind for a while."""
+        log.warning("an agent was parked in vain, the next start is cold: %s", why)
+        self._refused[parked.kind] = time.monotonic() + self._bounds.seconds
+        self._end(parked)
+
+    def _memory(self, parked: _Parked) -> int:
+        """Return the resident bytes of the parked agent and its fork server."""
+        total = 0
+        for pid in self._pids(parked):
+            with suppress(OSError):
+                total += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
+        return total
+
+    def _pids(self, parked: _Parked) -> list[int]:
+        """Return the pids of the parked agent and, if it is its child, of its fork server."""
+        server = parked.server and procfs.stat(parked.server)
+        return [parked.pid, *([parked.server] if server and parked.server and server.parent == parked.pid else [])]
+
+    def _end(self, parked: _Parked) -> None:
+        """Kill the parked agent, with which its fork server dies, and reap it."""
+        if self._parked.get(parked.kind) is parked:
+            del self._parked[parked.kind]
+        parked.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(parked.pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(parked.pid, 0)
+
+    def take(self, kind: Kind | None, launch_file: Path, attempt_dir: str, log_fd: int) -> int | None:
+        """Make the parked agent of this kind the agent of an attempt, and return its pid. None: there is none, or it did not
+        answer in time, and is dead. ``log_fd``: the agent's log."""
+        parked = self._parked.get(kind) if kind is not None else None
+        if parked is None:
+            return None
+        self._read(parked)
+        if self._parked.get(parked.kind) is not parked:
+            return None
+        try:
+            if parked.server is None:
+                raise TimeoutError("it has not made its imports yet")
+            self._raise_priority(parked)
+            parked.socket.settimeout(_ANSWER_SECONDS)
+            message = json.dumps({"launch_file": str(launch_file), "attempt_dir": attempt_dir}).encode()
+            socket.send_fds(parked.socket, [message], [log_fd])
+            while (answer := parked.socket.recv(64)) == b"ready":
+                pass
+            if answer != b"taken":
+                raise ConnectionError("it cannot run the attempt")
+            parked.socket.send(b"go")
+        except OSError as error:
+            log.warning("a parked agent is not used: %s", error)
+            self._end(parked)
+            return None
+        del self._parked[parked.kind]
+        parked.close()
+        return parked.pid
+
+    def _raise_priority(self, parked: _Parked) -> None:
+        """Give all threads of the parked agent and its fork server the priority of this process. Raises ``OSError``."""
+        if self._nice is None:
+            return
+        for pid in self._pids(parked):
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                with suppress(ProcessLookupError):
+                    os.setpriority(os.PRIO_PROCESS, int(task.name), self._nice)
+
+
+def _may_raise_priority() -> bool:
+    """True if this process may raise another's priority again, after it has lowered it (CAP_SYS_NICE)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_SYS_NICE & 1)
+    return False

@@ -1,0 +1,73 @@
+"""``python -m ratchet_worker.agent.parked FD``: an agent without an attempt. It has made its imports, and its fork server makes
+those of ranks. On the socket FD a launcher first sends a ``LaunchFile`` without a job, which has what decides the ranks'
+environment; later, it may send an attempt. The process then becomes the agent of this attempt. It ends with the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+from ratchet_contract import env_vars as names
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_worker.agent import main
+from ratchet_worker.agent.checkpoint_upload import exit_process
+from ratchet_worker.agent.fork_starter import ParkedStarter
+from ratchet_worker.agent.rank_environment import common_environment, interpreter, rank_command
+from ratchet_worker.agent.wakeup_pipe import STOP_SIGNALS
+from ratchet_worker.ipc.log_lines import log_message
+from ratchet_worker.ipc.process_listing import show_arguments, show_variables
+
+_MODULE: Final = "ratchet_worker.agent.parked"
+_MAX_MESSAGE: Final = 1 << 18
+
+
+def run(fd: int) -> int:
+    """Wait for an attempt, run it, and return the agent's exit code. Exits the process if the launcher ends, or if the fork
+    server cannot fork ranks."""
+    with socket.socket(fileno=fd) as launcher:
+        like = LaunchFile.model_validate_json(launcher.recv(_MAX_MESSAGE))
+        del os.environ[names.PARKED]
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as the agent of an attempt starts its ranks
+        environment = common_environment(like, os.environ, "")
+        starter = ParkedStarter(rank_command(interpreter(like)), environment, main.preloaded_modules(like))
+        launcher.send(f"started {starter.pid}".encode())
+        attempt = _wait_for_attempt(launcher, starter)
+        os.environ[names.ATTEMPT_DIR] = attempt["attempt_dir"]
+        shown = show_variables(names.PARKED, {names.ATTEMPT_DIR: attempt["attempt_dir"]})
+        shown = shown and show_arguments(_MODULE, f"ratchet_worker.agent\0{attempt['launch_file']}")
+        # From here on other processes see an agent of the attempt. It does nothing before the launcher has seen this answer.
+        launcher.send(b"taken" if shown else b"unfit")
+        if launcher.recv(16) != b"go":
+            os._exit(0)
+    log_message("start: parked: this process and its imports are older than the attempt")
+    return main.run(Path(attempt["launch_file"]), starter)
+
+
+def _wait_for_attempt(launcher: socket.socket, starter: ParkedStarter) -> dict[str, Any]:
+    """Return the launcher's attempt, after its log has become this process's output."""
+    waiting = [launcher.fileno(), starter.fileno()]
+    while True:
+        readable, _, _ = select.select(waiting, [], [])
+        if launcher.fileno() in readable:
+            break
+        if not starter.is_ready():
+            os._exit(1)
+        waiting = waiting[:1]
+        launcher.send(b"ready")
+    message, fds, _, _ = socket.recv_fds(launcher, _MAX_MESSAGE, 1)
+    if not message:
+        os._exit(0)
+    os.dup2(fds[0], 1)
+    os.dup2(fds[0], 2)
+    os.close(fds[0])
+    return dict(json.loads(message))
+
+
+if __name__ == "__main__":
+    exit_process(run(int(sys.argv[1])))
