@@ -166,7 +166,7 @@ _RECONCILER: Final = (
         "--standby",
         "Agents that the local launcher parks for later attempts on CPUs, with the imports already made: off, or their bounds.",
         "off|processes=NUMBER,seconds=NUMBER,memory=SIZE",
-        default="processes=2,seconds=1800,memory=1Gi",
+        default="processes=2,seconds=900,memory=1Gi",
         variable=env_vars.STANDBY,
     ),
     Option(

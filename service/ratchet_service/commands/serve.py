@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +33,7 @@ from ratchet_service.db.migrate import MigrationBlocked
 from ratchet_service.db.models import ApiToken
 from ratchet_service.errors import StartError
 from ratchet_service.isolation import run_as
+from ratchet_service.launchers.local.launcher import LocalLauncher
 from ratchet_service.launchers.registry import Launchers
 from ratchet_service.launchers.registry import load as load_launchers
 from ratchet_service.observability import disk_space
@@ -90,6 +92,7 @@ def serve(options: ServeOptions) -> None:
             machine = machine_of_jobs(settings, launchers if options.reconcile else Launchers({}), options.cpu_slots)
             instruments, reconciler = Instruments(), None
             if options.reconcile:
+                instruments.show_parked(partial(count_parked, launchers))
                 acquire_slots(database, launchers)
                 reconciler = Reconciler(
                     database,
@@ -156,6 +159,7 @@ def reconcile(
         _log_job_user(settings, launchers)
         acquire_slots(database, launchers)
         instruments = Instruments()
+        instruments.show_parked(partial(count_parked, launchers))
         reconciler = Reconciler(
             database, settings.paths, launchers, machine.capacity, preemption=preemption, bounds=settings.bounds,
             instruments=instruments,
@@ -198,6 +202,11 @@ def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | N
         return detect_machine(cpu_slots)
     except ValueError as error:
         raise StartError(str(error)) from None
+
+
+def count_parked(launchers: Launchers) -> int:
+    """Return how many agents are parked here with all their imports made."""
+    return sum(launcher.standby.ready for launcher in launchers.values() if isinstance(launcher, LocalLauncher))
 
 
 def uses_agent_host(launchers: Launchers) -> bool:

@@ -91,6 +91,7 @@ class Instruments:
             "ratchet_lease_takeovers", "Active jobs that this process took over from a reconciler that had ended."
         )
         self._pool = gauge("ratchet_database_connections", "Of this process, now.", "state")
+        self._parked = gauge("ratchet_parked_agents", "Agents that wait for an attempt, with all imports made.")
         build = gauge("ratchet_build_info", "Always 1; the labels have the versions.", "version", "protocol")
         build.labels(RATCHET_VERSION, str(PROTOCOL_VERSION)).set(1)
 
@@ -126,6 +127,10 @@ class Instruments:
     def count_refused_report(self) -> None:
         """Count one report as ``refused``, such as one in another protocol version."""
         self._reports.labels("refused").inc()
+
+    def show_parked(self, count: Callable[[], int]) -> None:
+        """Have scrapes show the number of parked agents that ``count`` returns; any thread may call it."""
+        self._parked.set_function(count)
 
     @contextmanager
     def count_commits(self, database: Database) -> Iterator[None]:

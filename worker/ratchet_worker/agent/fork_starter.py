@@ -40,9 +40,10 @@ class ParkedStarter:
         self._modules = modules
         self._env = {**env, names.AGENT_PID: str(os.getpid())}
         self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with server_end, os.fdopen(os.memfd_create("output", os.MFD_CLOEXEC), "wb") as output:
+        self._output = Path(f"/proc/self/fd/{os.memfd_create('output', os.MFD_CLOEXEC)}")
+        with server_end:
             parked = {**self._env, names.PARKED: " " * _LISTING_BYTES}
-            plan = RankPlan(0, command, Path("/"), parked, Path(f"/proc/self/fd/{output.fileno()}"))
+            plan = RankPlan(0, command, Path("/"), parked, self._output)
             self._process, self._report = _start_server(plan, server_end.fileno())
         self._socket.send(json.dumps(list(modules)).encode())
 
@@ -56,12 +57,17 @@ class ParkedStarter:
         return self._socket.fileno()
 
     def is_ready(self) -> bool:
-        """True if the server can fork ranks; False if it cannot, or has ended. Blocks during its imports."""
-        return self._socket.recv(16) == b"ready"
+        """True if the server can fork ranks; False, after what it has printed was printed here, if it cannot. Blocks during its
+        imports."""
+        if self._socket.recv(16) == b"ready":
+            return True
+        log_message(self._output.read_text(errors="replace"))
+        return False
 
     def start(self, plans: Sequence[RankPlan]) -> Iterator[RankProcess]:
         """Return the ranks, forked by the server or, if it does not fit, started as by ``ForkingStarter``. Raises ``OSError``."""
         misfit = self._misfit(plans)
+        os.close(int(self._output.name))
         with self._socket:
             if misfit is None:
                 with _plans_file(plans, []) as file:

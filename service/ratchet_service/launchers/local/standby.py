@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -112,16 +111,14 @@ class Standby:
         self._bounds = bounds
         self._parked: dict[Kind, _Parked] = {}
         self._refused: dict[Kind, float] = {}  # until when none is parked (monotonic), since one has ended by itself
+        self._ended: set[int] = set()  # pids that were killed, and are not reaped yet
         self._running: dict[str, tuple[Kind, float, Spawn]] = {}  # attempt's name -> its start (monotonic)
         self._nice = os.getpriority(os.PRIO_PROCESS, 0) if bounds.processes and _may_raise_priority() else None
 
-    def __len__(self) -> int:
-        return len(self._parked)
-
     @property
     def ready(self) -> int:
-        """The number of parked agents that have made all imports."""
-        return sum(parked.ready for parked in self._parked.values())
+        """The number of parked agents that have made all imports. Any thread may ask."""
+        return sum(parked.ready for parked in list(self._parked.values()))
 
     def started(self, name: str, kind: Kind, spawn: Spawn) -> None:
         """Record that the attempt ``name`` was started: one is parked for the next attempt of its kind after a while."""
@@ -132,6 +129,8 @@ class Standby:
         """End what exceeds the bounds. ``name``: an attempt that was polled, ``alive`` or not; if none is parked for its kind,
         park one."""
         now = time.monotonic()
+        self._reap()
+        self._refused = {kind: until for kind, until in self._refused.items() if until > now}
         for parked in list(self._parked.values()):
             self._read(parked)
             if now - parked.used_at > self._bounds.seconds:
@@ -144,7 +143,7 @@ class Standby:
             self._parked[kind].used_at = now
         if not alive:
             del self._running[name or ""]
-        elif kind not in self._parked and now - started_at > _DELAY_SECONDS and self._refused.get(kind, 0.0) < now:
+        elif kind not in self._parked and now - started_at > _DELAY_SECONDS and kind not in self._refused:
             self._park(kind, spawn, now)
 
     def _park(self, kind: Kind, spawn: Spawn, now: float) -> None:
@@ -175,25 +174,24 @@ class Standby:
 
     def _read(self, parked: _Parked) -> None:
         """Read what the parked agent has sent. One that has ended, or uses too much memory, is ended and not replaced soon."""
-        with suppress(BlockingIOError):
-            while True:
-                try:
-                    word, _, rest = parked.socket.recv(64).decode().partition(" ")
-                except ConnectionError:
-                    word = rest = ""
-                if word == "started" and rest.isdigit():
-                    parked.server = int(rest)
-                elif word == "ready":
-                    parked.ready = True
-                    if self._memory(parked) > self._bounds.memory:
-                        log.warning(
-                            "an agent is not parked: it uses more than %d bytes (--standby)", self._bounds.memory
-                        )
-                        word = ""
-                if not word:
-                    self._refused[parked.kind] = time.monotonic() + self._bounds.seconds
-                    self._end(parked)
+        while True:
+            try:
+                word, _, rest = parked.socket.recv(64).decode().partition(" ")
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                word = rest = ""
+            if word == "started" and rest.isdigit():
+                parked.server = int(rest)
+            elif word == "ready":
+                parked.ready = True
+                if self._memory(parked) > self._bounds.memory:
+                    self._refuse(parked, f"it uses more than {self._bounds.memory} bytes of memory (--standby)")
                     return
+            else:
+                said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
+                self._refuse(parked, f"it has ended. {said.decode(errors='replace').strip()}")
+                return
 
     def _refuse(self, parked: _Parked, why: str) -> None:
         """End the parked agent, and park none of its kind for a while."""
@@ -215,18 +213,25 @@ class Standby:
         return [parked.pid, *([parked.server] if server and parked.server and server.parent == parked.pid else [])]
 
     def _end(self, parked: _Parked) -> None:
-        """Kill the parked agent, with which its fork server dies, and reap it."""
+        """Kill the parked agent, with which its fork server dies."""
         if self._parked.get(parked.kind) is parked:
             del self._parked[parked.kind]
         parked.close()
-        with suppress(ProcessLookupError, PermissionError):
-            os.kill(parked.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(parked.pid, 0)
+        procfs.kill(parked.pid)
+        self._ended.add(parked.pid)
+        self._reap()
+
+    def _reap(self) -> None:
+        """Reap those that have ended. Does not block."""
+        for pid in list(self._ended):
+            with suppress(ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    continue
+            self._ended.discard(pid)
 
     def take(self, kind: Kind | None, launch_file: Path, attempt_dir: str, log_fd: int) -> int | None:
         """Make the parked agent of this kind the agent of an attempt, and return its pid. None: there is none, or it did not
-        answer in time, and is dead. ``log_fd``: the agent's log."""
+        answer in time, and was killed. ``log_fd``: the agent's log."""
         parked = self._parked.get(kind) if kind is not None else None
         if parked is None:
             return None

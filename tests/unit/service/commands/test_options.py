@@ -45,7 +45,7 @@ def parsed(*arguments: str) -> dict[str, Any]:
 def sample(option: Option) -> str:
     """A valid value that is no default."""
     texts = {"--bounds": "points=9", "--run-as-limits": "processes=99", "--database-url": "sqlite:////x.db"}
-    texts["--webhook-network"] = "10.0.0.0/8"
+    texts |= {"--webhook-network": "10.0.0.0/8", "--standby": "processes=7"}
     return texts.get(option.flag) or (option.choices[-1] if option.choices else "/x" if option.kind is Path else "7")
 
 
