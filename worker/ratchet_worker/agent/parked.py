@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from ratchet_worker.agent import main
 from ratchet_worker.agent.checkpoint_upload import exit_process
 from ratchet_worker.agent.fork_starter import ParkedStarter
 from ratchet_worker.agent.rank_environment import common_environment, interpreter, rank_command
-from ratchet_worker.agent.wakeup_pipe import STOP_SIGNALS
 from ratchet_worker.ipc.log_lines import log_message
 from ratchet_worker.ipc.process_listing import show_arguments, show_variables
 
@@ -33,7 +31,6 @@ def run(fd: int) -> int:
     with socket.socket(fileno=fd) as launcher:
         like = LaunchFile.model_validate_json(launcher.recv(_MAX_MESSAGE))
         del os.environ[names.PARKED]
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as the agent of an attempt starts its ranks
         environment = common_environment(like, os.environ, "")
         starter = ParkedStarter(rank_command(interpreter(like)), environment, main.preloaded_modules(like))
         launcher.send(f"started {starter.pid}".encode())

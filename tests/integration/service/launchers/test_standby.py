@@ -1,0 +1,356 @@
+"""Parked agents with real processes: an attempt finds in one what it finds in a cold start, and nobody else's; they are bounded,
+and end with their launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet_contract import env_vars
+from ratchet_contract.paths import HomePaths
+from ratchet_contract.phases import Desired
+from ratchet_contract.processes import procfs
+from ratchet_contract.protocol.messages import LaunchFile
+from ratchet_contract.spec.job import JobSpec, Resolved
+from ratchet_service.config.standby_bounds import StandbyBounds, parse
+from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
+from ratchet_service.launchers.base import AttemptRef, LaunchPlan
+from ratchet_service.launchers.launch_file import build_launch_file
+from ratchet_service.launchers.local import standby
+from ratchet_service.launchers.local.launcher import LocalLauncher
+from tests.support.server import processes_below, wait_for
+
+DIGEST = "0" * 64
+DUMP = """
+import json, os, resource, signal, sys, time
+def read(path):
+    with open(path) as file:
+        return file.read()
+lines = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
+names = "Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "CapEff", "CapBnd", "NoNewPrivs"
+fds = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
+found = {
+    "status": {name: lines[name] for name in names}, "cwd": os.getcwd(), "hash": hash("seed"), "path": sys.path,
+    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
+    "leader": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()], "nice": os.getpriority(0, 0),
+    "scheduler": os.sched_getscheduler(0), "cores": sorted(os.sched_getaffinity(0)),
+    "oom": read("/proc/self/oom_score_adj"), "cgroup": read("/proc/self/cgroup"), "name": read("/proc/self/comm"),
+    "fds": sorted(fd.partition(":[")[0] for fd in fds), "modules": sorted(sys.modules), "argv": sys.argv,
+    "environ": dict(os.environ), "listed": read("/proc/self/environ"), "agent": read(f"/proc/{os.getppid()}/cmdline"),
+    "agent listed": read(f"/proc/{os.getppid()}/environ"), "command": read("/proc/self/cmdline"),
+    "agent session": os.getsid(os.getppid()) == os.getppid(), "agent nice": os.getpriority(0, os.getppid()),
+}
+out = os.path.join(os.environ["RATCHET_ATTEMPT_DIR"], "dump-" + os.environ["RANK"])
+with open(out + ".new", "w") as file:
+    json.dump(found, file)
+os.rename(out + ".new", out)
+while True:
+    time.sleep(3600)
+"""
+
+
+class Machine:
+    """A run directory with its launcher, which parks at once."""
+
+    def __init__(self, home: HomePaths, bounds: StandbyBounds, sandbox: Sandbox = NO_SANDBOX, **environ: str) -> None:
+        self.home = home
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
+        self.launcher = LocalLauncher(home, environ={**inherited, **environ}, sandbox=sandbox, standby=bounds)
+        code = home.code / DIGEST
+        code.mkdir(parents=True, exist_ok=True)
+        (code / "dump.py").write_text(DUMP)
+        self.refs: list[AttemptRef] = []
+
+    def plan(self, job: str = "job-00000000000a", attempt: int = 1, owner: str = "ann", **more: Any) -> LaunchPlan:
+        keys = {"world": {"ranks_per_node": 2, "device": "cpu"}, "code": {"path": "/code"}, "script": ["dump.py"]}
+        spec = JobSpec.model_validate({"name": "a", **keys, **more})
+        resolved = Resolved(device="cpu", backend="gloo", threads_per_rank=1, python=sys.executable, code_digest=DIGEST)
+        launch: LaunchFile = build_launch_file(self.home, job, attempt, spec, resolved, (), "token", Desired.RUN)
+        return replace(self.launcher.plan(launch), owner=owner)
+
+    def start(self, plan: LaunchPlan) -> int:
+        """Start the attempt, wait until its ranks are at their script, and return the agent's pid."""
+        self.launcher.submit(plan)
+        self.refs.append(plan.ref)
+        wait_for(lambda: len(self.dumps(plan.ref)) == 2, f"the ranks' dumps in {plan.ref.paths.root}", 90)
+        agent = self.poll(plan.ref).nodes[0].agent
+        assert agent is not None
+        return int(agent.pid)
+
+    def dumps(self, ref: AttemptRef) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(ref.paths.root.glob("dump-?"))]
+
+    def poll(self, ref: AttemptRef) -> Any:
+        return self.launcher.poll(ref)
+
+    def wait_parked(self, ref: AttemptRef) -> int:
+        """Until an agent is parked for the running attempt; its pid."""
+        wait_for(lambda: self.poll(ref) and self.launcher.standby.ready, "a parked agent", 90)
+        return next(parked.pid for parked in self.launcher.standby._parked.values() if parked.ready)
+
+    def end(self, ref: AttemptRef) -> None:
+        wait_for(lambda: not self.launcher.kill(ref) and not self.poll(ref).alive, "the attempt's end", 30)
+
+    def was_parked(self, ref: AttemptRef) -> bool:
+        return "start: parked" in ref.paths.node(0).agent_log.read_text()
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(standby, "_DELAY_SECONDS", 0.0)
+
+
+Make = Callable[..., Machine]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[Make]:
+    made: list[Machine] = []
+
+    def make(bounds: str = "", **environ: str) -> Machine:
+        made.append(Machine(HomePaths(tmp_path / f"home{len(made)}"), parse(bounds), **environ))
+        return made[-1]
+
+    yield make
+    for each in made:
+        for parked in list(each.launcher.standby._parked.values()):
+            each.launcher.standby._end(parked)
+    for pid in processes_below(tmp_path):
+        procfs.kill(pid)
+    wait_for(lambda: not processes_below(tmp_path), "the test's processes to go", 10)
+
+
+def variables(listed: str) -> dict[str, str]:
+    """Of /proc/PID/environ."""
+    return dict(line.split("=", 1) for line in listed.split("\0") if line)
+
+
+PER_ATTEMPT = {
+    "MASTER_PORT", "RATCHET_AGENT_PID", "RATCHET_ATTEMPT", "RATCHET_ATTEMPT_DIR", "RATCHET_FORK_PLANS_FD",
+    "RATCHET_FORK_REPORT_FD", "RATCHET_LAUNCH_FILE", "RATCHET_NODE_DIR", "RATCHET_STORE_FD", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_RUN_ID",
+}  # fmt: skip
+
+
+def without_attempt(environ: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in PER_ATTEMPT}
+
+
+def same_start(cold: dict[str, Any], parked: dict[str, Any], attempts: tuple[str, str]) -> None:
+    """Assert that two ranks have found the same, but for the attempt that each belongs to."""
+    for one, number in ((cold, attempts[0]), (parked, attempts[1])):
+        assert one["environ"]["RATCHET_ATTEMPT"] == number
+        listed = variables(one["listed"])
+        assert {name: listed[name] for name in listed if one["environ"].get(name) != listed[name]}.keys() <= PER_ATTEMPT
+        assert listed["RATCHET_ATTEMPT_DIR"] == variables(one["agent listed"])["RATCHET_ATTEMPT_DIR"]
+        assert listed["RATCHET_ATTEMPT_DIR"] == one["environ"]["RATCHET_ATTEMPT_DIR"]
+    for name in ("environ", "listed", "agent listed"):
+        sides = [one[name] if name == "environ" else variables(one[name]) for one in (cold, parked)]
+        assert without_attempt(sides[0]) == without_attempt(sides[1]), name
+        assert sides[0].keys() == sides[1].keys(), name
+    directories = [one["environ"]["RATCHET_ATTEMPT_DIR"] for one in (cold, parked)]
+    commands = [one["agent"].rstrip("\0").replace(d, "") for one, d in zip((cold, parked), directories, strict=True)]
+    assert commands[0] == commands[1]
+    assert [fd.replace(directories[0], "") for fd in cold["fds"]] == [
+        fd.replace(directories[1], "") for fd in parked["fds"]
+    ]
+    for name in cold.keys() - {"environ", "listed", "agent listed", "agent", "fds"}:
+        assert cold[name] == parked[name], name
+
+
+def test_parked_attempt_starts_with_all_that_a_cold_one_has(machine: Make) -> None:
+    made = machine()
+    more = {"env": {"COLOUR": "blue"}, "resources": {"memory": "8Gi", "open_files": 1000}, "seed": 7}
+    first, second = made.plan(**more), made.plan(attempt=2, **more)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    made.end(first.ref)
+    assert made.start(second) == pid
+    assert made.was_parked(second.ref) and not made.was_parked(first.ref)
+    for cold, parked in zip(made.dumps(first.ref), made.dumps(second.ref), strict=True):
+        same_start(cold, parked, ("1", "2"))
+    assert made.poll(second.ref).alive
+    made.end(second.ref)
+
+
+def test_another_job_of_the_owner_starts_in_it_if_nothing_differs(machine: Make) -> None:
+    made = machine()
+    first = made.plan()
+    other = made.plan("job-00000000000b", world={"ranks_per_node": 2, "device": "cpu"}, labels={"a": "b"})
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    assert made.start(other) == pid
+    texts = json.dumps(made.dumps(other.ref))
+    assert "job-00000000000a" not in texts and "job-00000000000b" in texts
+    memory = b"".join(_memory(pid))
+    assert b"job-00000000000b" in memory and b"job-00000000000a" not in memory
+
+
+def _memory(pid: int) -> Iterator[bytes]:
+    """What the process has in its private writable memory."""
+    with Path(f"/proc/{pid}/mem").open("rb", 0) as file:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            span, rights, *_ = line.split()
+            if rights.startswith("rw"):
+                start, end = (int(number, 16) for number in span.split("-"))
+                file.seek(start)
+                yield file.read(end - start)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"owner": "bob"},
+        {"env": {"COLOUR": "red"}},
+        {"seed": 8},
+        {"determinism": "off"},
+        {"env": {"COLOUR": "blue", "PYTHONPATH": "/code"}},
+    ],
+    ids=str,
+)
+def test_another_kind_of_attempt_starts_cold(machine: Make, other: dict[str, Any]) -> None:
+    made = machine()
+    first, second = made.plan(env={"COLOUR": "blue"}), made.plan(**{"attempt": 2, "env": {"COLOUR": "blue"}, **other})
+    environ: dict[str, str] = {}
+    kinds = [standby.kind_of(plan, environ) for plan in (first, second)]
+    assert kinds[0] is not None and kinds[0] != kinds[1]
+    assert kinds[0] == standby.kind_of(made.plan(attempt=9, env={"COLOUR": "blue"}), environ)
+    assert standby.kind_of(first, {"PYTHONPATH": "src"}) is None
+
+
+def test_secrets_are_parked_for_their_job_alone(machine: Make) -> None:
+    made = machine(SOURCE="value-of-the-secret")
+    secrets = {"secrets": {"KEY": {"from_env": "SOURCE"}}}
+    first, second, other, plain = (
+        made.plan(**secrets), made.plan(attempt=2, **secrets), made.plan("job-00000000000b", **secrets),
+        made.plan("job-00000000000c"),
+    )  # fmt: skip
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    for plan in (other, plain):
+        assert made.start(plan) != pid and not made.was_parked(plan.ref)
+    assert "value-of-the-secret" not in json.dumps([one["environ"].get("KEY") for one in made.dumps(plain.ref)])
+    assert made.start(second) == pid
+    assert {one["environ"]["KEY"] for one in made.dumps(second.ref)} == {"value-of-the-secret"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
+    made = machine()
+    first, second = made.plan(), made.plan(attempt=2)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    server = next(iter(made.launcher.standby._parked.values())).server
+    assert server is not None
+    os.kill(pid, how)
+    assert made.start(second) != pid
+    assert not made.was_parked(second.ref)
+    wait_for(lambda: procfs.start_time(pid) is None and procfs.start_time(server) is None, "the parked one's end", 10)
+
+
+def test_changed_library_is_not_taken_from_memory(machine: Make, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    made = machine(PYTHONPATH=str(library))
+    first, second = made.plan(), made.plan(attempt=2)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    (library / "upgraded.py").write_text("")
+    assert made.start(second) == pid
+    log = second.ref.paths.log(0).read_text()
+    assert "a file that the parked process has imported was changed since" in log
+
+
+def test_number_is_bounded_and_running_jobs_come_first(machine: Make) -> None:
+    made = machine("processes=1")
+    first, other = made.plan(), made.plan("job-00000000000b", seed=9)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    made.start(other)
+    for _ in range(5):
+        made.poll(other.ref)
+    assert [parked.pid for parked in made.launcher.standby._parked.values()] == [pid], "the first job still runs"
+    made.end(first.ref)
+    assert made.wait_parked(other.ref) != pid, "the place of one that no running job needs is taken"
+    wait_for(lambda: procfs.start_time(pid) is None, "the end of the first", 10)
+
+
+def test_age_after_the_last_attempt_is_bounded(machine: Make) -> None:
+    made = machine("seconds=2")
+    plan = made.plan()
+    made.start(plan)
+    pid = made.wait_parked(plan.ref)
+    end = time.monotonic() + 3.0
+    wait_for(lambda: made.poll(plan.ref) and time.monotonic() > end, "more than its age", 10)
+    assert made.wait_parked(plan.ref) == pid, "its job still runs"
+    made.end(plan.ref)
+    wait_for(lambda: made.launcher.sweep(lambda names: names) or procfs.start_time(pid) is None, "its end", 20)
+
+
+def test_too_large_one_is_ended_and_the_log_names_the_option(machine: Make, caplog: pytest.LogCaptureFixture) -> None:
+    made = machine("memory=1Mi")
+    first = made.plan()
+    made.start(first)
+    wait_for(lambda: made.poll(first.ref) and "(--standby)" in caplog.text, "the refusal", 60)
+    assert not made.launcher.standby._parked
+    time.sleep(0.1)
+    made.poll(first.ref)
+    assert not made.launcher.standby._parked, "it would be too large again"
+
+
+def test_restarts_leave_no_process_descriptor_or_file(machine: Make) -> None:
+    made = machine()
+    counts, names = [], []
+    for attempt in range(1, 6):
+        plan = made.plan(attempt=attempt)
+        made.start(plan)
+        made.wait_parked(plan.ref)
+        made.end(plan.ref)
+        left = [pid for pid in procfs.pids() if (found := procfs.stat(pid)) and found.parent == os.getpid()]
+        counts.append((len(left), len(list(Path("/proc/self/fd").iterdir()))))
+        names.append(sorted(path.name for path in made.home.home.iterdir()))
+    assert counts[1:] == counts[1:2] * 4 and names[1:] == names[1:2] * 4
+    assert [made.was_parked(ref) for ref in made.refs] == [False, True, True, True, True]
+
+
+LAUNCHER = """
+import sys, time
+from pathlib import Path
+from ratchet_contract.paths import HomePaths
+from ratchet_service.config.standby_bounds import parse
+from ratchet_service.launchers.local import standby
+from tests.integration.service.launchers.test_standby import Machine
+standby._DELAY_SECONDS = 0.0
+made = Machine(HomePaths(Path(sys.argv[1])), parse(""))
+plan = made.plan()
+print(made.start(plan), made.wait_parked(plan.ref), flush=True)
+time.sleep(3600)
+"""
+
+
+def test_killed_launcher_takes_parked_agents_with_it_and_leaves_attempts_alone(machine: Make, tmp_path: Path) -> None:
+    home = tmp_path / "killed"
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(home)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, env_vars.STANDBY: ""},
+    ) as process:
+        assert process.stdout is not None
+        agent, parked = map(int, process.stdout.readline().split())
+        server = next(pid for pid in procfs.live_descendants(parked))
+        process.kill()
+    wait_for(lambda: procfs.start_time(parked) is None and procfs.start_time(server) is None, "their end", 10)
+    assert procfs.start_time(agent) is not None
+    procfs.kill(agent)
+    machine()  # ends what is below tmp_path
