@@ -8,10 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
+
+import httpx
 
 from benchmarks.processes import attempt_paths, ended, logs
 from examples.demo.processes import DemoError, Service, living, spool
@@ -65,18 +68,28 @@ def run_torchrun(place: Path) -> Run:
             process.wait()
 
 
-def run_ratchet(service: Service, script: str, place: Path, **where: Any) -> Run:
-    """The job of ``script`` under a policy as users get it without saying anything. ``where``: keys of the spec that differ."""
+def run_ratchet(service: Service, script: str, place: Path, *, parked: bool = False, **where: Any) -> Run:
+    """The job of ``script``, or of a task ``module:Class``, under a policy as users get it without saying anything. ``parked``:
+    both starts wait for a parked agent first. ``where``: keys of the spec that differ."""
+    # not a variable, which would differ in each run: no parked agent would fit
+    stamps = str(place / "stamps")
+    task = (
+        {"task": {"entrypoint": script, "args": {"place": stamps}}} if ":" in script else {"script": [script, stamps]}
+    )
     spec = {
         "name": "bench-startup",
         "code": {"path": str(SCRIPTS)},
-        "script": [script],
         "world": {"ranks_per_node": RANKS, "device": "cpu"},
         "resources": {"cpus_per_rank": 1},
-        "env": {"BENCH_STAMPS": str(place / "stamps")},
         "checkpoint": {"every_steps": EVERY_STEPS, "first": "off"},
+        **task,
         **where,
     }
+
+    def ready() -> None:
+        if parked:
+            _wait(lambda: _count_parked(service), lambda: service.log.read_text()[-4000:])
+
     begin = _Instant()
     job = service.client.submit(spec)
     answered = ("answer to the POST", time.time())
@@ -84,11 +97,19 @@ def run_ratchet(service: Service, script: str, place: Path, **where: Any) -> Run
     try:
         return _follow(
             place, begin, [answered], lambda: _landmarks(first), lambda: logs(first) + logs(second),
-            lambda: [("attempt ended", first.result_file.stat().st_mtime), *_landmarks(second)],
+            lambda: [("attempt ended", first.result_file.stat().st_mtime), *_landmarks(second)], ready,
         )  # fmt: skip
     finally:
+        with suppress(DemoError):
+            ready()  # for the next job
         service.client.cancel(job.id)
         _wait(lambda: ended(second) is not None and not living(service.home), lambda: logs(second))
+
+
+def _count_parked(service: Service) -> float:
+    """How many agents the service has parked, with all imports made."""
+    text = httpx.get(f"{service.url}/metrics").text
+    return float(next(line for line in text.splitlines() if line.startswith("ratchet_parked_agents ")).split()[1])
 
 
 class _Instant:
@@ -119,9 +140,11 @@ def _follow(
     landmarks: Callable[[], list[Landmark]],
     tell: Callable[[], str],
     after_kill: Callable[[], list[Landmark]] | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> Run:
     """Wait for steps, kill rank 1, wait for steps of the next process."""
     old = _wait(lambda: _with_steps(place, 0, STEPS_BEFORE_KILL, not_of=0), tell)
+    ready()
     victim = _wait(lambda: _with_steps(place, 1, 1, not_of=0), tell)[0].pid
     kill = _Instant()
     os.kill(victim, signal.SIGKILL)

@@ -33,12 +33,14 @@ def main() -> None:
     print(f"{machine()}; {rounds} interleaved rounds, medians [95 %]")
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
         control_plane(Path(folder), rounds)
-        service = Service(Path(folder) / "home")
+        cold = Service(Path(folder) / "cold", "--standby", "off")
+        warm = Service(Path(folder) / "warm")
         try:
-            service.start()
-            jobs(service, Path(folder), rounds)
+            cold.start(), warm.start()
+            jobs(cold, warm, Path(folder), rounds)
         finally:
-            service.stop()
+            cold.stop()
+            warm.stop()
 
 
 # --- the control plane ---------------------------------------------------------------------------------------------------
@@ -104,19 +106,29 @@ def _python(program: str) -> float:
 
 
 TORCHRUN: Final = "torchrun, plain.py"
-PLAIN: Final = "Ratchet, the same plain.py"
-SESSION: Final = "Ratchet, as a Session"
+SCRIPTS: Final = {
+    "the same plain.py": "plain.py", "as a Session": "managed.py", "as a Task": "startup_task:StartupTask"
+}  # fmt: skip
+COLD: Final = {f"Ratchet, {name}, cold": script for name, script in SCRIPTS.items()}
+PARKED: Final = {f"Ratchet, {name}, parked": script for name, script in SCRIPTS.items()}
 
 
-def jobs(service: Service, folder: Path, rounds: int, ways: Sequence[str] = (TORCHRUN, PLAIN, SESSION)) -> None:
-    """First steps and restarts, the ways by turns; the first of ``ways`` is what the others are compared with."""
-    scripts = {PLAIN: "plain.py", SESSION: "managed.py"}
+def jobs(
+    cold: Service, warm: Service, folder: Path, rounds: int, ways: Sequence[str] = (TORCHRUN, *COLD, *PARKED)
+) -> None:
+    """First steps and restarts, the ways by turns; the first of ``ways`` is what the others are compared with. ``warm``: a service
+    that parks agents."""
+    for script in (PARKED[name] for name in ways if name in PARKED):  # their first starts find none
+        run_ratchet(warm, script, Path(tempfile.mkdtemp(dir=folder)), parked=True)
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in ways if number % 2 == 0 else reversed(ways):
             place = Path(tempfile.mkdtemp(dir=folder))
-            ours = name in scripts
-            runs[name].append(run_ratchet(service, scripts[name], place) if ours else _torchrun(place))
+            if name in PARKED:
+                run = run_ratchet(warm, PARKED[name], place, parked=True)
+            else:
+                run = run_ratchet(cold, COLD[name], place) if name in COLD else _torchrun(place)
+            runs[name].append(run)
     table("start -> first training step of rank 0 (POST, or exec of torchrun)", runs, lambda run: run.first)
     table("SIGKILL of rank 1 -> first step of the restarted group", runs, lambda run: run.again)
     parts_table("where the time to the first step goes", runs, lambda run: run.first_parts)
@@ -139,7 +151,7 @@ def table(title: str, runs: dict[str, list[Run]], seconds: Callable[[Run], float
     for name, found in runs.items():
         values = [seconds(run) for run in found]
         ratios = [a / b for a, b in zip(values, base, strict=True)]
-        print(f"  {name:<28} {estimate(values)} s   ratio {estimate(ratios)}")
+        print(f"  {name:<36} {estimate(values)} s   ratio {estimate(ratios)}")
 
 
 def parts_table(title: str, runs: dict[str, list[Run]], parts: Callable[[Run], dict[str, float]]) -> None:
@@ -147,7 +159,7 @@ def parts_table(title: str, runs: dict[str, list[Run]], parts: Callable[[Run], d
     for name, found in runs.items():
         several = [parts(run) for run in found]
         medians = {key: statistics.median(each[key] for each in several) for key in several[0]}
-        print(f"  {name:<28} " + ", ".join(f"{key} {value:.2f}" for key, value in medians.items()))
+        print(f"  {name:<36} " + ", ".join(f"{key} {value:.2f}" for key, value in medians.items()))
 
 
 if __name__ == "__main__":

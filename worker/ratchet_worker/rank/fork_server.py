@@ -34,7 +34,7 @@ def fork_ranks() -> None:
     die_with_parent(int(os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     stack_dump.install_handlers()
-    started = dict(os.environ)
+    started = _start_environment()
     report = int(os.environ.pop(names.FORK_REPORT_FD))
     source = int(os.environ.pop(names.FORK_PLANS_FD))
     if os.environ.pop(names.PARKED, None) is None:
@@ -63,6 +63,12 @@ def fork_ranks() -> None:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
     os._exit(0)
+
+
+def _start_environment() -> dict[str, str]:
+    """Return the environment that this process was started with: start-up files of the interpreter may have changed it since."""
+    entries = map(os.fsdecode, Path("/proc/self/environ").read_bytes().split(b"\0"))
+    return {name: value for name, is_set, value in (entry.partition("=") for entry in entries) if is_set}
 
 
 def _read_plans(fd: int) -> Any:
