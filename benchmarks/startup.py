@@ -116,7 +116,7 @@ PARKED: Final = {f"Ratchet, {name}, parked": script for name, script in SCRIPTS.
 def jobs(
     cold: Service, warm: Service, folder: Path, rounds: int, ways: Sequence[str] = (TORCHRUN, *COLD, *PARKED)
 ) -> None:
-    """First steps and restarts, the ways by turns; the first of ``ways`` is what the others are compared with. ``warm``: a service
+    """First steps and restarts, the ways by turns; the others are compared with the first of ``ways``. ``warm``: a service
     that parks agents."""
     for script in (PARKED[name] for name in ways if name in PARKED):  # their first starts find none
         run_ratchet(warm, script, Path(tempfile.mkdtemp(dir=folder)), parked=True)

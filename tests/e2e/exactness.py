@@ -4,7 +4,8 @@
 service, and kills these ranks: hook x wrapper x ranks x buckets x DDP options x precision x model x optimizer, every pair.
 Then ``n`` cells of hook x buckets x ranks x job go through the real service, which interrupts each job with {SIGKILL of one
 rank, SIGKILL of the agent, SIGTERM, preempt over REST} at random steps before and after the hook starts, and compares every
-tensor and every rank's state of the two final checkpoints. Reduced sets run in the test suite.
+tensor and every rank's state of the two final checkpoints. Reduced sets run in the test suite. With ``--parked`` each of its
+attempts after the first starts in a parked agent: the job is halted before each strike until there is one.
 """
 
 from __future__ import annotations
@@ -12,12 +13,14 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +30,7 @@ from ratchet_store.read.compare import compare
 from tests.support import exact_matrix
 from tests.support.exact_cells import EVERY, START, STEPS, Cell, matrix
 from tests.support.exact_matrix_runner import run_rows
-from tests.support.server import Server, agent_pid, rank_pid
+from tests.support.server import Server, agent_pid, processes_below, rank_pid, wait_for
 
 _TRIES = 3
 Kill = Literal["rank", "agent", "sigterm", "preempt"]
@@ -52,6 +55,7 @@ class Outcome:
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
     late: str | None = None
+    cold: int = 0
 
 
 def plan_kills(rng: random.Random, kinds: tuple[Kill, ...]) -> list[tuple[Kill, int]]:
@@ -175,8 +179,34 @@ def judge(
         bad("nothing was compared")
 
 
+def halt_until_parked(server: Server) -> None:
+    """Halt all ranks until the service has parked an agent."""
+    ranks = [pid for pid in processes_below(server.home) if Path(f"/proc/{pid}/comm").read_text().startswith("rank-")]
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        wait_for(
+            lambda: re.search(r"^ratchet_parked_agents [1-9]", server.call("GET", "/metrics").text, re.M),
+            "a parked agent",
+        )
+    finally:
+        for pid in ranks:
+            os.kill(pid, signal.SIGCONT)
+
+
+def cold_starts(server: Server, job_id: str) -> int:
+    """The number of the job's attempts that did not start in a parked agent."""
+    logs = (server.paths.job(job_id).attempt(one["number"]).node(0).agent_log for one in server.attempts(job_id))
+    return sum("start: parked" not in log.read_text() for log in logs)
+
+
 def run_case(
-    server: Server, cell: Cell, seed: int, reference: Path | None, kinds: tuple[Kill, ...] = KILLS
+    server: Server,
+    cell: Cell,
+    seed: int,
+    reference: Path | None,
+    kinds: tuple[Kill, ...] = KILLS,
+    meanwhile: Callable[[], None] = lambda: None,
 ) -> tuple[Outcome, Path]:
     """One cell with one seed; the reference run is made once per cell and handed on."""
     began = time.monotonic()
@@ -184,7 +214,8 @@ def run_case(
     for number in range(_TRIES):
         rng = random.Random(seed)
         outcome = Outcome(plan_kills(rng, kinds))
-        job_id = run_interrupted(server, cell.spec(f"interrupted-{seed}-{number}"), outcome.kills, rng)
+        job_id = run_interrupted(server, cell.spec(f"interrupted-{seed}-{number}"), outcome.kills, rng, meanwhile)
+        outcome.cold = cold_starts(server, job_id)
         judge(server, job_id, reference, outcome)
         if outcome.late is None or outcome.problems:
             break
@@ -224,15 +255,19 @@ def walk_groups(seed: int, tally: Tally) -> None:
             print(f"          {problem}", flush=True)
 
 
-def walk_service(n: int, seed: int, tally: Tally) -> None:
-    """``n`` cells through the real service."""
+def walk_service(n: int, seed: int, tally: Tally, *, parked: bool = False) -> None:
+    """``n`` cells through the real service. ``parked``: attempts start in parked agents."""
     cells, references = matrix(), dict[Cell, Path]()
     with tempfile.TemporaryDirectory(prefix="ratchet-exactness-") as home:
-        server = Server(Path(home)).start()
+        server = Server(Path(home), afresh=parked, variables={"RATCHET_STANDBY": "processes=1" if parked else "off"})
+        meanwhile = partial(halt_until_parked, server) if parked else lambda: None
         try:
+            server.start()
             for i in range(n):
                 cell = cells[i % len(cells)]
-                outcome, references[cell] = run_case(server, cell, seed + i, references.get(cell))
+                outcome, references[cell] = run_case(server, cell, seed + i, references.get(cell), meanwhile=meanwhile)
+                if parked and outcome.cold > 1:
+                    outcome.problems.append(f"{outcome.cold} attempts started cold")
                 tally.setdefault(exact_matrix.family(cell.hook), []).append(not outcome.problems)
                 print(f"{i + 1:4d}/{n} {line(cell, outcome)}", flush=True)
                 for problem in outcome.problems:
@@ -247,6 +282,7 @@ def main() -> int:
         "--n", type=int, default=24, help="cells through the service, from the first one again after all"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the steps at which is killed")
+    parser.add_argument("--parked", action="store_true", help="attempts through the service start in parked agents")
     parser.add_argument("--only", choices=("groups", "service"), help="one half of it")
     arguments = parser.parse_args()
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch's advice on find_unused_parameters
@@ -254,7 +290,7 @@ def main() -> int:
     if arguments.only != "service":
         walk_groups(arguments.seed, groups)
     if arguments.only != "groups":
-        walk_service(arguments.n, arguments.seed, service)
+        walk_service(arguments.n, arguments.seed, service, parked=arguments.parked)
     for title, tally in (("in groups of ranks", groups), ("through the service", service)):
         for hook, verdicts in sorted(tally.items()):
             print(f"{hook:26s} {title:20s} {sum(verdicts):4d} of {len(verdicts):4d} identical")
