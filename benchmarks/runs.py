@@ -68,9 +68,9 @@ def run_torchrun(place: Path) -> Run:
             process.wait()
 
 
-def run_ratchet(service: Service, script: str, place: Path, *, parked: bool = False, **where: Any) -> Run:
+def run_ratchet(service: Service, script: str, place: Path, *, parked: int = 0, **where: Any) -> Run:
     """The job of ``script``, or of a task ``module:Class``, under a policy as users get it without saying anything. ``parked``:
-    both starts wait for a parked agent first. ``where``: keys of the spec that differ."""
+    the restart, and the end of the job, wait for so many parked agents. ``where``: keys of the spec that differ."""
     # not a variable, which would differ in each run: no parked agent would fit
     stamps = str(place / "stamps")
     task = (
@@ -88,7 +88,7 @@ def run_ratchet(service: Service, script: str, place: Path, *, parked: bool = Fa
 
     def ready() -> None:
         if parked:
-            _wait(lambda: _count_parked(service), lambda: service.log.read_text()[-4000:])
+            _wait(lambda: _count_parked(service) >= parked, lambda: service.log.read_text()[-4000:])
 
     begin = _Instant()
     job = service.client.submit(spec)

@@ -118,14 +118,16 @@ def jobs(
 ) -> None:
     """First steps and restarts, the ways by turns; the others are compared with the first of ``ways``. ``warm``: a service
     that parks agents."""
-    for script in (PARKED[name] for name in ways if name in PARKED):  # their first starts find none
-        run_ratchet(warm, script, Path(tempfile.mkdtemp(dir=folder)), parked=True)
+    kinds = 0
+    for script in ("plain.py", SCRIPTS["as a Task"]):  # the first start of each kind finds none
+        kinds += 1
+        run_ratchet(warm, script, Path(tempfile.mkdtemp(dir=folder)), parked=kinds)
     runs: dict[str, list[Run]] = {name: [] for name in ways}
     for number in range(rounds):
         for name in ways if number % 2 == 0 else reversed(ways):
             place = Path(tempfile.mkdtemp(dir=folder))
             if name in PARKED:
-                run = run_ratchet(warm, PARKED[name], place, parked=True)
+                run = run_ratchet(warm, PARKED[name], place, parked=kinds)
             else:
                 run = run_ratchet(cold, COLD[name], place) if name in COLD else _torchrun(place)
             runs[name].append(run)

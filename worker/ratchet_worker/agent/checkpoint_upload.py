@@ -194,10 +194,8 @@ class Uploader:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process with ``code``, at once (``os._exit``) if an upload or download thread still exists, which may hang."""
-    if any(thread.name in (_NAME, "fetch") for thread in threading.enumerate()):
-        with suppress(OSError, ValueError):
-            sys.stderr.flush()
-            sys.stdout.flush()
-        os._exit(code)
-    sys.exit(code)
+    """End the process with ``code``, at once: an upload or download thread may hang, and the next attempt waits for this end."""
+    with suppress(OSError, ValueError):
+        sys.stderr.flush()
+        sys.stdout.flush()
+    os._exit(code)

@@ -16,6 +16,7 @@ from ratchet_contract import env_vars as names
 from ratchet_worker.agent.rank_starter import Child, RankPlan, RankProcess, start_process
 from ratchet_worker.ipc.log_lines import log_message
 
+_ANSWER_SECONDS: Final = 1.0
 _LISTING_BYTES: Final = 1 << 14  # for the variables that all ranks of an attempt share, mostly paths
 
 
@@ -46,6 +47,7 @@ class ParkedStarter:
             plan = RankPlan(0, command, Path("/"), parked, self._output)
             self._process, self._report = _start_server(plan, server_end.fileno())
         self._socket.send(json.dumps(list(modules)).encode())
+        self._ready = False
 
     @property
     def pid(self) -> int:
@@ -59,7 +61,8 @@ class ParkedStarter:
     def is_ready(self) -> bool:
         """True if the server can fork ranks; False, after what it has printed was printed here, if it cannot. Blocks during its
         imports."""
-        if self._socket.recv(16) == b"ready":
+        self._ready = self._socket.recv(16) == b"ready"
+        if self._ready:
             return True
         log_message(self._output.read_text(errors="replace"))
         return False
@@ -84,6 +87,13 @@ class ParkedStarter:
         """Return why the server cannot fork the ranks of ``plans``; None if it can."""
         if self._process.exit_code() is not None:
             return "the parked process has ended"
+        if self._ready:  # else it still makes its imports
+            self._socket.settimeout(_ANSWER_SECONDS)
+            try:
+                self._socket.send(b"?")
+                self._socket.recv(16)
+            except OSError:
+                return "the parked process does not answer"
         envs = [self._env, *(plan.env for plan in plans)]
         names_set = {name for env in envs for name in env if not _is_set_after_fork(name)}
         different = sorted(name for name in names_set if len({env.get(name) for env in envs}) > 1)

@@ -85,10 +85,13 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
         modules = json.loads(agent.recv(_MAX_MESSAGE))
         forkable = _import(modules) and _is_single_threaded()
         gc.freeze()
-        files = _imported_files()
-        with suppress(OSError):  # the agent has ended: there is nothing to receive
-            agent.send(b"ready" if forkable else b"unfit")
-        _, fds, _, _ = socket.recv_fds(agent, 1, _MAX_FDS)
+        files = _imported_paths()
+        states = [_state(path) for path in files]
+        message, fds = b"?", list[int]()
+        while message == b"?":  # at first, and when the agent asks again
+            with suppress(OSError):  # the agent has ended: there is nothing to receive
+                agent.send(b"ready" if forkable else b"unfit")
+            message, fds, _, _ = socket.recv_fds(agent, 1, _MAX_FDS)
     if not fds:
         os._exit(0)
     plans, _ = _read_plans(fds[0])
@@ -102,7 +105,7 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
             os.set_inheritable(number, True)
             plan["env"][names.STORE_FD] = str(number)
     shared = {k: v for k, v in plans[0]["env"].items() if all(plan["env"].get(k) == v for plan in plans)}
-    if forkable and _imported_files() != files:
+    if forkable and [_state(path) for path in files] != states:
         _report_not_forked("a file that the parked process has imported was changed since")
         forkable = False
     if forkable and not show_variables(names.PARKED, {k: v for k, v in shared.items() if started.get(k) != v}):
@@ -111,17 +114,17 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
     return plans, forkable
 
 
-def _imported_files() -> dict[str, tuple[int, int, int] | None]:
-    """Return the state of each file that a module was imported from, and of each directory on the import path."""
+def _imported_paths() -> list[Path]:
+    """Return the files that modules were imported from, and the directories on the import path."""
     modules = list(sys.modules.values())
     found = {file for module in modules if isinstance(file := getattr(module, "__file__", None), str)}
-    return {path: _state(path) for path in found | set(sys.path)}
+    return [Path(path) for path in found | set(sys.path)]
 
 
-def _state(path: str) -> tuple[int, int, int] | None:
+def _state(path: Path) -> tuple[int, int, int] | None:
     """Return inode, size and time of change of the file; None if there is none."""
     try:
-        found = Path(path).stat()
+        found = path.stat()
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns

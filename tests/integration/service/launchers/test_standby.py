@@ -258,6 +258,21 @@ def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signa
     wait_for(lambda: procfs.start_time(pid) is None and procfs.start_time(server) is None, "the parked one's end", 10)
 
 
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_dead_or_stopped_fork_server_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
+    made = machine()
+    first, second = made.plan(), made.plan(attempt=2)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    server = next(iter(made.launcher.standby._parked.values())).server
+    assert server is not None
+    os.kill(server, how)
+    assert made.start(second) == pid
+    log = second.ref.paths.node(0).agent_log.read_text()
+    assert "start of the ranks: cold: the parked process " in log
+    wait_for(lambda: procfs.start_time(server) is None, "the server's end", 10)
+
+
 def test_changed_library_is_not_taken_from_memory(machine: Make, tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()
