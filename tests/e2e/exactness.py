@@ -196,8 +196,11 @@ def halt_until_parked(server: Server) -> None:
 
 def cold_starts(server: Server, job_id: str) -> int:
     """The number of the job's attempts that did not start in a parked agent."""
-    logs = (server.paths.job(job_id).attempt(one["number"]).node(0).agent_log for one in server.attempts(job_id))
-    return sum("start: parked" not in log.read_text() for log in logs)
+    attempts = (server.paths.job(job_id).attempt(one["number"]) for one in server.attempts(job_id))
+    told = [(paths.node(0).agent_log.read_text(), paths.log(0).read_text()) for paths in attempts]
+    return sum(
+        "start: parked" not in agent or "cold" in agent or "ranks are not forked" in rank for agent, rank in told
+    )
 
 
 def run_case(

@@ -102,7 +102,8 @@ class Machine:
         wait_for(lambda: not self.launcher.kill(ref) and not self.poll(ref).alive, "the attempt's end", 30)
 
     def was_parked(self, ref: AttemptRef) -> bool:
-        return "start: parked" in ref.paths.node(0).agent_log.read_text()
+        text = ref.paths.node(0).agent_log.read_text()
+        return "start: parked" in text and "start of the ranks: cold" not in text
 
 
 @pytest.fixture(autouse=True)
