@@ -238,9 +238,11 @@ class Standby:
         self._read(parked)
         if self._parked.get(parked.kind) is not parked:
             return None
+        if parked.server is None:
+            log.info("a parked agent is not used: it has not made its own imports yet")
+            self._end(parked)
+            return None
         try:
-            if parked.server is None:
-                raise TimeoutError("it has not made its imports yet")
             self._raise_priority(parked)
             parked.socket.settimeout(_ANSWER_SECONDS)
             message = json.dumps({"launch_file": str(launch_file), "attempt_dir": attempt_dir}).encode()
