@@ -15,6 +15,7 @@ from examples.demo.processes import DemoError, Service, living, rank_pid, report
 from ratchet_contract.api import AttemptView, HookView, JobView
 from ratchet_contract.paths import AttemptPaths, JobPaths
 from ratchet_contract.phases import AttemptPhase
+from ratchet_worker.ipc.progress_counter import CounterReader
 
 START_COMPRESSION = 60
 EVERY = 50
@@ -77,11 +78,24 @@ class Story:
         alive = self._running(job, 1)
         os.kill(pid, signal.SIGKILL)
         say(f"  killed rank 1 of attempt 1 (process {pid})")
+        seconds, start = self._next_step(job, 2)
+        say(f"  {seconds:.1f} s from SIGKILL to the next step ({start} start)")
         ended = self._ended(job, 1)
         self.expect(
             alive and ended.cause == "rank-killed", f"attempt 1 was training and ended with cause {ended.cause}"
         )
         self._mark(job, ended, "rank killed (SIGKILL)", "#d62828")
+
+    def _next_step(self, job: JobView, attempt: int) -> tuple[float, str]:
+        """Wait for the attempt's first step. Returns the seconds until then, and whether its start was parked or cold."""
+        begin, paths = time.monotonic(), self._attempt_paths(job, attempt)
+        counter = CounterReader(paths.counter(0))
+        while (found := counter.read()) is None or not found.finished:
+            if time.monotonic() - begin > _START:
+                raise DemoError(f"waited {_START:.0f} s for a step of attempt {attempt}, in vain. Logs: {paths.root}")
+            time.sleep(0.005)
+        seconds = time.monotonic() - begin
+        return seconds, "parked" if "start: parked" in paths.node(0).agent_log.read_text() else "cold"
 
     def _preempt(self, job: JobView) -> None:
         say("\n3. Preempt over REST. The group agrees on a step, saves a checkpoint, and leaves the machine.")

@@ -101,6 +101,7 @@ class LocalLauncher:
         self._environ = dict(os.environ if environ is None else environ)
         self._children: dict[str, set[int]] = {}  # attempt's name -> pids
         self.standby = Standby(standby)
+        self._parks = standby.processes > 0 and self._agent[1:] == AGENT
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:
         """Return warnings, and problems for a GPU type, image, volumes, Secrets, and limits (``resource_problems``)."""
@@ -238,7 +239,7 @@ class LocalLauncher:
             paths.root.mkdir(parents=True, exist_ok=True)
             log = os.open(paths.agent_log, _APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
-            kind = kind_of(plan, self._environ) if self._agent[1:] == AGENT else None
+            kind = kind_of(plan, self._environ) if self._parks else None
             pid = self.standby.take(kind, plan.ref.paths.launch_file, plan.launch.attempt_dir, log)
             if pid is None:
                 with self._sandbox.command(argv, env, cwd="/") as command:

@@ -122,8 +122,7 @@ class Standby:
 
     def started(self, name: str, kind: Kind, spawn: Spawn) -> None:
         """Record that the attempt ``name`` was started: one is parked for the next attempt of its kind after a while."""
-        if self._bounds.processes:
-            self._running[name] = kind, time.monotonic(), spawn
+        self._running[name] = kind, time.monotonic(), spawn
 
     def tidy(self, name: str | None = None, *, alive: bool = False) -> None:
         """End what exceeds the bounds. ``name``: an attempt that was polled, ``alive`` or not; if none is parked for its kind,
