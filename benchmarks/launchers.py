@@ -56,7 +56,7 @@ def main() -> None:
             "run_as_user": STRANGER, "run_as_group": STRANGER, "allow_host_access": True,
         }  # fmt: skip
         file.write_text(json.dumps({"local": {}, "slurm": {}, "kubernetes": kubernetes}))
-        service = Service(home, "--launchers", str(file), "--standby", "off")
+        service = Service(home, "--launchers", str(file))
         try:
             service.start()
             measure(service, Path(folder), rounds)

@@ -33,8 +33,8 @@ def main() -> None:
     print(f"{machine()}; {rounds} interleaved rounds, medians [95 %]")
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
         control_plane(Path(folder), rounds)
-        cold = Service(Path(folder) / "cold", "--standby", "off")
-        warm = Service(Path(folder) / "warm")
+        cold = Service(Path(folder) / "cold")
+        warm = Service(Path(folder) / "warm", "--standby", "on")
         try:
             cold.start(), warm.start()
             jobs(cold, warm, Path(folder), rounds)

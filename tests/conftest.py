@@ -109,8 +109,6 @@ def _no_configuration_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> I
         runtime = tmp_path_factory.mktemp("runtime")
         (runtime / "ratchet").touch()  # so that no service of a test can leave a pointer to itself there
         patch.setenv("XDG_RUNTIME_DIR", str(runtime))
-        # tests that are not about parked agents have no cores to spare for their imports
-        patch.setenv("RATCHET_STANDBY", os.environ.get("RATCHET_STANDBY", "off"))
         yield
 
 

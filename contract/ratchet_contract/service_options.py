@@ -164,9 +164,9 @@ _RECONCILER: Final = (
     ),
     Option(
         "--standby",
-        "Agents that the local launcher parks for later attempts on CPUs, with the imports already made: off, or their bounds.",
-        "off|processes=NUMBER,seconds=NUMBER,memory=SIZE",
-        default="processes=2,seconds=900,memory=1Gi",
+        "Agents that the local launcher parks for later attempts on CPUs, with the imports already made: off, on, or bounds.",
+        "off|on|processes=NUMBER,seconds=NUMBER,memory=SIZE",
+        default="off",
         variable=env_vars.STANDBY,
     ),
     Option(

@@ -21,6 +21,7 @@ class StandbyBounds:
 
 
 OFF: Final = StandbyBounds(0)
+_NAMED: Final = {"off": OFF, "on": StandbyBounds()}
 
 
 class _Given(BaseModel):
@@ -32,14 +33,14 @@ class _Given(BaseModel):
 
 def parse(text: str) -> StandbyBounds:
     """Return the bounds in the value of ``--standby``. Raises ``ValueError`` with a message for users."""
-    if text == "off":
-        return OFF
+    if text in _NAMED:
+        return _NAMED[text]
     parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     try:
         given = _Given.model_validate({name: value for name, _, value in parts})
     except ValidationError:
         raise ValueError(
-            f"{text!r} does not bound parked agents: off, or processes=NUMBER (from 1), seconds=NUMBER, memory=SIZE (like "
+            f"{text!r} does not bound parked agents: off, on, or processes=NUMBER (from 1), seconds=NUMBER, memory=SIZE (like "
             "1Gi), separated by commas"
         ) from None
     return StandbyBounds(given.processes, given.seconds, size_in_bytes(given.memory))

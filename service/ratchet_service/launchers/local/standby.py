@@ -50,6 +50,8 @@ def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | None:
     launch, spec = plan.launch, plan.launch.spec
     if plan.owner is None or launch.resolved.device != "cpu" or launch.spec.world.nodes != 1:
         return None  # a process that has touched CUDA cannot be forked
+    if spec.environment is not None:
+        return None  # its ranks have an interpreter of their own, which the agent makes
     # a parked process must not import from the job's directories
     if "PYTHONPATH" in spec.env or not all(
         Path(part).is_absolute() for part in environ.get("PYTHONPATH", "/").split(os.pathsep)
