@@ -93,6 +93,6 @@ RESERVED_NAMES: Final = frozenset(
 )  # fmt: skip
 SET_AFTER_FORK: Final = frozenset(
     {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME,
-     MASTER_ADDR, MASTER_PORT}
+     MASTER_ADDR, MASTER_PORT, WANDB_RUN_ID}
 )  # fmt: skip
 """Variables that a rank of a parked fork server gets only after it is forked, like those with a reserved prefix."""
