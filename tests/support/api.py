@@ -55,6 +55,9 @@ class FakeSubmission:
     machine: Machine = field(default_factory=lambda: Machine((), 4))
     home: HomePaths = field(default_factory=lambda: HomePaths(Path("/nowhere")))
 
+    def with_requirements(self, spec: JobSpec, code_digest: str) -> JobSpec:
+        return spec
+
     def resolve(
         self, spec: JobSpec, code_digest: str | None = None, faulty_keys: frozenset[str] = frozenset()
     ) -> tuple[Resolved, list[Warning_], list[FieldProblem]]:

@@ -105,10 +105,11 @@ def test_fleet_counts_ends_in_the_window_by_cause_and_host(api: Api, monkeypatch
     end(api, job, 5, Cause.OOM, ("bad",), hours=24 * 8)
     found = read(api)
     assert found["ends"] == {"oom": 1, "node-lost": 1, "sigterm": 2}
+    unblamed: dict[str, Any] = {"faults": {}, "excluded_by": []}
     assert found["hosts"] == [
-        {"host": "bad", "failures": 2, "ends": {"oom": 1, "node-lost": 1}},
-        {"host": "fine", "failures": 1, "ends": {"oom": 1}},
-        {"host": "busy", "failures": 0, "ends": {"sigterm": 2}},
+        {"host": "bad", "failures": 2, "ends": {"oom": 1, "node-lost": 1}, **unblamed},
+        {"host": "fine", "failures": 1, "ends": {"oom": 1}, **unblamed},
+        {"host": "busy", "failures": 0, "ends": {"sigterm": 2}, **unblamed},
     ]
     assert read(api, days=30)["ends"]["oom"] == 2
     monkeypatch.setattr(usecase, "MAX_HOSTS", 1)
