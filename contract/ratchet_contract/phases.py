@@ -263,6 +263,7 @@ class NoteType(StrEnum):
     RESUME_FROM_CHECKPOINT = "resume-from-checkpoint"
     CSV_ROWS_LOST = "csv-rows-lost"
     DDP_TIMEOUT = "ddp-timeout"
+    EVENT_FILES_UNKNOWN = "event-files-unknown"
     MLFLOW_VALUES_KEPT = "mlflow-values-kept"
 
     ENVIRONMENT = "environment"  # that is built or was built for the job's requirements

@@ -9,11 +9,15 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from ratchet import Session
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 Log = Callable[[int, float], None]
 
@@ -21,12 +25,18 @@ Log = Callable[[int, float], None]
 def session_writer(session: Session) -> Log:
     writer = session.summary_writer()
     writer.add_hparams({"lr": 0.1}, {})
+    nested: list[SummaryWriter] = []
 
     def log(step: int, loss: float) -> None:
         writer.add_scalar("loss", loss, step)
         writer.add_scalars("both", {"loss": loss, "double": 2 * loss}, step)
         if step % 4 == 3:
             writer.add_scalar("of epoch", loss, step // 4)  # counts in another way
+            with session.summary_writer() as again:
+                again.add_scalar("again", loss, step)
+        if step >= 7:
+            nested[:] = nested or [session.summary_writer(f"{writer.get_logdir()}/val")]
+            nested[0].add_scalar("val", loss, step)
 
     return log
 

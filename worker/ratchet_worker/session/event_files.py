@@ -5,18 +5,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from pathlib import Path
-from typing import Any, Final
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import Any, Protocol
 
 from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.checkpoint.resume_report import Base
 
-_EVENTS: Final = "events.out.tfevents.*"
+
+class Writer(Protocol):
+    """What writes to event files."""
+
+    def flush(self) -> None: ...
 
 
 class EventFiles:
     """The event files that a job writes to ``directory`` and below it, and a journal of their sizes at each save. A file's name
-    ends with the job's id and the attempt's number; other files are left alone.
+    ends with the job's id and the attempt's number; other files are left alone, and so are directories with a journal of their
+    own. ``writers``: those of this attempt. ``unknown``: number of files of attempts that the journal does not know.
 
     A ``purge_step`` would not do: it hides all events with this or a higher step, also those of a validation or of a logger that
     count steps in another way, and ``add_scalars`` writes files without it.
@@ -24,66 +30,84 @@ class EventFiles:
 
     def __init__(self, directory: Path, job_id: str, attempt: int) -> None:
         self._directory, self._attempt = directory, attempt
-        self._journal = directory / f".{job_id}.jsonl"
-        self._name = re.compile(rf"\.{re.escape(job_id)}-a(\d+)$")
+        self.journal = directory / f".{job_id}.jsonl"
+        self._name = re.compile(rf"events\.out\.tfevents\..*\.{re.escape(job_id)}-a(\d+)")
         self.suffix = f".{job_id}-a{attempt}"
+        self.writers: list[Writer] = []
+        self.unknown = 0
 
     def rewind(self, base: Base) -> None:
-        """Cut the files of earlier attempts to their sizes at ``base``; delete those that did not exist then. Call it before this
-        attempt writes. Raises ``OSError``."""
-        kept = self._sizes_at(base)
-        sizes = {}
-        for path in self._files():
-            if self._attempt_of(path) == self._attempt:  # another writer of this attempt
-                continue
+        """Cut the files of earlier attempts to their sizes at ``base``; delete those that did not exist then. Files are left
+        alone if the journal, which may be lost, does not know their attempt, or if they are a user's copies of files that it
+        knows. Call it before this attempt writes. Raises ``OSError``."""
+        entries = self._entries()
+        kept, sizes = _sizes_at(entries, base), {}
+        begun = {entry["attempt"] for entry in entries}
+        known = {name for entry in entries for name in entry["sizes"]}
+        originals = {PurePath(name).name for name in known}
+        for path, attempt in [*self._files()]:
             name = str(path.relative_to(self._directory))
-            if name not in kept:
+            if attempt not in begun:
+                self.unknown += 1
+            elif name in kept:
+                sizes[name] = min(kept[name], path.stat().st_size)  # a power loss may have cut it
+                os.truncate(path, sizes[name])
+                fsync_path(path)
+            elif name in known or path.name not in originals:
                 path.unlink()
-                continue
-            sizes[name] = min(kept[name], path.stat().st_size)  # a power loss may have cut it
-            os.truncate(path, sizes[name])
-            fsync_path(path)
         self._add({"attempt": self._attempt, "step": base.step, "begins": True, "sizes": sizes})
 
+    def store(self, step: int) -> None:
+        """Store all events up to ``step``, and record the sizes of this attempt's files then, durably. Raises ``OSError``."""
+        for writer in self.writers:
+            writer.flush()
+        self.record(step)
+
     def record(self, step: int) -> None:
-        """Record the sizes of this attempt's files, durably, after all events up to ``step`` are in them. Raises ``OSError``."""
+        """Record the sizes of this attempt's files as those at ``step``, durably. Raises ``OSError``."""
         sizes = {}
-        for path in self._files():
-            if self._attempt_of(path) == self._attempt:
+        for path, attempt in self._files():
+            if attempt == self._attempt:
                 fsync_path(path)
                 sizes[str(path.relative_to(self._directory))] = path.stat().st_size
         self._add({"attempt": self._attempt, "step": step, "begins": False, "sizes": sizes})
 
-    def _files(self) -> list[Path]:
-        return [path for path in self._directory.rglob(_EVENTS) if self._name.search(path.name)]
-
-    def _attempt_of(self, path: Path) -> int:
-        found = self._name.search(path.name)
-        assert found is not None
-        return int(found[1])
-
-    def _sizes_at(self, base: Base) -> dict[str, int]:
-        """Return the files' sizes at ``base``, by relative path."""
-        sizes: dict[str, int] = {}
-        if base.attempt is None or not self._journal.exists():
-            return sizes
-        for line in self._journal.read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):  # cut off by a kill
+    def _files(self) -> Iterator[tuple[Path, int]]:
+        """Yield each file with the number of its attempt."""
+        # not Path.rglob, which fails if another thread deletes a directory at that moment, such as an old checkpoint
+        for folder, below, files in os.walk(self._directory):
+            if self.journal.name in files and Path(folder) != self._directory:
+                below.clear()
                 continue
-            entry = json.loads(line)
-            if entry["attempt"] <= base.attempt and entry["step"] <= base.step:
-                sizes = entry["sizes"] if entry["begins"] else sizes | entry["sizes"]
-        return sizes
+            for name in files:
+                if (found := self._name.fullmatch(name)) is not None:
+                    yield Path(folder, name), int(found[1])
+
+    def _entries(self) -> list[dict[str, Any]]:
+        """Return the lines of the journal; without a last one that a kill has cut off."""
+        if not self.journal.exists():
+            return []
+        lines = self.journal.read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def _add(self, entry: dict[str, Any]) -> None:
         """Append a line to the journal, durably."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        with self._journal.open("a+b") as journal:
+        with self.journal.open("a+b") as journal:
             if journal.tell() and os.pread(journal.fileno(), 1, journal.tell() - 1) != b"\n":
-                os.ftruncate(journal.fileno(), _end_of_lines(self._journal))
+                os.ftruncate(journal.fileno(), _end_of_lines(self.journal))
             journal.write(json.dumps(entry).encode() + b"\n")
             journal.flush()
             os.fsync(journal.fileno())
+
+
+def _sizes_at(entries: list[dict[str, Any]], base: Base) -> dict[str, int]:
+    """Return the files' sizes at ``base``, by relative path."""
+    sizes: dict[str, int] = {}
+    for entry in entries:
+        if entry["attempt"] <= (base.attempt or 0) and entry["step"] <= base.step:
+            sizes = entry["sizes"] if entry["begins"] else sizes | entry["sizes"]
+    return sizes
 
 
 def _end_of_lines(path: Path) -> int:

@@ -18,6 +18,8 @@ except ImportError as error:
 
 from ratchet_contract import env_vars as names
 from ratchet_contract.errors import UserError
+from ratchet_contract.phases import NoteType
+from ratchet_contract.plural import pluralize
 from ratchet_worker.session.event_files import EventFiles
 
 if TYPE_CHECKING:
@@ -29,23 +31,16 @@ class JobWriter(SummaryWriter):
     ``UserError`` for a directory that is not local."""
 
     def __init__(self, runtime: Runtime, log_dir: str | os.PathLike[str] | None = None, **options: Any) -> None:
-        directory = default_directory(runtime) if log_dir is None else Path(log_dir).absolute()
+        directory = Path(default_directory(runtime) if log_dir is None else log_dir).resolve()
         if "://" in str(log_dir):
             raise UserError(
                 f"log_dir: {log_dir} is not a local directory, and only local files can be rewound after a kill. Give a "
                 "directory in the job's working directory, or none"
             )
-        launch = runtime.launch
-        files = EventFiles(directory, launch.job_id, launch.attempt)
-        files.rewind(runtime.chosen.base)
+        files = runtime.event_files.get(directory) or _rewind(runtime, directory)
         options["filename_suffix"] = options.get("filename_suffix", "") + files.suffix
         super().__init__(str(directory), **options)
-
-        def store(step: int) -> None:
-            self.flush()
-            files.record(step)
-
-        runtime.before_save.append(store)
+        files.writers.append(self)
         atexit.register(self.close)  # what is logged after the last save
 
     @override
@@ -63,6 +58,22 @@ class JobWriter(SummaryWriter):
             self._get_file_writer().add_summary(summary)  # type: ignore[no-untyped-call]
         for name, value in metric_dict.items():
             self.add_scalar(name, value, global_step)
+
+
+def _rewind(runtime: Runtime, directory: Path) -> EventFiles:
+    """Rewind the event files in ``directory`` to this attempt's checkpoint. From now on saves record their sizes."""
+    launch = runtime.launch
+    files = EventFiles(directory, launch.job_id, launch.attempt)
+    files.rewind(runtime.chosen.base)
+    if files.unknown:
+        runtime.reporter.note(
+            NoteType.EVENT_FILES_UNKNOWN,
+            f"{directory}: {pluralize(files.unknown, 'event file')} of earlier attempts cannot be rewound, since the file "
+            f"{files.journal.name} is missing or does not name their attempts: repeated steps are shown twice. Move this file "
+            "together with the event files",
+        )
+    runtime.event_files[directory] = files
+    return files
 
 
 class NoWriter:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -101,8 +101,7 @@ class Runtime:
         self.environment: Record = {}
         self.provenance: Record = {}  # set by restore on rank 0; on others only the mark of mark_not_exact
         self.notes = resume.Notes()
-        # Called with the step before its state is captured for a save, to store what the script has logged up to it.
-        self.before_save: list[Callable[[int], None]] = []
+        self.event_files: dict[Path, Any] = {}  # ``EventFiles`` of the script's writers, by directory
         self.gathers = 0  # number of the script's gathers of JSON values
         self.gatherer = Gatherer()
         self.trial = Trial(launch, exchange.rank)
@@ -692,8 +691,8 @@ class Runtime:
         return self.checkpointer.save(self.step, reason, finished, self._make_content, remaining_seconds).error
 
     def _make_content(self) -> Content:
-        for call in self.before_save:
-            call(self.step)
+        for files in self.event_files.values():  # what the script has logged is on the disk before the checkpoint
+            files.store(self.step)
         # The switches in force now: the code may have changed them since it started, and at its next start they will be unchanged
         # again.
         environment = {**self.environment, **environment_record.switches(self.device)}

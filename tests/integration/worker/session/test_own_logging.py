@@ -85,4 +85,8 @@ def test_summary_writer_works_without_a_service(tmp_path: Path) -> None:
         assert done.returncode == code, done.stderr
     shown = series(tmp_path / "ratchet-checkpoints" / "tensorboard")
     lines = [json.loads(line) for line in (tmp_path / "truth.jsonl").read_text().splitlines()]
-    assert len(lines) > STEPS and shown[".:loss"] == points({step: loss for _, step, loss in lines})
+    losses = {step: loss for _, step, loss in lines}
+    assert len(lines) > STEPS and shown[".:loss"] == points(losses)
+    # of a second writer, and of one in a directory within the first one's, both opened after the first save
+    assert shown[".:again"] == points({step: loss for step, loss in losses.items() if step % 4 == 3})
+    assert shown["val:val"] == points({step: loss for step, loss in losses.items() if step >= 7})

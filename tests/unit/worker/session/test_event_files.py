@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from ratchet_contract.checkpoint.resume_report import Base
@@ -21,8 +22,8 @@ class Attempts:
         return files
 
     def write(self, files: EventFiles, text: str, folder: str = ".") -> None:
-        path = self.root / folder / f"events.out.tfevents.1.host{files.suffix}"
-        path.parent.mkdir(exist_ok=True)
+        path = self.root / folder / f"events.out.tfevents.1.host.{folder}{files.suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
             file.write(text)
 
@@ -80,3 +81,50 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     job.begin()
     job.begin()
     assert [path.read_text() for path in sorted(tmp_path.iterdir()) if not path.name.startswith(".")] == ["kept"] * 3
+
+
+def test_copies_of_event_files_and_files_that_no_journal_knows_are_left_alone(tmp_path: Path) -> None:
+    job = Attempts(tmp_path)
+    first = job.begin()
+    job.write(first, "a")
+    first.record(5)
+    shutil.copytree(tmp_path, tmp_path.parent / "copy")
+    (tmp_path.parent / "copy").rename(tmp_path / "copy")  # by the user, with the journal
+    (tmp_path / "more").mkdir()
+    (event_file,) = tmp_path.glob("events*")
+    shutil.copy(event_file, tmp_path / "more")
+    job.write(first, "lost")
+    second = job.begin(5, 1)
+    job.write(second, "b")
+    second.record(10)
+    job.begin(10, 2)
+    assert job.text() == "a a a b"
+
+
+def test_event_files_whose_journal_is_missing_are_kept_and_named(tmp_path: Path) -> None:
+    job = Attempts(tmp_path)
+    first = job.begin()
+    job.write(first, "a")
+    first.record(5)
+    job.write(first, "?")  # nobody knows what belongs to step 5
+    (tmp_path / ".job-1.jsonl").unlink()
+    second = job.begin(5, 1)
+    assert second.unknown == 1
+    job.write(second, "b")
+    second.record(10)
+    job.write(second, "lost")
+    third = job.begin(10, 2)
+    assert third.unknown == 1 and job.text() == "a? b"
+    assert job.begin(5, 1).unknown == 1 and job.text() == "a?"
+
+
+def test_directory_in_another_one_is_cut_by_its_own_journal(tmp_path: Path) -> None:
+    outer, inner = Attempts(tmp_path), Attempts(tmp_path / "val")
+    first = inner.begin()
+    inner.write(first, "a")
+    first.record(5)
+    late = outer.begin()  # opened after the save, as in an evaluation
+    outer.write(late, "lost")
+    outer.begin(5, 1)
+    inner.begin(5, 1)
+    assert inner.text() == "a" and not [*tmp_path.glob("events*")]
