@@ -36,6 +36,8 @@ if __name__ == "__main__":
             optimizer.zero_grad()
             step = accelerator.session.step
             accelerator.log({"loss": loss.item(), "both": {"loss": loss.item(), "double": 2 * loss.item()}}, step=step)
+            if kind == "mlflow":
+                accelerator.log({"without step": loss.item()})
             if f"{os.environ['RATCHET_ATTEMPT']}:{step}" in sys.argv[2:]:
                 os.kill(os.getpid(), signal.SIGKILL)
         accelerator.log({"of epoch": float(epoch)}, step=epoch)

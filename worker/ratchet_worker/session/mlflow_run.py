@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import subprocess
 import sys
 import time
@@ -27,6 +28,7 @@ TAG: Final = "ratchet.job_id"
 _DEADLINE: Final = 60.0
 _REQUESTS: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2"}
 """Seconds and number of retries of a request to the server, unless the job sets them: else mlflow retries for many minutes."""
+_USER_AND_PASSWORD: Final = re.compile(r"//[^/\s]+@")
 _CURE: Final = (
     "start the server or correct MLFLOW_TRACKING_URI, then `ratchet resume {job}`. To name a run yourself set MLFLOW_RUN_ID in "
     "`env` of the spec; to log without MLflow leave MLFLOW_TRACKING_URI out"
@@ -41,21 +43,20 @@ def find_in_new_process(job_id: str, attempt: int) -> str:
         done = subprocess.run(
             command, env={**_REQUESTS, **os.environ}, capture_output=True, text=True, timeout=_DEADLINE
         )  # fmt: skip
-        told = done.stderr.strip().splitlines()[-1:] if done.returncode else []
     except subprocess.TimeoutExpired:
-        done, told = None, [f"no answer within {_DEADLINE:.0f} s"]
-    if done is None or done.returncode:
-        raise _unreachable(job_id, attempt, " ".join(told))
+        raise _unreachable(job_id, attempt, f"no answer within {_DEADLINE:.0f} s") from None
+    if done.returncode:
+        raise _unreachable(job_id, attempt, " ".join(done.stderr.strip().splitlines()[-1:]))
     return done.stdout.split()[-1]
 
 
 def _unreachable(job_id: str, attempt: int, why: str) -> WorkerError:
     kind = UserError if attempt == 1 else WorkerError
-    return kind(
+    text = (
         f"MLFLOW_TRACKING_URI={os.environ.get(names.MLFLOW_TRACKING_URI, '')}: the job's run was neither found nor created "
-        f"({why[:1000]}). Without its id, each attempt would be another run in MLflow: {_CURE.format(job=job_id)}",
-        code="mlflow-unreachable",
+        f"({why[:1000]}). Without its id, each attempt would be another run in MLflow: {_CURE.format(job=job_id)}"
     )
+    return kind(_USER_AND_PASSWORD.sub("//...@", text), code="mlflow-unreachable")
 
 
 def find_or_create(client: Any, job_id: str) -> str:
@@ -168,7 +169,8 @@ class RunClient:
     def log_batch(self, run_id: str, metrics: Sequence[Metric] = (), **others: Any) -> None:
         """Log as mlflow's ``log_batch`` does, but wait for the server. Raises mlflow's errors."""
         self._run.log_points(metrics)
-        self._run.client.log_batch(run_id, **{**others, "synchronous": True})
+        if others.keys() - {"synchronous"}:
+            self._run.client.log_batch(run_id, **{**others, "synchronous": True})
 
 
 class RunModule:
@@ -182,10 +184,10 @@ class RunModule:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mlflow, name)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None, **_: Any) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int, **_: Any) -> None:
         """Log as mlflow's ``log_metrics`` does, but wait for the server. Raises mlflow's errors."""
         self._run = self._run or self._make_run(self._mlflow.active_run().info.run_id)
-        self._run.log_metrics(metrics, step or 0)
+        self._run.log_metrics(metrics, step)
 
 
 def main() -> None:
