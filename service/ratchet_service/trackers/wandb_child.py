@@ -105,7 +105,7 @@ def _row_count(api: Any, path: str, is_new: bool) -> int:
         if "could not find" not in str(error).lower():
             raise
         return 0
-    if is_new and run.config and "ratchet" not in run.config:
+    if is_new and "ratchet" not in run.config and (run.config or run.history_line_count):  # else it was just begun
         cure = "set another tracking.experiment, or let only one of the two log to W&B"
         raise _Refused(f"the script itself has created {path}: {cure}")
     return int(run.history_line_count or 0)

@@ -254,8 +254,11 @@ def test_a_wrong_key_is_named_without_its_text(
     assert not any(wrong in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
 
 
-def test_a_run_of_the_script_itself_is_not_touched(tmp_path: Path, fake: FakeWandb) -> None:
-    theirs = {"lr": {"value": 0.1}, "_wandb": {"value": {"t": {}}}}
+@pytest.mark.parametrize("config", [{"lr": {"value": 0.1}}, {}])
+def test_a_run_of_the_script_itself_is_not_touched(
+    tmp_path: Path, fake: FakeWandb, config: dict[str, dict[str, float]]
+) -> None:
+    theirs = {**config, "_wandb": {"value": {"t": {}}}}
     run = FakeRun(RUN.name, "team-digits", {"config": json.dumps(theirs)}, history=['{"_step":0,"loss":1}'])
     fake.runs["team-digits", RUN.name] = run
     with pytest.raises(TrackerError, match=r"the script itself has created .*: set another tracking.experiment"):
