@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, Final, get_args
 
 import sqlalchemy as sa
@@ -203,6 +204,7 @@ class Effects:
         data: dict[str, Any] = {"base_step": base.step, "base_attempt": base.attempt}
         if requested:
             data["requested"] = True
+            self._earlier_alerts = set()  # its steps are no repeated ones
         transitions.apply(self._session, job.id, Event.TRAINING, expected_attempt=attempt.number, data=data)
 
     def _apply_resumed(self, message: Resumed) -> None:
@@ -267,25 +269,27 @@ class Effects:
             self._add_event(EventType.REPLAY_DIFFERENCE, difference.sentence(), difference.model_dump(mode="json"))
 
     def _apply_alert(self, rank: int, message: Alert) -> None:
-        """Add an event, unless an earlier attempt has stored an alert of the same rank, step and title."""
+        """Add an event, unless an earlier attempt of the same branch has stored an alert of the same rank, step and title."""
         title, text = sanitize_text(message.title), sanitize_text(message.text)
         data = {"title": title, "text": text, "level": message.level, "step": message.step, "rank": rank}
-        if self._attempt.notes_reported < self._bounds.notes and self._is_redone(data):
+        if self._attempt.notes_reported < self._bounds.notes and (rank, message.step, title) in self._earlier_alerts:
             return
         self._add_note(EventType.ALERT, sanitize_text(message.line), data)
 
-    def _is_redone(self, alert: dict[str, Any]) -> bool:
-        """True if an earlier attempt has stored an alert of the same rank, step and title."""
-        data = models.Event.data
-        query = sa.select(models.Event.id).where(
-            models.Event.job_id == self._job.id,
-            models.Event.type == EventType.ALERT,
-            models.Event.attempt < self._attempt.number,
-            data["step"].as_integer() == alert["step"],
-            data["rank"].as_integer() == alert["rank"],
-            data["title"].as_string() == alert["title"],
-        )
-        return self._session.scalar(query.limit(1)) is not None
+    @cached_property
+    def _earlier_alerts(self) -> set[tuple[int, int, str]]:
+        """Rank, step and title of the alerts that earlier attempts have stored, since the last one that was requested to start
+        from another checkpoint."""
+        row = models.Event
+        query = sa.select(row.type, row.data).where(row.job_id == self._job.id, row.attempt < self._attempt.number)
+        query = query.where(row.type.in_((EventType.ALERT, Event.TRAINING))).order_by(row.id)
+        found = set[tuple[int, int, str]]()
+        for kind, data in self._session.execute(query):
+            if kind == EventType.ALERT:
+                found.add((data["rank"], data["step"], data["title"]))
+            elif data.get("requested"):
+                found.clear()
+        return found
 
     def _apply_hook_state(self, rank: int, message: HookState) -> None:
         """Collect the rank's hook summary."""

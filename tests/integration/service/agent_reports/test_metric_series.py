@@ -247,6 +247,19 @@ def test_alert_of_a_redone_step_is_stored_once(told: Told) -> None:
     }
 
 
+def test_alerts_of_a_requested_branch_are_stored_again(told: Told) -> None:
+    """The steps after ``from_step`` are trained anew, perhaps with other code, and are no repeated ones."""
+    told.say(training_message(), alert(4, "spike"), alert(7, "spike"))
+    with told.database.write() as session:
+        lock_job(session, told.job).resume_from = {"step": 5, "attempt": 1}
+    told.next()
+    told.say(alert(5, "begin"), training_message(5, 1), alert(7, "spike"))
+    told.next()  # after a kill
+    told.say(training_message(5, 1), alert(7, "spike"), alert(8, "spike"))
+    stored = [(e.attempt, e.data["step"], e.message) for e in told.events("alert")]
+    assert stored == [(1, 4, "spike"), (1, 7, "spike"), (2, 5, "begin"), (2, 7, "spike"), (3, 8, "spike")]
+
+
 def test_alerts_are_bounded_like_notes_and_redone_ones_do_not_count(told: Told) -> None:
     told.say(*(alert(step, "a") for step in range(8)))
     told.next()
