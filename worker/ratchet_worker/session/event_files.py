@@ -22,7 +22,7 @@ class Writer(Protocol):
 class EventFiles:
     """The event files that a job writes to ``directory`` and below it, and a journal of their sizes at each save. A file's name
     ends with the job's id and the attempt's number; other files are left alone, and so are directories with a journal of their
-    own. ``writers``: those of this attempt. ``unknown``: number of files of attempts that the journal does not know.
+    own. ``writers``: those of this attempt.
 
     A ``purge_step`` would not do: it hides all events with this or a higher step, also those of a validation or of a logger that
     count steps in another way, and ``add_scalars`` writes files without it.
@@ -34,22 +34,28 @@ class EventFiles:
         self._name = re.compile(rf"events\.out\.tfevents\..*\.{re.escape(job_id)}-a(\d+)")
         self.suffix = f".{job_id}-a{attempt}"
         self.writers: list[Writer] = []
-        self.unknown = 0
+
+    def open(self) -> int:
+        """Record that this attempt writes, before it does. Return the number of files of attempts that the journal, which may
+        be lost, does not know: they are left alone. Raises ``OSError``."""
+        begun = {entry["attempt"] for entry in self._entries()}
+        self._add({"attempt": self._attempt, "step": 0, "begins": False, "sizes": {}})
+        return sum(attempt not in begun for _, attempt in self._files())
 
     def rewind(self, base: Base) -> None:
-        """Cut the files of earlier attempts to their sizes at ``base``; delete those that did not exist then. Files are left
-        alone if the journal, which may be lost, does not know their attempt, or if they are a user's copies of files that it
-        knows. Call it before this attempt writes. Raises ``OSError``."""
+        """Cut the files of earlier attempts to their sizes at ``base``; delete those that did not exist then. A user's copies of
+        files that the journal knows are left alone. Call it once it is certain that the attempt trains from ``base``. Raises
+        ``OSError``."""
         entries = self._entries()
         kept, sizes = _sizes_at(entries, base), {}
-        begun = {entry["attempt"] for entry in entries}
+        begun = {entry["attempt"] for entry in entries} - {self._attempt}
         known = {name for entry in entries for name in entry["sizes"]}
         originals = {PurePath(name).name for name in known}
         for path, attempt in [*self._files()]:
             name = str(path.relative_to(self._directory))
             if attempt not in begun:
-                self.unknown += 1
-            elif name in kept:
+                continue
+            if name in kept:
                 sizes[name] = min(kept[name], path.stat().st_size)  # a power loss may have cut it
                 os.truncate(path, sizes[name])
                 fsync_path(path)

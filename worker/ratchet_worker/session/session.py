@@ -398,8 +398,8 @@ class Session:
 
     def summary_writer(self, log_dir: str | PathLike[str] | None = None, **options: Any) -> SummaryWriter:
         """Return torch's ``SummaryWriter`` for TensorBoard, in which each step is once, although steps are repeated after a kill.
-        Every save first stores the values that the script has logged. Before an attempt writes, the values that were logged
-        after its checkpoint are removed.
+        Every save first stores the values that the script has logged. At an attempt's first step, the values that earlier
+        attempts have logged after its checkpoint are removed.
 
         ``log_dir``: a local directory with the same name in all attempts. None: in a job ``RATCHET_TENSORBOARD_DIR``, the
         directory ``tensorboard`` in the working directory; without a service ``tensorboard`` in the Session's directory.

@@ -37,7 +37,7 @@ class JobWriter(SummaryWriter):
                 f"log_dir: {log_dir} is not a local directory, and only local files can be rewound after a kill. Give a "
                 "directory in the job's working directory, or none"
             )
-        files = runtime.event_files.get(directory) or _rewind(runtime, directory)
+        files = runtime.event_files.get(directory) or _open(runtime, directory)
         options["filename_suffix"] = options.get("filename_suffix", "") + files.suffix
         super().__init__(str(directory), **options)
         files.writers.append(self)
@@ -60,18 +60,19 @@ class JobWriter(SummaryWriter):
             self.add_scalar(name, value, global_step)
 
 
-def _rewind(runtime: Runtime, directory: Path) -> EventFiles:
-    """Rewind the event files in ``directory`` to this attempt's checkpoint. From now on saves record their sizes."""
+def _open(runtime: Runtime, directory: Path) -> EventFiles:
+    """Let the runtime rewind the event files in ``directory`` before the first step, and record their sizes at each save."""
     launch = runtime.launch
     files = EventFiles(directory, launch.job_id, launch.attempt)
-    files.rewind(runtime.chosen.base)
-    if files.unknown:
+    if unknown := files.open():
         runtime.reporter.note(
             NoteType.EVENT_FILES_UNKNOWN,
-            f"{directory}: {pluralize(files.unknown, 'event file')} of earlier attempts cannot be rewound, since the file "
+            f"{directory}: {pluralize(unknown, 'event file')} of earlier attempts cannot be rewound, since the file "
             f"{files.journal.name} is missing or does not name their attempts: repeated steps are shown twice. Move this file "
             "together with the event files",
         )
+    if runtime.restored:
+        files.rewind(runtime.chosen.base)
     runtime.event_files[directory] = files
     return files
 

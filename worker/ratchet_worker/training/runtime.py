@@ -248,6 +248,8 @@ class Runtime:
         self.proof = replay_proof.begin_proof(self, resume.restore(self))
         self.trainer, self.restored = threading.current_thread(), True
         self.state.require_storable()
+        for files in self.event_files.values():  # only now: an attempt that was refused would not repeat what is cut
+            files.rewind(self.chosen.base)
         self._set_gates()
         self.counter.enter_stage(Stage.TRAINING)
         self.trial.begin(self._data_epoch)

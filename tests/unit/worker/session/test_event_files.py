@@ -13,11 +13,16 @@ class Attempts:
     """Attempts of one job that append bytes to their files in ``root``."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.number = root, 0
+        self.root, self.number, self.unknown = root, 0, 0
 
-    def begin(self, step: int = 0, attempt: int | None = None) -> EventFiles:
+    def open(self) -> EventFiles:
         self.number += 1
         files = EventFiles(self.root, "job-1", self.number)
+        self.unknown = files.open()
+        return files
+
+    def begin(self, step: int = 0, attempt: int | None = None) -> EventFiles:
+        files = self.open()
         files.rewind(Base(step=step, attempt=attempt))
         return files
 
@@ -57,6 +62,20 @@ def test_files_are_cut_to_the_checkpoint_that_an_attempt_begins_with(tmp_path: P
     assert job.text() == "a"
     job.begin()  # the checkpoints were deleted
     assert job.text() == ""
+
+
+def test_attempt_that_ends_before_it_trains_cuts_nothing(tmp_path: Path) -> None:
+    """Such as one from an older checkpoint that is refused: the next one may start from the newest."""
+    job = Attempts(tmp_path)
+    first = job.begin()
+    job.write(first, "a")
+    first.record(5)
+    second = job.open()
+    job.write(second, "lost")  # before the first step
+    third = job.open()
+    job.write(third, "b")
+    third.rewind(Base(step=5, attempt=1))
+    assert job.text() == "a b"
 
 
 def test_journal_with_a_line_that_was_cut_off_is_read_and_continued(tmp_path: Path) -> None:
@@ -109,13 +128,14 @@ def test_event_files_whose_journal_is_missing_are_kept_and_named(tmp_path: Path)
     job.write(first, "?")  # nobody knows what belongs to step 5
     (tmp_path / ".job-1.jsonl").unlink()
     second = job.begin(5, 1)
-    assert second.unknown == 1
+    assert job.unknown == 1
     job.write(second, "b")
     second.record(10)
     job.write(second, "lost")
-    third = job.begin(10, 2)
-    assert third.unknown == 1 and job.text() == "a? b"
-    assert job.begin(5, 1).unknown == 1 and job.text() == "a?"
+    job.begin(10, 2)
+    assert job.unknown == 1 and job.text() == "a? b"
+    job.begin(5, 1)
+    assert job.unknown == 1 and job.text() == "a?"
 
 
 def test_directory_in_another_one_is_cut_by_its_own_journal(tmp_path: Path) -> None:
