@@ -269,11 +269,12 @@ class _Mlflow(MLflowTracker):  # type: ignore[misc]
 
     @on_main_process  # type: ignore[untyped-decorator]
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log the numbers in ``values``, except at steps that the run has already. ``step``: None: the job's."""
+        """Log the numbers in ``values``, except at steps that the run has already. Without
+        ``step``, that is ``session.step``."""
         self._run = self._run or self._session.mlflow_run(self.active_run.info.run_id)
         numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
         # Not step 0, as MLflow would take: the run has it already, and after a resume all values would be skipped.
-        self._run.log_metrics(numbers, self._session._runtime.open_step if step is None else step)
+        self._run.log_metrics(numbers, self._session.step if step is None else step)
 
 
 def rank_session(make: Callable[[], Session] = Session) -> Session:
