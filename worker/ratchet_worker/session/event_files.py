@@ -7,10 +7,13 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import Any, Protocol
+from threading import Thread
+from typing import Any, Final, Protocol
 
 from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.checkpoint.resume_report import Base
+
+_THREADS: Final = 16
 
 
 class Writer(Protocol):
@@ -71,11 +74,9 @@ class EventFiles:
 
     def record(self, step: int) -> None:
         """Record the sizes of this attempt's files as those at ``step``, durably. Raises ``OSError``."""
-        sizes = {}
-        for path, attempt in self._files():
-            if attempt == self._attempt:
-                fsync_path(path)
-                sizes[str(path.relative_to(self._directory))] = path.stat().st_size
+        paths = [path for path, attempt in self._files() if attempt == self._attempt]
+        _sync(paths)
+        sizes = {str(path.relative_to(self._directory)): path.stat().st_size for path in paths}
         self._add({"attempt": self._attempt, "step": step, "begins": False, "sizes": sizes})
 
     def _files(self) -> Iterator[tuple[Path, int]]:
@@ -105,6 +106,28 @@ class EventFiles:
             journal.write(json.dumps(entry).encode() + b"\n")
             journal.flush()
             os.fsync(journal.fileno())
+
+
+def _sync(paths: list[Path]) -> None:
+    """Sync the files at once: one after the other takes milliseconds for each, and ``add_scalars`` makes many. Raises
+    ``OSError``."""
+    errors = list[OSError]()
+
+    def sync(some: list[Path]) -> None:
+        try:
+            for path in some:
+                fsync_path(path)
+        except OSError as error:
+            errors.append(error)
+
+    # A ThreadPoolExecutor takes no work once the main thread has ended, and another thread of the script may still train.
+    threads = [Thread(target=sync, args=(paths[first::_THREADS],)) for first in range(min(len(paths), _THREADS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _sizes_at(entries: list[dict[str, Any]], base: Base) -> dict[str, int]:

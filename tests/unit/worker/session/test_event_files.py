@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_worker.session import event_files
 from ratchet_worker.session.event_files import EventFiles
 
 
@@ -148,3 +153,18 @@ def test_directory_in_another_one_is_cut_by_its_own_journal(tmp_path: Path) -> N
     outer.begin(5, 1)
     inner.begin(5, 1)
     assert inner.text() == "a" and not [*tmp_path.glob("events*")]
+
+
+def test_events_that_do_not_reach_the_disk_are_an_error_of_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = Attempts(tmp_path)
+    first = job.begin()
+    job.write(first, "a")
+
+    def fail(path: Path) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(event_files, "fsync_path", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        first.record(5)
