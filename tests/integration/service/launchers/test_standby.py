@@ -259,6 +259,34 @@ def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signa
     wait_for(lambda: procfs.start_time(pid) is None and procfs.start_time(server) is None, "the parked one's end", 10)
 
 
+class _EndsBeforeGo:
+    """The launcher's end of the socket to a parked agent; it is closed after the agent has answered."""
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def send(self, _: bytes) -> None:
+        self._real.close()
+        raise BrokenPipeError("ended before go")
+
+
+def test_handover_that_ends_after_the_answer_starts_the_attempt_once(machine: Make) -> None:
+    one = machine()
+    first, second = one.plan(), one.plan(attempt=2)
+    one.start(first)
+    pid = one.wait_parked(first.ref)
+    one.end(first.ref)
+    (parked,) = one.launcher.standby._parked.values()
+    parked.socket = _EndsBeforeGo(parked.socket)  # type: ignore[assignment]
+    agent = one.start(second)
+    assert agent != pid and procfs.start_time(pid) is None and not one.was_parked(second.ref)
+    commands = [Path(f"/proc/{found}/cmdline").read_bytes() for found in one.launcher._pids(second.ref)]
+    assert sum(b"ratchet_worker.agent" in command for command in commands) == 1
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_dead_or_stopped_fork_server_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
     made = machine()
