@@ -389,9 +389,10 @@ class Session:
 
         Each rank that calls this adds an event of its own, so call it on rank 0 only, unless the alert is about a rank. A resume
         repeats steps, but not their alerts: an alert is left out if an earlier attempt has sent one of the same rank, step and
-        title. So put numbers that may vary into ``text``. A resume from a checkpoint that was named (``from_step``) counts as new,
-        and sends its alerts. After 1000 alerts and notes, further ones of an attempt are only counted. Without a service, the
-        alert is a line on stderr. Raises ``UserError`` for another level, an empty title, and values that are not ``str``."""
+        title. So put numbers that may vary into ``text``. A resume from a checkpoint that was named (``from_step``) counts as
+        new, and sends its alerts. After 1000 alerts and notes, further ones of an attempt are only counted. Without a service,
+        the alert is a line on stderr. Raises ``UserError`` for another level, an empty title, and values that are not
+        ``str``."""
         self._runtime.alert(title, text, level)
 
     # --- trackers of the script's own ----------------------------------------------------------------------------------
