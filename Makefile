@@ -136,7 +136,7 @@ faults: $(STAMP)
 trackers: $(STAMP)
 	@echo "==> killed jobs in real trackers: one run of each, each step once, with the values of an undisturbed job"
 	RATCHET_TEST_TRACKER_KILLS=$(or $(N),100) RATCHET_TEST_SEED=$(or $(SEED),1) \
-	  $(BIN)/python -m pytest -v -s tests/e2e/test_trackers.py
+	  $(BIN)/python -m pytest -v -s --timeout=3600 tests/e2e/test_trackers.py tests/integration/service/trackers/test_wandb_online.py
 
 # scripts that keep their own loggers: N jobs of each kind, killed at drawn steps, and the plain ways as their control; about half a
 # minute for each of the N on two cores

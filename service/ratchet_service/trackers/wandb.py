@@ -42,6 +42,8 @@ _SECONDS: Final = 60.0
 """For a process that writes a directory, and one more for each 30 kB of points: about ten times what it takes."""
 _UPLOAD_SECONDS: Final = 240.0
 """For a process that uploads. The next one continues after the rows that W&B has."""
+_COUNT_SECONDS: Final = 30.0
+"""Within which W&B must have stored what it has accepted."""
 _PAUSE: Final = 30.0
 """Seconds between two uploads of a run, except the last one."""
 _MAX_NOTES: Final = 8000
@@ -117,7 +119,7 @@ class WandbSink:
         with _temporary(folder) as tmp:
             sent = {"sent_rows": state.get("sent_rows", 0), "sent_bytes": state.get("sent_bytes", 0)}
             question = {**_question(folder, tmp, run, state, end), **sent, "online": True, "ended": end is not None}
-            question["is_new"] = "url" not in state
+            question |= {"is_new": "url" not in state, "count_seconds": _COUNT_SECONDS}
             answer = _ask_child(tmp, question, env, _UPLOAD_SECONDS, f"the run {run.name} was not uploaded")
         self._uploaded[run.name] = time.monotonic()
         if end is not None:

@@ -16,8 +16,6 @@ STEP: Final = "trainer/global_step"
 """The metric of an online run that is the training step."""
 _RESERVED: Final = ("", "_step", "_timestamp", "_runtime", "_wandb")
 """Names of W&B's own values; a script's values of these names get a longer name, and W&B drops an empty one."""
-_COUNT_SECONDS: Final = 30.0
-"""Within which W&B must have stored what it has accepted."""
 
 
 class _Refused(Exception):
@@ -90,7 +88,7 @@ def _upload(asked: dict[str, Any]) -> dict[str, Any]:
     run.summary.update(asked["summary"])
     url = run.url
     run.finish(exit_code=asked["exit_code"])
-    _check(api, path, rows)
+    _check(api, path, rows, asked["count_seconds"])
     return {"url": url, "rows": rows}
 
 
@@ -111,10 +109,10 @@ def _row_count(api: Any, path: str, is_new: bool) -> int:
     return int(run.history_line_count or 0)
 
 
-def _check(api: Any, path: str, rows: int) -> None:
-    """Wait until W&B has exactly ``rows`` rows. ``Run.finish`` returns without an error if W&B has refused some
-    (``logFatalAndStopWorking`` in core/internal/filestream/filestream.go)."""
-    until = time.monotonic() + _COUNT_SECONDS
+def _check(api: Any, path: str, rows: int, seconds: float) -> None:
+    """Wait, for at most ``seconds``, until W&B has exactly ``rows`` rows. ``Run.finish`` returns without an error if W&B has
+    refused some (``logFatalAndStopWorking`` in core/internal/filestream/filestream.go)."""
+    until = time.monotonic() + seconds
     api.flush()
     run = api.run(path)
     while run.history_line_count < rows and time.monotonic() < until:
