@@ -51,7 +51,7 @@ def test_tensorboard_of_a_killed_framework_job_shows_each_step_once(
         jobs.pop().close()
 
 
-@pytest.mark.skipif(ROUNDS == 1, reason="the control, in make trackers")
+@pytest.mark.skipif(ROUNDS == 1, reason="the control: make own-logging runs it")
 @pytest.mark.timeout(120 + 60 * ROUNDS)
 @pytest.mark.parametrize(
     "framework", [pytest.param(name, marks=skip_if_missing(FRAMEWORKS[name])) for name in FRAMEWORKS]
