@@ -16,6 +16,7 @@ from ratchet_contract.paths import AttemptPaths
 from ratchet_contract.processes import procfs
 from ratchet_service.launchers.local.standby import MODULE
 from tests.integration.service.launchers.test_standby import DUMP, same_start
+from tests.support.full_matrix import full
 from tests.support.run_as import AS_ROOT, UID, command_prefix, open_directory
 from tests.support.server import Server, rank_pid, wait_for
 
@@ -41,6 +42,7 @@ def parked_agent(server: Server) -> int:
 
 
 @AS_ROOT
+@full
 @pytest.mark.slow
 def test_restart_under_run_as_in_a_parked_agent_which_ends_with_a_killed_service() -> None:
     with open_directory() as place:

@@ -28,6 +28,7 @@ from ratchet_service.launchers.base import AttemptRef, LaunchPlan
 from ratchet_service.launchers.launch_file import build_launch_file
 from ratchet_service.launchers.local import standby
 from ratchet_service.launchers.local.launcher import LocalLauncher
+from tests.support.full_matrix import full
 from tests.support.server import processes_below, wait_for
 
 DIGEST = "0" * 64
@@ -245,7 +246,7 @@ def test_secrets_are_parked_for_their_job_alone(machine: Make) -> None:
     assert {one["environ"]["KEY"] for one in made.dumps(second.ref)} == {"value-of-the-secret"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=full)])
 def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
     made = machine()
     first, second = made.plan(), made.plan(attempt=2)
@@ -287,7 +288,7 @@ def test_handover_that_ends_after_the_answer_starts_the_attempt_once(machine: Ma
     assert sum(b"ratchet_worker.agent" in command for command in commands) == 1
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=full)])
 def test_dead_or_stopped_fork_server_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
     made = machine()
     first, second = made.plan(), made.plan(attempt=2)
@@ -352,6 +353,7 @@ def test_too_large_one_is_ended_and_the_log_names_the_option(machine: Make, capl
     assert not made.launcher.standby._parked, "it would be too large again"
 
 
+@full
 def test_restarts_leave_no_process_descriptor_or_file(machine: Make) -> None:
     made = machine()
     counts, names = [], []

@@ -136,6 +136,7 @@ def drawn_batches(draw: random.Random) -> list[Batch]:
     return [*out, Batch([], [], END)]
 
 
+@pytest.mark.skipif("RATCHET_TEST_TRACKER_KILLS" not in os.environ, reason="make trackers runs it")
 def test_each_row_is_once_over_drawn_kills_and_lost_answers(tmp_path: Path, fake: FakeWandb) -> None:
     """Kills of the service, of its child and of W&B's own process at random moments; errors and lost answers of the server."""
     draw = random.Random(7)
