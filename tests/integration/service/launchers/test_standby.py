@@ -246,14 +246,21 @@ def test_secrets_are_parked_for_their_job_alone(machine: Make) -> None:
     assert {one["environ"]["KEY"] for one in made.dumps(second.ref)} == {"value-of-the-secret"}
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=full)])
-def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
+def parked_for_second_attempt(machine: Make) -> tuple[Machine, LaunchPlan, int, int]:
+    """Start an attempt, and wait until an agent is parked. Return the machine, the plan of the second attempt, and the pids of
+    the parked agent and of its fork server."""
     made = machine()
     first, second = made.plan(), made.plan(attempt=2)
     made.start(first)
     pid = made.wait_parked(first.ref)
     server = next(iter(made.launcher.standby._parked.values())).server
     assert server is not None
+    return made, second, pid, server
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=full)])
+def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
+    made, second, pid, server = parked_for_second_attempt(machine)
     os.kill(pid, how)
     assert made.start(second) != pid
     assert not made.was_parked(second.ref)
@@ -290,12 +297,7 @@ def test_handover_that_ends_after_the_answer_starts_the_attempt_once(machine: Ma
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=full)])
 def test_dead_or_stopped_fork_server_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
-    made = machine()
-    first, second = made.plan(), made.plan(attempt=2)
-    made.start(first)
-    pid = made.wait_parked(first.ref)
-    server = next(iter(made.launcher.standby._parked.values())).server
-    assert server is not None
+    made, second, pid, server = parked_for_second_attempt(machine)
     os.kill(server, how)
     assert made.start(second) == pid
     log = second.ref.paths.node(0).agent_log.read_text()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import random
 import signal
 import subprocess
@@ -32,6 +31,7 @@ from tests.support.server import processes_below, wait_for
 pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[4]
 STEP = "trainer/global_step"
+SEED = 7
 KILLS = min(int(os.environ.get("RATCHET_TEST_TRACKER_KILLS", "3")), 30)
 
 
@@ -99,15 +99,16 @@ def test_a_run_over_many_batches_is_one_run_whose_charts_use_the_training_step(t
 
 
 SERVICE = """
-import json, pickle, sys
+import json, random, sys
 from pathlib import Path
 from ratchet_service.trackers import wandb
 from ratchet_service.trackers.sink import TrackerError
 from tests.integration.service.trackers.test_wandb import RUN
+from tests.integration.service.trackers.test_wandb_online import SEED, drawn_batches
 
 wandb._PAUSE = 0.0
 home = Path(sys.argv[1])
-batches = pickle.loads((home / "batches").read_bytes())
+batches = drawn_batches(random.Random(SEED))
 sink, record = wandb.WandbSink(home / "runs", "online"), home / "record"
 number, state = json.loads(record.read_text()) if record.exists() else (0, {})
 while number < len(batches):
@@ -139,9 +140,8 @@ def drawn_batches(draw: random.Random) -> list[Batch]:
 @pytest.mark.skipif("RATCHET_TEST_TRACKER_KILLS" not in os.environ, reason="make trackers runs it")
 def test_each_row_is_once_over_drawn_kills_and_lost_answers(tmp_path: Path, fake: FakeWandb) -> None:
     """Kills of the service, of its child and of W&B's own process at random moments; errors and lost answers of the server."""
-    draw = random.Random(7)
-    batches = drawn_batches(draw)
-    (tmp_path / "batches").write_bytes(pickle.dumps(batches))
+    draw = random.Random(SEED)
+    batches = drawn_batches(draw)  # the service draws the same
 
     def before(_path: str) -> None:
         if draw.random() < 0.15:
