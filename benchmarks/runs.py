@@ -70,7 +70,7 @@ def run_torchrun(place: Path) -> Run:
 
 def run_ratchet(service: Service, script: str, place: Path, *, parked: int = 0, **where: Any) -> Run:
     """The job of ``script``, or of a task ``module:Class``, under a policy as users get it without saying anything. ``parked``:
-    the restart, and the end of the job, wait for so many parked agents. ``where``: keys of the spec that differ."""
+    the restart, and the end of the job, wait for this number of parked agents. ``where``: keys of the spec that differ."""
     # not a variable, which would differ in each run: no parked agent would fit
     stamps = str(place / "stamps")
     task = (

@@ -17,5 +17,5 @@ def stamp(event: str) -> None:
     os.close(fd)
 
 
-if "BENCH_STAMPS" in os.environ or len(sys.argv) > 1:  # a task is told the file later
+if "BENCH_STAMPS" in os.environ or len(sys.argv) > 1:  # a task gets the file's name later
     stamp("script")

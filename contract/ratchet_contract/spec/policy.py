@@ -117,7 +117,7 @@ class PolicySpec(SpecModel):
         "auto",
         description="auto: on Kubernetes and Slurm, an attempt does not start on a node that has caused two ends of this "
         "job's attempts in the last 24 hours, by faults that may be the hardware's. At most three nodes are excluded, and "
-        "never so many that fewer known machines remain than the job needs. The launcher local has one machine and "
+        "as many known machines as the job needs always remain. The launcher local has one machine and "
         "excludes nothing. off: no node is excluded.",
     )
 

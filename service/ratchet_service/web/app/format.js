@@ -91,7 +91,7 @@ export function localDay(time) {
   return [at.getFullYear(), at.getMonth() + 1, at.getDate()].map((part) => String(part).padStart(2, "0")).join("-");
 }
 
-/** The day so many days before a time. @param {number} time - milliseconds @param {number} days */
+/** The day ``days`` days before a time. @param {number} time - milliseconds @param {number} days */
 export const dateBefore = (time, days) => localDay(time - days * 864e5);
 
 /** When a day begins here, in UTC; what is no day stays, for the service to refuse. @param {string} day */
