@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Final, NamedTuple
 
 import sqlalchemy as sa
@@ -23,7 +24,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import NotFound
 from ratchet_contract.phases import EventType
-from ratchet_service.db import leases
+from ratchet_service.db import leases, rounds
 from ratchet_service.db.engine import Database, first_line
 from ratchet_service.db.leases import NO_LEASE, LeaseLost
 from ratchet_service.db.models import Job, Tracker, TrackerRun
@@ -35,9 +36,7 @@ from ratchet_service.trackers.sink import Batch, Run, Sink, State, TrackerError
 
 log = logging.getLogger(__name__)
 
-_INTERVAL: Final = 1.0
 _ROUND_SECONDS: Final = 10.0
-_ERROR_PAUSE: Final = 10.0
 _STOP_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 300.0
 """Renewed before each call of a sink, and during a long one."""
@@ -96,28 +95,13 @@ class Exporter:
 
     def _run(self, sink: Sink) -> None:
         """Export to one tracker until the end of ``running``, and once more. Errors are logged."""
-        pause = _INTERVAL
-        while not self._stopping.wait(pause):
-            pause = _INTERVAL if self._log_errors(sink) else _ERROR_PAUSE
-        self._log_errors(sink)
+        work = partial(self.run_round, sink)
+        rounds.run_rounds(sink.name, work, self._stopping)
+        rounds.log_errors(sink.name, work)
         try:
             self._release(sink.name)
         except SQLAlchemyError as error:
             log.warning("%s: its lease ends in %.0f s: %s", sink.name, _LEASE_SECONDS, first_line(error))
-
-    def _log_errors(self, sink: Sink) -> bool:
-        """Run a round, and return True without an error."""
-        try:
-            self.run_round(sink)
-        except LeaseLost:
-            self._tokens.pop(sink.name, None)
-        except SQLAlchemyError as error:
-            log.warning("%s: trying again: %s", sink.name, first_line(error))
-            return False
-        except Exception:
-            log.exception("%s: trying again", sink.name)
-            return False
-        return True
 
     def run_round(self, sink: Sink) -> None:
         """Send to one tracker what is to be sent now: a batch of each run by turns, so that one which had to wait for days delays
@@ -172,6 +156,7 @@ class Exporter:
         mine = (Tracker.name == key.sink) & (Tracker.lease_token == self._tokens.get(key.sink))
         row = session.scalar(sa.select(Tracker).where(mine).with_for_update())
         if row is None:
+            self._tokens.pop(key.sink, None)
             raise LeaseLost(f"{key.sink}: another process exports to it")
         row.lease_expires_at = leases.database_now(session) + timedelta(seconds=_LEASE_SECONDS)
         try:

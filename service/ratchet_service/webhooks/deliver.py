@@ -16,7 +16,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from functools import partial
@@ -30,7 +30,7 @@ from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import NotFound
 from ratchet_contract.phases import EventType
-from ratchet_service.db import leases
+from ratchet_service.db import leases, rounds
 from ratchet_service.db.engine import Database, first_line
 from ratchet_service.db.leases import NO_LEASE, LeaseLost
 from ratchet_service.db.models import Event, Job, JobLabel, Webhook, WebhookDelivery
@@ -47,8 +47,6 @@ MAX_TRIES: Final = 20
 ``pause_after`` that is after about three days."""
 _MAX_PAUSE: Final = 6 * 3600.0
 _GONE: Final = 410
-_INTERVAL: Final = 1.0
-_ERROR_PAUSE: Final = 10.0
 _STOP_SECONDS: Final = 3.0
 _LEASE_SECONDS: Final = 60.0
 _BATCH: Final = 200
@@ -85,7 +83,8 @@ class Deliverer:
         self._settled = SettledEvents(database)
         self._owner = leases.new_owner()
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
+        work = partial(rounds.run_rounds, "webhooks", self.run_round, self._stopping)
+        self._thread = threading.Thread(target=work, name="webhooks", daemon=True)
         self._at_work: dict[str, threading.Thread] = {}  # by the webhook's id
 
     @contextmanager
@@ -101,12 +100,6 @@ class Deliverer:
             self._thread.join(_STOP_SECONDS)
             for thread in list(self._at_work.values()):
                 thread.join(max(0.0, until - time.monotonic()))
-
-    def _run(self) -> None:
-        """Run rounds until the end of ``running``. Errors are logged."""
-        pause = _INTERVAL
-        while not self._stopping.wait(pause):
-            pause = _INTERVAL if self._log_errors("webhooks", self.run_round) else _ERROR_PAUSE
 
     def run_round(self) -> None:
         """Start a thread for each webhook with an event to send now. Advance the cursors of the others, so that a later change of
@@ -143,24 +136,10 @@ class Deliverer:
                 return None
         return self._settled.newest()
 
-    def _log_errors(self, name: str, work: Callable[[], None]) -> bool:
-        """Run ``work``. Errors are logged under ``name``, and the next round tries again. Return True without an error."""
-        try:
-            work()
-        except LeaseLost:
-            return True  # changed, deleted, or taken over
-        except SQLAlchemyError as error:
-            log.warning("%s: trying again: %s", name, first_line(error))
-            return False
-        except Exception:
-            log.exception("%s: trying again", name)
-            return False
-        return True
-
     def _deliver_or_pause(self, webhook_id: str, settled: int) -> None:
         """Deliver to one webhook. After an error the thread pauses, so that no round begins this webhook again meanwhile."""
-        if not self._log_errors(webhook_id, partial(self.deliver, webhook_id, settled)):
-            self._stopping.wait(_ERROR_PAUSE)
+        if not rounds.log_errors(webhook_id, partial(self.deliver, webhook_id, settled)):
+            self._stopping.wait(rounds.ERROR_PAUSE)
 
     def deliver(self, webhook_id: str, settled: int) -> None:
         """Deliver to one webhook until nothing is to be sent now, or ``running`` ends. Do nothing if another process has

@@ -20,6 +20,7 @@ from standardwebhooks import WebhookVerificationError
 from ratchet_contract.api.webhooks import NOT_EXACT, WebhookChange, WebhookRequest
 from ratchet_contract.phases import Event as Transition
 from ratchet_contract.phases import EventType
+from ratchet_service.db import rounds
 from ratchet_service.db.engine import Database, utc_now
 from ratchet_service.db.leases import LeaseLost, lease_values
 from ratchet_service.db.models import Event, Job, JobLabel, Webhook, WebhookDelivery
@@ -628,7 +629,7 @@ def failing_at_insert(database: Database) -> Iterator[None]:
 def test_webhook_with_an_error_pauses_before_it_is_tried_again(
     database: Database, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deliver_module, "_ERROR_PAUSE", 3600.0)
+    monkeypatch.setattr(rounds, "ERROR_PAUSE", 3600.0)
     job_id = job_row(database, "a")
     with receiving() as receiver, failing_at_insert(database):
         webhook_id, _ = create(database, receiver)
