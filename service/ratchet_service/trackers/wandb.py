@@ -82,8 +82,8 @@ class WandbSink:
             raise TrackerError(f"W&B: {error}: check the space and the permissions of {self._directory}") from None
         state = {**state, "bytes": size, "notes": notes, "left_out": left_out}
         if self._mode == "offline":
-            if batch.end is not None:
-                self.write_offline_run(run, state, batch.end)
+            made = path.parent if batch.end is None else self.write_offline_run(run, state, batch.end)
+            state = {**state, "path": str(made)}
         elif batch.end is not None or (batch.last and self._is_due(run)):
             state = self._upload(run, state, batch.end)
         return state

@@ -42,11 +42,13 @@ def test_a_run_over_many_batches_and_services_is_one_directory_with_each_step_on
     with (tmp_path / RUN.name / "points.jsonl").open("ab") as file:
         file.write(b'{"step": 2500, "val')  # of a service that was killed while it wrote
     assert offline_runs(tmp_path) == []
-    WandbSink(tmp_path).export(RUN, state, Batch([], [], END))
+    assert state["path"] == str(tmp_path / RUN.name)
+    state = WandbSink(tmp_path).export(RUN, state, Batch([], [], END))
     lines = [json.loads(line) for line in (tmp_path / RUN.name / "points.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "step" in line] == list(range(2500))
     (made,) = offline_runs(tmp_path)
     assert made == tmp_path / RUN.name / "offline-run-20300101_120000-job-abcdefghijkl"
+    assert state["path"] == str(made), "`ratchet trackers` shows what to give to wandb sync"
     assert not any(path.is_symlink() for path in made.rglob("*"))  # it can be copied
     found = read(made)
     assert [(step, row["loss"]) for step, row in found.rows] == [(one.step, one.value) for one in points(range(2500))]
