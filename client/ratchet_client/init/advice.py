@@ -66,8 +66,8 @@ def notes(command: Command, facts: Facts, place: Place, python: Path | None) -> 
     ``_surroundings``."""
     way = run_mode(facts, place)
     return [
-        *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way), *_trackers(facts),
-        *_start(facts, way), *_paths(command, facts, place), *_arguments(command, facts, way),
+        *_way(facts, place, way), *_frameworks(command, facts, way), *_hooks(facts, way), *_saves(facts, way),
+        *tracker_notes(facts), *_start(facts, way), *_paths(command, facts, place), *_arguments(command, facts, way),
         *_surroundings(facts, place, python),
     ]  # fmt: skip
 
@@ -185,7 +185,7 @@ def _saves(facts: Facts, way: Way) -> Iterator[Note]:
         )
 
 
-def _trackers(facts: Facts) -> Iterator[Note]:
+def tracker_notes(facts: Facts) -> Iterator[Note]:
     """Yield a note for each call of a tracker that would log repeated steps twice, or begin another run at a restart."""
     for place in facts.trackers:
         yield Note("tracker", f"{place.text.partition('(')[0]} in {place}: {place.value} ({_LOGGING})", serious=True)

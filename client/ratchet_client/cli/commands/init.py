@@ -115,7 +115,7 @@ def _patch(words: list[str]) -> None:
     standard error. Raise ``typer.Exit`` if the script needs changes that the diff does not make, or if no place for a change is
     found. Raise ``Refused`` if the script is not below the current directory or not valid Python."""
     from ratchet_client.init import project
-    from ratchet_client.init.advice import training_place
+    from ratchet_client.init.advice import tracker_notes, training_place
     from ratchet_client.init.command_line import parse_command
     from ratchet_client.init.patch.diff import patch_of, remaining_remarks
     from ratchet_client.init.read_script import read_script
@@ -126,11 +126,15 @@ def _patch(words: list[str]) -> None:
     name = os.path.relpath(place.script)
     if name.startswith(".."):
         raise Refused(f"patch takes no path from above: cd {shlex.quote(str(place.code))} first")
+    facts = read_script(place.script, place.code)
+    loggers = [note.text for note in tracker_notes(facts)]
     if not is_unmanaged(place.script.read_bytes()):
         remarks = remaining_remarks(place.script)
-        output.note(f"{name} already uses Ratchet{'' if remarks else ': no change is needed'}")
+        output.note(f"{name} already uses Ratchet{'' if remarks or loggers else ': no change is needed'}")
         for remark in remarks:
             output.note(f"{name}, line {remark.line}: {remark.text}")
+        for text in loggers:
+            output.note(text)
         if any(remark.needed for remark in remarks):
             output.note("these places are left to you (docs/adoption.md)")
             raise typer.Exit(Exit.REFUSED)
@@ -141,6 +145,8 @@ def _patch(words: list[str]) -> None:
         then = made.moved.get(remark.line, remark.line)
         moved = f" (line {then} of the changed file)" if then != remark.line else ""
         output.note(f"{name}, line {remark.line}: {remark.text}{moved}")
+    for text in loggers:
+        output.note(text)
     if made.is_complete:
         command = shlex.join(words) if made.starts_ranks else _with_ranks(words)
         spec = shlex.quote(f"{place.script.stem}.yaml")
@@ -149,7 +155,7 @@ def _patch(words: list[str]) -> None:
     elif made.remarks:
         output.note("these places are left to you (docs/adoption.md)")
     else:
-        there = training_place(read_script(place.script, place.code))
+        there = training_place(facts)
         where = f"; {there} has it: ratchet init --patch {os.path.relpath(place.code / there.file)}" if there else ""
         output.note(f"{name}: found no Trainer of Lightning or transformers, Accelerator or DistributedDataParallel{where} "
                     "(docs/adoption.md has the change for other scripts)")  # fmt: skip

@@ -1029,3 +1029,13 @@ def test_patch_names_imported_module_that_contains_training_loop() -> None:
     Path("train.py").write_text("import fit\n")
     done = CliRunner().invoke(app, ["init", "--patch", "train.py"])
     assert done.exit_code == 5 and "ratchet init --patch fit.py" in done.stderr, done.stderr
+
+
+def test_patch_names_calls_of_loggers_that_would_write_repeated_steps_twice() -> None:
+    text = "from torch.utils.tensorboard import SummaryWriter\n" + LOOP + "w = SummaryWriter('runs/a')\n"
+    line = text.count("\n")
+    printed = Printed(text)
+    assert f"SummaryWriter in train.py, line {line}: TensorBoard would show repeated steps twice" in printed.said
+    assert printed.code == 0, "the weights do not depend on it"
+    again = Printed(printed.applied())
+    assert "already uses Ratchet\n" in again.said and "session.summary_writer()" in again.said and again.code == 0
