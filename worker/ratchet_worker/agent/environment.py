@@ -190,11 +190,12 @@ def _build(
     where = f"The whole output is in {paths.environment_log}. Its end:\n{last}"
     if code is None:
         raise _retry(f"environment: the requirements were not installed within {BUILD_SECONDS:g} s. {where}")
+    cure = "correct them in a new job, by `ratchet submit`, or by `ratchet fork` to continue from a checkpoint"
     if code == INCOMPLETE:
-        raise UserError(f"environment: with these requirements the interpreter cannot run Ratchet. {where}")
+        raise UserError(f"environment: with these requirements the interpreter cannot run Ratchet: {cure}. {where}")
     if code < 0 or code > 128 or _TRANSIENT.search(written):
         raise _retry(f"environment: the requirements could not be installed now. {where}")
-    raise UserError(f"environment: the requirements cannot be installed (exit code {code} of pip). {where}")
+    raise UserError(f"environment: the requirements cannot be installed (exit code {code} of pip): {cure}. {where}")
 
 
 def _retry(text: str) -> NotStarted:
