@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ log = logging.getLogger(__name__)
 MODULE: Final = "ratchet_worker.agent.parked"
 _DELAY_SECONDS: Final = 3.0
 """Seconds after the start of an attempt until one is parked for the next: its own start does not share the cores with that."""
+_IMPORTS: Final = len(os.sched_getaffinity(0))
+"""The most parked agents of a kind that make their imports at once: with more than cores, the first would be ready later."""
 _ANSWER_SECONDS: Final = 1.0
 ROOM: Final = 1 << 12
 """Bytes for an attempt's paths in what /proc shows of the process."""
@@ -87,7 +90,7 @@ Spawn = Callable[[Mapping[str, str], socket.socket, int], int]
 returns the pid. Raises ``OSError``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Parked:
     """A parked agent. ``used_at``: when an attempt of its kind last ran (monotonic). ``output``: file of what it
     prints. ``server``: pid of its fork server."""
@@ -111,50 +114,69 @@ class Standby:
 
     def __init__(self, bounds: StandbyBounds) -> None:
         self._bounds = bounds
-        self._parked: dict[Kind, _Parked] = {}
+        self._parked: list[_Parked] = []
         self._refused: dict[Kind, float] = {}  # until when none is parked (monotonic), since one has ended by itself
         self._ended: set[int] = set()  # pids that were killed, and are not reaped yet
         self._running: dict[str, tuple[Kind, float, Spawn]] = {}  # attempt's name -> its start (monotonic)
+        self._active = Counter[Kind]()  # running attempts of each kind
         self._nice = os.getpriority(os.PRIO_PROCESS, 0) if bounds.processes and _may_raise_priority() else None
 
     @property
     def ready(self) -> int:
         """The number of parked agents that have made all imports. Any thread may ask."""
-        return sum(parked.ready for parked in list(self._parked.values()))
+        return sum(parked.ready for parked in list(self._parked))
 
     def started(self, name: str, kind: Kind, spawn: Spawn) -> None:
-        """Record that the attempt ``name`` was started: one is parked for the next attempt of its kind after a while."""
+        """Record that the attempt ``name`` was started: after a while, an agent is parked for the next attempt of its kind."""
+        self._forget(name)
         self._running[name] = kind, time.monotonic(), spawn
+        self._active[kind] += 1
+
+    def _forget(self, name: str) -> None:
+        """Record that the attempt ``name``, if it was recorded, does not run any more."""
+        if (running := self._running.pop(name, None)) is not None:
+            self._active.subtract([running[0]])
+            self._active += Counter()  # drops kinds without attempts
 
     def tidy(self, name: str | None = None, *, alive: bool = False) -> None:
-        """End what exceeds the bounds. ``name``: an attempt that was polled, ``alive`` or not; if none is parked for its kind,
-        park one."""
+        """End what exceeds the bounds. ``name``: an attempt that was polled, ``alive`` or not; if fewer agents of its kind are
+        parked than attempts run, park one."""
         now = time.monotonic()
         self._reap()
         self._refused = {kind: until for kind, until in self._refused.items() if until > now}
-        for parked in list(self._parked.values()):
+        for parked in list(self._parked):
             self._read(parked)
-            if now - parked.used_at > self._bounds.seconds:
+            if parked in self._parked and now - parked.used_at > self._bounds.seconds:
                 self._end(parked)
         running = self._running.get(name or "")
         if running is None:
             return
         kind, started_at, spawn = running
-        if kind in self._parked:
-            self._parked[kind].used_at = now
+        mine = self._of(kind)
+        for parked in mine:
+            parked.used_at = now
         if not alive:
-            del self._running[name or ""]
-        elif kind not in self._parked and now - started_at > _DELAY_SECONDS and kind not in self._refused:
+            self._forget(name or "")
+            return
+        importing = sum(not parked.ready for parked in mine)
+        wanted = len(mine) < self._active[kind] and importing < _IMPORTS
+        if wanted and now - started_at > _DELAY_SECONDS and kind not in self._refused:
             self._park(kind, spawn, now)
 
+    def _of(self, kind: Kind) -> list[_Parked]:
+        """Return the parked agents of this kind."""
+        return [parked for parked in self._parked if parked.kind == kind]
+
     def _park(self, kind: Kind, spawn: Spawn, now: float) -> None:
-        """Park an agent, in the place of the one whose last attempt has ended first if there are too many."""
-        active = {running for running, _, _ in self._running.values()}
+        """Park an agent. If there are too many, end one that no running attempt needs, or, for a kind without any, one of a kind
+        with several: the least recently used. If there is no such agent, park none."""
         if len(self._parked) >= self._bounds.processes:
-            idle = [parked for parked in self._parked.values() if parked.kind not in active]
-            if not idle:
+            surplus = [parked for parked in self._parked if parked.kind not in self._active]
+            if not surplus and not self._of(kind):
+                surplus = [parked for parked in self._parked if len(self._of(parked.kind)) > 1]
+            if not surplus:
                 return
-            self._end(min(idle, key=lambda parked: parked.used_at))
+            self._end(min(surplus, key=lambda parked: parked.used_at))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("parked", os.MFD_CLOEXEC)
         try:
@@ -171,7 +193,7 @@ class Standby:
         if self._nice is not None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, pid, _NICE)
-        self._parked[kind] = _Parked(kind, pid, ours, output, now)
+        self._parked.append(_Parked(kind, pid, ours, output, now))
 
     def _read(self, parked: _Parked) -> None:
         """Read what the parked agent has sent. One that has ended, or uses too much memory, is ended and not replaced soon."""
@@ -195,7 +217,7 @@ class Standby:
                 return
 
     def _refuse(self, parked: _Parked, why: str) -> None:
-        """End the parked agent, and park none of its kind for a while."""
+        """End the parked agent, and park no other of its kind for a while."""
         log.warning("an agent was parked in vain, the next start is cold: %s", why)
         self._refused[parked.kind] = time.monotonic() + self._bounds.seconds
         self._end(parked)
@@ -215,8 +237,7 @@ class Standby:
 
     def _end(self, parked: _Parked) -> None:
         """Kill the parked agent, with which its fork server dies."""
-        if self._parked.get(parked.kind) is parked:
-            del self._parked[parked.kind]
+        self._parked.remove(parked)
         parked.close()
         procfs.kill(parked.pid)
         self._ended.add(parked.pid)
@@ -231,13 +252,12 @@ class Standby:
             self._ended.discard(pid)
 
     def take(self, kind: Kind | None, launch_file: Path, attempt_dir: str, log_fd: int) -> int | None:
-        """Make the parked agent of this kind the agent of an attempt, and return its pid. None: there is none, or it did not
-        answer in time, and was killed. ``log_fd``: the agent's log."""
-        parked = self._parked.get(kind) if kind is not None else None
+        """Make a parked agent of this kind, one that has made all imports if possible, the agent of an attempt, and return its
+        pid. None: there is none, or it did not answer in time, and was killed. ``log_fd``: the agent's log."""
+        for parked in [] if kind is None else self._of(kind):
+            self._read(parked)
+        parked = max([] if kind is None else self._of(kind), key=lambda parked: parked.ready, default=None)
         if parked is None:
-            return None
-        self._read(parked)
-        if self._parked.get(parked.kind) is not parked:
             return None
         if parked.server is None:
             log.info("a parked agent is not used: it has not made its own imports yet")
@@ -257,7 +277,7 @@ class Standby:
             log.warning("a parked agent is not used: %s", error)
             self._end(parked)
             return None
-        del self._parked[parked.kind]
+        self._parked.remove(parked)
         parked.close()
         return parked.pid
 

@@ -97,7 +97,7 @@ class Machine:
     def wait_parked(self, ref: AttemptRef) -> int:
         """Until an agent is parked for the running attempt; its pid."""
         wait_for(lambda: self.poll(ref) and self.launcher.standby.ready, "a parked agent", 90)
-        return next(parked.pid for parked in self.launcher.standby._parked.values() if parked.ready)
+        return next(parked.pid for parked in self.launcher.standby._parked if parked.ready)
 
     def end(self, ref: AttemptRef) -> None:
         wait_for(lambda: not self.launcher.kill(ref) and not self.poll(ref).alive, "the attempt's end", 30)
@@ -125,7 +125,7 @@ def machine(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for each in made:
-        for parked in list(each.launcher.standby._parked.values()):
+        for parked in list(each.launcher.standby._parked):
             each.launcher.standby._end(parked)
     for pid in processes_below(tmp_path):
         procfs.kill(pid)
@@ -253,7 +253,7 @@ def parked_for_second_attempt(machine: Make) -> tuple[Machine, LaunchPlan, int, 
     first, second = made.plan(), made.plan(attempt=2)
     made.start(first)
     pid = made.wait_parked(first.ref)
-    server = next(iter(made.launcher.standby._parked.values())).server
+    server = made.launcher.standby._parked[0].server
     assert server is not None
     return made, second, pid, server
 
@@ -287,7 +287,7 @@ def test_handover_that_ends_after_the_answer_starts_the_attempt_once(machine: Ma
     one.start(first)
     pid = one.wait_parked(first.ref)
     one.end(first.ref)
-    (parked,) = one.launcher.standby._parked.values()
+    (parked,) = one.launcher.standby._parked
     parked.socket = _EndsBeforeGo(parked.socket)  # type: ignore[assignment]
     agent = one.start(second)
     assert agent != pid and procfs.start_time(pid) is None and not one.was_parked(second.ref)
@@ -326,10 +326,34 @@ def test_number_is_bounded_and_running_jobs_come_first(machine: Make) -> None:
     made.start(other)
     for _ in range(5):
         made.poll(other.ref)
-    assert [parked.pid for parked in made.launcher.standby._parked.values()] == [pid], "the first job still runs"
+    assert [parked.pid for parked in made.launcher.standby._parked] == [pid], "the first job still runs"
     made.end(first.ref)
     assert made.wait_parked(other.ref) != pid, "the place of one that no running job needs is taken"
     wait_for(lambda: procfs.start_time(pid) is None, "the end of the first", 10)
+
+
+def test_as_many_are_parked_as_attempts_of_the_kind_run(machine: Make) -> None:
+    made = machine("processes=3")
+    plans = [made.plan(f"job-00000000000{name}") for name in "abcd"]
+    for plan in plans[:2]:
+        made.start(plan)
+
+    def parked(number: int) -> set[int]:
+        def ready() -> bool:
+            return all(made.poll(ref).alive for ref in made.refs) and made.launcher.standby.ready == number
+
+        wait_for(ready, f"{number} parked agents", 120)
+        return {parked.pid for parked in made.launcher.standby._parked}
+
+    pids = parked(2)
+    assert {made.start(plan) for plan in plans[2:]} == pids
+    assert all(made.was_parked(plan.ref) for plan in plans[2:])
+    others = parked(3)  # four attempts run, at most three are parked
+    assert not others & pids
+    other = made.plan("job-00000000000e", seed=9)
+    made.start(other)
+    wait_for(lambda: made.poll(other.ref) and made.launcher.standby.ready == 3, "one of the other kind", 90)
+    assert len(others & parked(3)) == 2, "a kind without any takes the place of one of three"
 
 
 def test_age_after_the_last_attempt_is_bounded(machine: Make) -> None:
