@@ -254,9 +254,11 @@ class Standby:
     def take(self, kind: Kind | None, launch_file: Path, attempt_dir: str, log_fd: int) -> int | None:
         """Make a parked agent of this kind, one that has made all imports if possible, the agent of an attempt, and return its
         pid. None: there is none, or it did not answer in time, and was killed. ``log_fd``: the agent's log."""
-        for parked in [] if kind is None else self._of(kind):
-            self._read(parked)
-        parked = max([] if kind is None else self._of(kind), key=lambda parked: parked.ready, default=None)
+        if kind is None:
+            return None
+        for one in self._of(kind):
+            self._read(one)
+        parked = max(self._of(kind), key=lambda one: one.ready, default=None)
         if parked is None:
             return None
         if parked.server is None:
