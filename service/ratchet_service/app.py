@@ -12,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.routing import BaseRoute
 
 from ratchet_contract.version import RATCHET_VERSION
+from ratchet_service.agent_reports.control_watch import ControlWatch
 from ratchet_service.api import middleware, openapi
 from ratchet_service.api.authentication import Gate
 from ratchet_service.api.code_upload import Uploads
@@ -73,7 +74,7 @@ def create_app(
     own = Database(settings.url) if database is None else None
     shared = database or own
     assert shared is not None
-    shared_instruments = instruments or Instruments()
+    shared_instruments, shared_health = instruments or Instruments(), health or Health()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -113,7 +114,8 @@ def create_app(
         Files(shared, settings.paths, ConcurrencyLimit(settings.max_file_transfers, "sending other files")),
         Uploads(settings.paths),
         Gate(settings, shared),
-        health or Health(),
+        shared_health,
+        ControlWatch(shared, lambda: shared_health.stopping),
     )
     app.state.instruments = shared_instruments
     app.add_middleware(ConditionalRequests)

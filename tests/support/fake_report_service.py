@@ -5,13 +5,23 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
 from ratchet_contract.phases import Cause, Outcome
-from ratchet_contract.protocol.messages import AgentReport, AttemptResult, Control, Group, ReportAck, ServiceFile
+from ratchet_contract.protocol.messages import (
+    AgentReport,
+    AttemptResult,
+    Control,
+    ControlNews,
+    Group,
+    ReportAck,
+    ServiceFile,
+)
 from ratchet_contract.version import REPORT_AFTER_HEADER
 
 TOKEN = "token-of-this-attempt"
@@ -36,6 +46,7 @@ class ReportService:
         self.report_after: str | None = None
         self.requests = 0
         self.repeated = 0
+        self.watches: list[dict[str, str]] = []
         self._file, self._nodes, self._host = service_file, nodes, host
         self._server: ThreadingHTTPServer | None = None
 
@@ -95,7 +106,11 @@ class ReportService:
                 self._send(request, 200, ack.model_dump_json().encode(), "application/json")
 
     def _give(self, request: BaseHTTPRequestHandler) -> None:
-        """A blob by the last part of the path; the first ``cut_short`` times a quarter of it."""
+        """A blob by the last part of the path; the first ``cut_short`` times a quarter of it. For ``control``: the answer, once
+        ``control`` is another than the agent says, or its time is over."""
+        if "/control?" in request.path and request.headers["Authorization"] == f"Bearer {TOKEN}":
+            self._wait(request)
+            return
         data = self.blobs.get(request.path.rpartition("/")[2])
         if request.headers["Authorization"] != f"Bearer {TOKEN}":
             self._problem(request, 401, "token-wrong")
@@ -111,6 +126,19 @@ class ReportService:
         else:
             self.given += 1
             self._send(request, 200, data, "application/x-tar")
+
+    def _wait(self, request: BaseHTTPRequestHandler) -> None:
+        known = dict(parse_qsl(urlsplit(request.path).query))
+        self.watches.append(known)
+        end = time.monotonic() + float(known["wait"])
+
+        def changed() -> bool:
+            now = self.control
+            return (now.desired, now.checkpoint_request) != (known["desired"], int(known["checkpoint_request"]))
+
+        while self._server is not None and not changed() and time.monotonic() < end:
+            time.sleep(0.01)
+        self._send(request, 200, ControlNews(changed=changed()).model_dump_json().encode(), "application/json")
 
     def _store(self, report: AgentReport) -> ReportAck:
         for batch in report.batches:

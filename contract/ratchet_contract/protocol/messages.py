@@ -436,3 +436,9 @@ class ReportAck(Message):
     acked: dict[int, int]
     control: Control
     group: Group | None = Field(None, description="null for a job of one node.")
+
+
+class ControlNews(Message):
+    """The service's answer to an agent that has waited for other requests than those in its last ``ReportAck``."""
+
+    changed: bool = Field(description="True: the requests have changed, so the agent reports at once.")

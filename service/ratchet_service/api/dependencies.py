@@ -17,6 +17,7 @@ from pydantic import AfterValidator, AwareDatetime, BaseModel
 from sqlalchemy.orm import Session
 
 from ratchet_contract.errors import FieldProblem, Refused
+from ratchet_service.agent_reports.control_watch import ControlWatch
 from ratchet_service.agent_reports.deduplicate import AcknowledgedReports
 from ratchet_service.agent_reports.report_pacing import Pacing
 from ratchet_service.api.authentication import Gate
@@ -49,6 +50,7 @@ class Service:
     uploads: Uploads
     gate: Gate
     health: Health
+    control_watch: ControlWatch
     pacing: Pacing = field(default_factory=Pacing)
     acknowledged: AcknowledgedReports = field(default_factory=AcknowledgedReports)
 

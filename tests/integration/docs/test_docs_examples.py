@@ -74,6 +74,7 @@ curl() { printf '%s\\0' "$@" >> calls; echo >> calls; command curl --fail-with-b
 """
 OF_AGENTS = {
     "POST /v1/jobs/{job_id}/attempts/{number}/reports",
+    "GET /v1/jobs/{job_id}/attempts/{number}/control",
     "GET /v1/jobs/{job_id}/attempts/{number}/code/{digest}",
 }
 

@@ -30,6 +30,8 @@ receives fewer requests instead of falling behind."""
 _MAX_SLOW_PERIODS: Final = 15
 """The most periods that figures wait after a slow response. If the service requests more, the limit is ``max_control_delay``,
 since a stop request arrives with a response."""
+WATCH_SECONDS: Final = 1.0
+"""If figures wait longer than this, the service is asked to respond meanwhile as soon as a request to the job changes."""
 
 
 class Status(NamedTuple):
@@ -170,11 +172,14 @@ class ReportSender:
             self._rendezvous.on_group(ack.group)
         if result is not None:
             self._result = None
+        delay = self._periods_left * self._period
+        if delay > WATCH_SECONDS and status.phase is AttemptPhase.RUNNING and not self._stopping:
+            self._link.watch(ack.control, delay)
         return 0.0 if moved and more else self._period
 
     def _can_skip_report(self, status: Status, batches: Sequence[RankBatch], more: bool) -> bool:
         """Return True if this period's report can be skipped, and count the period. Only a report of normal training that has
-        nothing but figures, such as metrics, is skipped, as long as such reports must wait."""
+        nothing but figures, such as metrics, is skipped, as long as such reports must wait and no request has changed."""
         busy = (
             self._deadline is not None
             or self._failures
@@ -183,7 +188,7 @@ class ReportSender:
             or status.phase is not AttemptPhase.RUNNING
         )
         news = any(message.kind not in LOW_PRIORITY_KINDS for batch in batches for message in batch.messages)
-        if busy or news or self._periods_left == 0:
+        if busy or news or self._periods_left == 0 or self._link.has_news():
             return False
         self._periods_left -= 1
         return True

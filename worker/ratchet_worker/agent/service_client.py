@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import ssl
 import time
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 
 from ratchet_contract.errors import PROBLEM_TYPE_PREFIX
 from ratchet_contract.paths import HomePaths
-from ratchet_contract.protocol.messages import AgentReport, LaunchFile, ReportAck, ServiceFile
+from ratchet_contract.protocol.messages import AgentReport, Control, ControlNews, LaunchFile, ReportAck, ServiceFile
 from ratchet_contract.version import PROTOCOL_VERSION, REPORT_AFTER_HEADER
 
 _TIMEOUT: Final = 5.0
@@ -59,6 +60,7 @@ class ServiceLink:
         self._connection: http.client.HTTPConnection | None = None
         self._prefix = ""
         self._denied_at: list[float] = []
+        self._watching = False  # True if the connection waits for the response to ``watch``
         self._retry_after_seconds = 0.0  # Retry-After of the last response
         self.report_after = 0.0  # seconds that figures should wait, according to the last response
 
@@ -94,6 +96,35 @@ class ServiceLink:
             raise Unreachable(f"the service speaks protocol {ack.protocol}, this agent {PROTOCOL_VERSION}")
         return ack
 
+    def watch(self, control: Control, seconds: float) -> None:
+        """Request a response as soon as the job's requests differ from ``control``, at the latest after ``seconds``; ``has_news``
+        reads it. Does not wait. Without an open connection, do nothing. The next report ends the watch."""
+        if self._connection is None or self._connection.sock is None:
+            return
+        query = f"desired={control.desired}&checkpoint_request={control.checkpoint_request}&wait={seconds:.1f}"
+        try:
+            self._send("GET", f"{self._root}control?{query}", None, {}, _TIMEOUT)
+        except (OSError, http.client.HTTPException):
+            self._close()
+        else:
+            self._watching = True
+
+    def has_news(self) -> bool:
+        """Return True, once, if the service has responded to ``watch`` that requests have changed. Does not wait for the
+        response."""
+        if not self._watching or self._connection is None or not _is_readable(self._connection):
+            return False
+        self._watching = False
+        try:
+            answer = self._connection.getresponse()
+            data = answer.read(_MAX_RESPONSE_BYTES)
+            if answer.will_close or not answer.isclosed():
+                self._close()
+            return answer.status == 200 and ControlNews.model_validate_json(data).changed
+        except (OSError, http.client.HTTPException, ValidationError):
+            self._close()
+            return False
+
     @contextmanager
     def fetch(self, name: str) -> Iterator[http.client.HTTPResponse]:
         """Context manager: send a GET for ``name``, and yield the response with status 200. Raises ``Unreachable``, ``TooLarge``,
@@ -128,16 +159,25 @@ class ServiceLink:
     ) -> http.client.HTTPResponse:
         """Send a request and return the response, whose body is not read yet. ``path``: without the prefix of the service's
         URL."""
+        connection = self._send(method, path, body, headers, timeout)
+        answer = connection.getresponse()
+        self._retry_after_seconds = parse_retry_after(answer.getheader("Retry-After"))
+        self.report_after = parse_seconds(answer.getheader(REPORT_AFTER_HEADER))
+        return answer
+
+    def _send(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout: float
+    ) -> http.client.HTTPConnection:
+        """Send a request and return its connection. A connection that waits for the response to ``watch`` is closed first."""
+        if self._watching:
+            self._close()
         connection = self._connection or self._connect()
         connection.timeout = timeout
         if connection.sock is not None:
             connection.sock.settimeout(timeout)
         token = {"Authorization": f"Bearer {self._launch.report_token}"}
         connection.request(method, self._prefix + path, body, {**headers, **token})
-        answer = connection.getresponse()
-        self._retry_after_seconds = parse_retry_after(answer.getheader("Retry-After"))
-        self.report_after = parse_seconds(answer.getheader(REPORT_AFTER_HEADER))
-        return answer
+        return connection
 
     def _connect(self) -> http.client.HTTPConnection:
         """Prepare a new connection to the service's current address; it is opened by the first request. Raises
@@ -175,6 +215,7 @@ class ServiceLink:
 
     def _close(self) -> None:
         """Close the connection, if there is one; the next request opens another."""
+        self._watching = False
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -218,6 +259,13 @@ class ServiceLink:
         except PermissionError:
             pass
         return True
+
+
+def _is_readable(connection: http.client.HTTPConnection) -> bool:
+    """True if a response, or the connection's end, has arrived."""
+    poll = select.poll()
+    poll.register(connection.sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def parse_retry_after(header: str | None) -> float:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Header, Query, Request, Response
 from starlette.concurrency import run_in_threadpool
 
 from ratchet_contract.errors import NotFound, Refused
-from ratchet_contract.protocol.messages import AgentReport, ReportAck
+from ratchet_contract.phases import Desired
+from ratchet_contract.protocol.messages import AgentReport, ControlNews, ReportAck
 from ratchet_contract.version import REPORT_AFTER_HEADER
+from ratchet_service.agent_reports.control_watch import Requests
 from ratchet_service.agent_reports.ingest import check_protocol, ingest
 from ratchet_service.api import openapi
 from ratchet_service.api.authentication import AGENTS, bearer_token
-from ratchet_service.api.dependencies import JSON, Service, get_report_body
+from ratchet_service.api.dependencies import JSON, Service, ServiceDep, get_report_body
 from ratchet_service.api.request_body import RawBody, decode, parse
+from ratchet_service.db.types import MAX_NUMBER
 from ratchet_service.observability import logging
 from ratchet_service.observability.metrics import Instruments
 
@@ -45,6 +48,32 @@ async def report(
     body = await get_report_body(request)
     service: Service = request.app.state.service
     return await run_in_threadpool(_report, service, request.app.state.instruments, job_id, number, body, authorization)
+
+
+@router.get(
+    "/v1/jobs/{job_id}/attempts/{number}/control",
+    dependencies=[AGENTS],
+    response_model=ControlNews,
+    summary="Wait for a request to the job",
+)
+async def control(
+    service: ServiceDep,
+    job_id: str,
+    number: str,
+    desired: Annotated[Desired, Query(description="`control.desired` of the last answer to a report.")],
+    checkpoint_request: Annotated[
+        int, Query(ge=0, le=MAX_NUMBER, description="`control.checkpoint_request` of that answer.")
+    ],
+    wait: Annotated[float, Query(ge=0, le=60, allow_inf_nan=False, description="Most seconds until the answer.")],
+    authorization: Annotated[str | None, Header(description="Bearer and the token of the attempt.")] = None,
+) -> Response:
+    """Answers with `changed: true` as soon as the desired state or the number of requested checkpoints differs from the given
+    one, or the attempt is over: the agent must report at once. Otherwise it answers after `wait` seconds. With many jobs, reports
+    of an agent are seconds apart; this call lets it learn of a stop within a second.
+    """
+    known = Requests(int(number), desired, checkpoint_request)
+    changed = await service.control_watch.wait(job_id, known, wait)
+    return Response(ControlNews(changed=changed).model_dump_json(), media_type=JSON)
 
 
 def _report(

@@ -3,6 +3,7 @@ are slow; everything else at once."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from ratchet_worker.agent.report_sender import ReportSender, Status, periods_to_
 from ratchet_worker.agent.service_client import Unreachable, parse_retry_after
 from ratchet_worker.ipc.report_spool import Spool
 from tests.support.fake_report_service import TOKEN, ReportService
+from tests.support.server import wait_for
 from tests.unit.worker.agent.test_checkpoint_upload import launch_in
 
 AT = "2030-01-01T00:00:00Z"
@@ -152,6 +154,47 @@ def test_metrics_follow_service_delay_and_notes_are_sent_at_once(tmp_path: Path)
         spool.append(Note(rank=0, at=AT, type="hello", message="now"))
         assert told(34) == list(range(1, 35))
         assert uplink._periods_left <= 15 and service.repeated == 0
+
+
+def test_changed_request_is_learned_while_figures_wait(tmp_path: Path) -> None:
+    """Over HTTP, on the connection of the reports: the agent does not wait for its turn."""
+    with over_http(tmp_path) as (service, spool, uplink):
+
+        def rounds(number: int) -> int:
+            """How many reports so many rounds bring, each with figures."""
+            before = service.requests
+            for _ in range(number):
+                spool.append(Metrics(rank=0, at=AT, step=1, values={"loss": 1.0}))
+                uplink._send_report()
+            return service.requests - before
+
+        service.report_after = "9.0"
+        assert rounds(2) == 1 and rounds(5) == 0
+        wait_for(lambda: len(service.watches) == 1, "the watch", 10)
+        assert service.watches[0] == {"desired": "run", "checkpoint_request": "0", "wait": "9.0"}
+        service.control = Control(checkpoint_request=1)
+        wait_for(lambda: rounds(1), "the report", 10)
+        assert rounds(5) == 0
+        wait_for(lambda: len(service.watches) == 2, "the next watch", 10)
+        assert service.watches[1]["checkpoint_request"] == "1"
+        spool.append(Note(rank=0, at=AT, type="hello", message="now"))
+        assert rounds(1) == 1, "what must not wait goes out although an answer is open"
+        service.control = Control(checkpoint_request=1, desired=Desired.SUSPEND)
+        wait_for(lambda: rounds(1), "the report", 10)
+        assert rounds(3) == 3, "a group that is to stop reports every time"
+        assert len(service.watches) <= 3 and service.repeated == 0
+
+
+def test_watch_that_the_service_refuses_or_cuts_off_costs_nothing(tmp_path: Path) -> None:
+    with over_http(tmp_path) as (service, spool, uplink):
+        service.report_after = "1.5"
+        for step in range(12):
+            spool.append(Metrics(rank=0, at=AT, step=step, values={"loss": 1.0}))
+            uplink._send_report()
+            if step == 3:
+                assert uplink._link._connection is not None
+                uplink._link._connection.sock.shutdown(socket.SHUT_RDWR)
+        assert [m.step for m in service.messages[0]] == list(range(8)) and service.repeated == 0
 
 
 def test_agent_messages_are_sent_after_pending_rank_0_messages(tmp_path: Path) -> None:
