@@ -45,12 +45,11 @@ def webhooks(engine: str, url: str | None, folder: Path, jobs: int, rounds: int,
             """The share of a core, and the median of a report's answer in ms, after this change of the webhook."""
             link.call("PATCH", change, body)
             time.sleep(_SETTLE)
-            for part in folder.glob("farm.[0-9]*"):
-                os.truncate(part, 0)
+            os.truncate(folder / "farm.reports", 0)
             begin, before = time.monotonic(), cpu_seconds(service.pid)
             time.sleep(seconds)
             share = (cpu_seconds(service.pid) - before) / (time.monotonic() - begin)
-            lines = [line.split() for part in folder.glob("farm.[0-9]*") for line in part.read_text().splitlines()]
+            lines = [line.split() for line in (folder / "farm.reports").read_text().splitlines()]
             return share, quantiles([float(parts[1]) for parts in lines])[0]
 
         found: dict[bool, list[tuple[float, float]]] = {False: [], True: []}

@@ -1,19 +1,25 @@
-"""All agents of many attempts in one process: locks, ``agent.json`` and real reports over HTTP, with ranks that are made up.
+"""All agents of many attempts in one process, as cheap as possible: locks, ``agent.json`` and real reports over HTTP, with ranks
+that are made up.
 
 ``python -m benchmarks.scripts.farm INBOX OUT [STEPS]``: takes attempts from ``INBOX`` (``tiny_agent``) until it is killed. Each
-has its turn every 0.3 s, and where it has nothing but figures it leaves turns out as an agent does (``periods_to_wait``); a step
-lasts a second and brings two metrics, progress comes twice a second, and an alert every ``STEPS`` steps, if that is given. A line
-per report: when, seconds until the answer, seconds late.
+reports at the times at which an agent would: every 0.3 s at first; where it has nothing but figures, after ``periods_to_wait``,
+and meanwhile its connection waits for a request of the service (``watch``). A step lasts a second. Rank 0 sends two metrics of
+each step and progress twice a second, each rank its hook's summary with step times once a second, and an alert every ``STEPS``
+steps, if that is given. An attempt that is to stop ends half a second later.
+
+``OUT``.reports has a line per report: when, seconds until the answer, seconds late; ``OUT``.stops a line per stop request that
+has arrived: job, when. Times are Unix seconds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
-import http.client
 import json
 import os
+import random
+import resource
 import sys
-import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,139 +27,255 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.phases import Cause
 from ratchet_contract.processes.procfs import start_time
-from ratchet_contract.protocol.messages import AgentFile, LaunchFile
+from ratchet_contract.protocol.messages import AgentFile, AttemptResult, LaunchFile, RankEnd
 from ratchet_contract.version import REPORT_AFTER_HEADER
-from ratchet_worker.agent.report_sender import periods_to_wait
+from ratchet_worker.agent.report_sender import WATCH_SECONDS, periods_to_wait
 from ratchet_worker.agent.service_client import parse_seconds
 from ratchet_worker.ipc.report_spool import LOW_PRIORITY_KINDS
 
 PERIOD: Final = 0.3
-_THREADS: Final = 8
-_ALERT_STEPS: Final = int(sys.argv[3]) if sys.argv[3:] else 0
+_STOP_SECONDS: Final = 0.5
+_TIMEOUT: Final = 60.0
+_AFTER: Final = REPORT_AFTER_HEADER.lower().encode()
+_SUMMARY: Final = (
+    '{"name":"allreduce","rank":%d,"step":%d,"phase":"steady","iteration":%d,"compression_rate":1.0,'
+    '"elements_before":1000000,"elements_after":1000000,"bytes_before":4000000,"bytes_after":4000000,"buckets":2}'
+)
+_FIGURES: Final = {f'{{"kind":"{kind}"' for kind in LOW_PRIORITY_KINDS}
+
+
+class Connection(asyncio.Protocol):
+    """A client's HTTP/1.1 connection that is kept, with one request at a time."""
+
+    def __init__(self) -> None:
+        self._received = b""
+        self._answer: asyncio.Future[tuple[int, bytes, bytes]] | None = None
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(b"\r\n\r\n")
+        if not found or self._answer is None:
+            return
+        head = head.lower()
+        length = _header(head, b"content-length") or b"0"
+        if len(body) >= int(length):
+            self._received = b""
+            answer, self._answer = self._answer, None
+            answer.set_result((int(head[9:12]), head, body))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_exception(ConnectionResetError("the service has closed the connection"))
+
+    async def call(self, request: bytes) -> tuple[int, bytes, bytes]:
+        """Status, head in lower case and body of the answer. Raises ``OSError`` without one."""
+        if self.transport is None:
+            raise ConnectionResetError("the service has closed the connection")
+        self._answer = asyncio.get_running_loop().create_future()
+        self.transport.write(request)
+        return await asyncio.wait_for(self._answer, _TIMEOUT)
+
+
+def _header(head: bytes, name: bytes) -> bytes | None:
+    """A header's value. ``head``: in lower case."""
+    _, found, rest = head.partition(b"\r\n" + name + b":")
+    return rest.partition(b"\r\n")[0].strip() if found else None
 
 
 class Attempt:
-    """One agent's part: what its rank would have written, sent until it is acknowledged."""
+    """One agent's part: what its ranks would have written, sent until it is acknowledged."""
 
-    def __init__(self, launch: LaunchFile) -> None:
+    def __init__(self, launch: LaunchFile, alert_steps: int) -> None:
         self.launch = launch
-        paths = AttemptPaths(Path(launch.attempt_dir)).node(0)
-        self._lock = paths.lock_file.open("w")  # held for as long as this process lives
+        self._alert_steps = alert_steps
+        self._paths = AttemptPaths(Path(launch.attempt_dir)).node(0)
+        self._lock = self._paths.lock_file.open("w")  # held until the attempt ends
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         pid = os.getpid()
         told = AgentFile(pid=pid, start_time=start_time(pid) or 0, host=os.uname().nodename)
-        temporary = paths.agent_file.with_suffix(".tmp")
-        temporary.write_text(told.model_dump_json())
-        temporary.rename(paths.agent_file)
-        self.due = time.monotonic() + PERIOD * (hash(launch.job_id) % 100) / 100
+        _write(self._paths.agent_file, told.model_dump_json())
+        self._started_at = datetime.now(UTC).isoformat()
         self._begun = time.monotonic()
-        self._spool: list[dict[str, Any]] = [
-            self._message("training", base={"step": 0, "attempt": None, "digest": None})
-        ]
-        self._acked = 0
+        self._phase, self._desired, self._checkpoint_request = "RUNNING", "run", 0
+        self._cause = ""
+        self._stop_at = 0.0
+        base = '"base":{"step":0,"attempt":null,"digest":null}'
+        self._spools: list[list[str]] = [[] for _ in launch.ranks]
+        self._spools[0].append(self._message("training", 0, base))
+        self._acked = [0] * len(launch.ranks)
         self._step = 0
         self._progress_at = 0.0
         self._turns = 1  # in which figures alone wait still
-        self._connection: http.client.HTTPConnection | None = None
+        self._connection = Connection()
+        self._address = ("", 0)
+        self._head = ""
 
-    def _message(self, kind: str, **values: Any) -> dict[str, Any]:
-        return {"kind": kind, "rank": 0, "at": datetime.now(UTC).isoformat(), **values}
+    def _message(self, kind: str, rank: int, more: str) -> str:
+        return f'{{"kind":"{kind}","rank":{rank},"at":"{self._now}",{more}}}'
+
+    @property
+    def _now(self) -> str:
+        return datetime.now(UTC).isoformat()
 
     def _live(self) -> None:
-        """What the rank has done since the last look."""
+        """What the ranks have done since the last look."""
         alive = time.monotonic() - self._begun
+        zero = self._spools[0]
         while self._step < int(alive):
             self._step += 1
-            values = {"loss": 1.0 / self._step, "lr": 0.1}
-            self._spool.append(self._message("metrics", step=self._step, values=values))
-            if _ALERT_STEPS and self._step % _ALERT_STEPS == 0:
-                self._spool.append(self._message("alert", step=self._step, title="alert", text="of a benchmark"))
-        if alive - self._progress_at >= 0.5:
-            self._progress_at = alive
-            self._spool.append(self._message("progress", step=self._step, total_steps=100_000, steps_per_second=1.0))
+            values = f'"step":{self._step},"values":{{"loss":{1.0 / self._step},"lr":0.1}}'
+            zero.append(self._message("metrics", 0, values))
+            for rank, spool in enumerate(self._spools):
+                times = '"times":{"ready":0.4,"step":1.0}'
+                summary = _SUMMARY % (rank, self._step, self._step)
+                spool.append(self._message("hook", rank, f'"summary":{summary},{times}'))
+            if self._alert_steps and self._step % self._alert_steps == 0:
+                text = f'"step":{self._step},"title":"alert","text":"of a benchmark"'
+                zero.append(self._message("alert", 0, text))
+        while alive - self._progress_at >= 0.5:
+            self._progress_at += 0.5
+            zero.append(
+                self._message("progress", 0, f'"step":{self._step},"total_steps":100000,"steps_per_second":1.0')
+            )
 
-    def report(self, url: str) -> float | None:
-        """Send one; seconds until the answer was there, None where this turn is left out."""
+    async def run(self, reports: Any, stops: Any) -> None:
+        """Report until the attempt has ended."""
+        await asyncio.sleep(random.uniform(0, PERIOD))
+        while self._phase != "ENDED":
+            due = time.monotonic()
+            try:
+                await self._wait()
+                due = time.monotonic()
+                self._live()
+                seconds = await self._report(stops)
+            except OSError as error:  # the service has closed an idle connection
+                print(f"{self.launch.job_id}: {error!r}", file=sys.stderr, flush=True)
+                self._connection = Connection()
+                await asyncio.sleep(PERIOD)
+                continue
+            late = time.monotonic() - seconds - due
+            reports.write(f"{time.time():.3f} {seconds:.6f} {late:.6f}\n")
+        self._lock.close()
+
+    async def _wait(self) -> None:
+        """Until the next report is due; an agent looks at all that it waits for every 0.3 s."""
         self._live()
-        fresh = self._spool[:500]
-        if self._turns and all(message["kind"] in LOW_PRIORITY_KINDS for message in fresh):
-            self._turns -= 1
-            return None
-        batches = [{"rank": 0, "from_seq": self._acked + 1, "messages": fresh}] if fresh else []
-        launch = self.launch
-        body = {"job_id": launch.job_id, "attempt": launch.attempt, "phase": "RUNNING", "last_step": self._step}
-        data = json.dumps(body | {"batches": batches}).encode()
-        if self._connection is None:
-            address = urlsplit(url)
-            self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
-        path = f"/v1/jobs/{launch.job_id}/attempts/{launch.attempt}/reports"
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {launch.report_token}"}
+        figures = all(message.partition(",")[0] in _FIGURES for spool in self._spools for message in spool)
+        if self._phase != "RUNNING" or self._desired != "run" or not figures:
+            await asyncio.sleep(PERIOD)
+            return
+        seconds = PERIOD * (self._turns + 1)
+        if self._alert_steps:
+            until = self._alert_steps - (time.monotonic() - self._begun) % self._alert_steps
+            seconds = min(seconds, until + random.uniform(0, PERIOD))
+        if seconds < WATCH_SECONDS:
+            await asyncio.sleep(seconds)
+            return
+        since = time.monotonic()
+        known = f"desired={self._desired}&checkpoint_request={self._checkpoint_request}"
+        request = f"GET {self._path}/control?{known}&wait={seconds - PERIOD:.1f} HTTP/1.1\r\n{self._head}\r\n"
+        status, _, body = await self._connection.call(request.encode())
+        if status != 200:
+            raise RuntimeError(f"{status}: {body[:500]!r}")
+        changed = json.loads(body)["changed"]
+        await asyncio.sleep(random.uniform(0, PERIOD) if changed else max(0.0, since + seconds - time.monotonic()))
+
+    @property
+    def _path(self) -> str:
+        return f"/v1/jobs/{self.launch.job_id}/attempts/{self.launch.attempt}"
+
+    async def _connect(self) -> None:
+        url = urlsplit(json.loads(Path(self.launch.service_file).read_text())["url"])
+        self._head = f"Host: {url.netloc}\r\nAuthorization: Bearer {self.launch.report_token}\r\n"
+        loop = asyncio.get_running_loop()
+        _, self._connection = await loop.create_connection(Connection, url.hostname, url.port)
+
+    async def _report(self, stops: Any) -> float:
+        """Send one; seconds until the answer was there."""
+        if self._connection.transport is None:
+            await self._connect()
+        batches = [
+            f'{{"rank":{rank},"from_seq":{self._acked[rank] + 1},"messages":[{",".join(spool[:500])}]}}'
+            for rank, spool in enumerate(self._spools)
+            if spool
+        ]
+        ending = self._stop_at and time.monotonic() - self._stop_at >= _STOP_SECONDS
+        result = self._result() if ending else None
+        phase = "ENDED" if result else self._phase
+        body = (
+            f'{{"job_id":"{self.launch.job_id}","attempt":{self.launch.attempt},"phase":"{phase}",'
+            f'"last_step":{self._step},"batches":[{",".join(batches)}],"result":{result or "null"}}}'
+        ).encode()
+        head = f"POST {self._path}/reports HTTP/1.1\r\n{self._head}Content-Type: application/json\r\n"
+        request = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
         begin = time.perf_counter()
-        self._connection.request("POST", path, data, headers)
-        answer = self._connection.getresponse()
-        told = answer.read()
+        status, answer, content = await self._connection.call(request)
         seconds = time.perf_counter() - begin
-        if answer.status != 200:
-            raise RuntimeError(f"{answer.status}: {told[:500].decode(errors='replace')}")
-        after = parse_seconds(answer.getheader(REPORT_AFTER_HEADER))
+        if status != 200:
+            raise RuntimeError(f"{status}: {content[:500]!r}")
+        if result:
+            self._phase = "ENDED"
+            return seconds
+        after = parse_seconds((_header(answer, _AFTER) or b"").decode())
         self._turns = periods_to_wait(seconds, PERIOD, self.launch.spec.policy.stop_grace, after)
-        acked = json.loads(told)["acked"].get("0", self._acked)
-        del self._spool[: acked - self._acked]
-        self._acked = acked
+        told = json.loads(content)
+        for rank, spool in enumerate(self._spools):
+            acked = told["acked"].get(str(rank), self._acked[rank])
+            del spool[: acked - self._acked[rank]]
+            self._acked[rank] = acked
+        control = told["control"]
+        self._checkpoint_request = control["checkpoint_request"]
+        if control["desired"] != self._desired and self._desired == "run":
+            stops.write(f"{self.launch.job_id} {time.time():.6f}\n")
+            self._phase, self._stop_at, self._cause = "STOPPING", time.monotonic(), control["cause"]
+        self._desired = control["desired"]
         return seconds
 
-    def disconnected(self) -> None:
-        """The next report makes a new connection and sends again what was not acknowledged."""
-        if self._connection is not None:
-            self._connection.close()
-        self._connection, self._turns = None, 0
+    def _result(self) -> str:
+        """Write ``result.json``, and return its text."""
+        now = self._now
+        ends = [RankEnd(rank=rank, exit_code=143, last_step=self._step) for rank in self.launch.ranks]
+        result = AttemptResult(
+            job_id=self.launch.job_id, attempt=self.launch.attempt, cause=Cause(self._cause), last_step=self._step,
+            started_at=self._started_at, stop_at=now, ended_at=now, ranks=ends,
+        ).model_dump_json()  # fmt: skip
+        _write(self._paths.result_file, result)
+        return result
 
 
-class Farm:
-    def __init__(self, inbox: Path, out: Path) -> None:
-        self._inbox, self._out = inbox, out
-        self._queues: list[list[Attempt]] = [[] for _ in range(_THREADS)]
-        self._taken = 0
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    temporary.rename(path)
 
-    def run(self) -> None:
-        """Take attempts for ever; ``OUT``.count tells how many there are."""
-        for number in range(_THREADS):
-            threading.Thread(target=self._work, args=(number,), daemon=True).start()
+
+async def run(inbox: Path, out: Path, alert_steps: int) -> None:
+    """Take attempts for ever; ``OUT``.count tells how many there are."""
+    taken, tasks = 0, set[asyncio.Task[None]]()
+    with out.with_suffix(".reports").open("a", 1) as reports, out.with_suffix(".stops").open("a", 1) as stops:
         while True:
-            for entry in sorted(self._inbox.iterdir()):
+            for entry in sorted(inbox.iterdir()):
                 if not entry.name.startswith("."):
                     launch = LaunchFile.model_validate_json(Path(entry.read_text()).read_bytes())
                     entry.unlink()
-                    self._queues[self._taken % _THREADS].append(Attempt(launch))
-                    self._taken += 1
-            self._out.with_suffix(".count").write_text(str(self._taken))
-            time.sleep(0.05)
-
-    def _work(self, number: int) -> None:
-        queue = self._queues[number]
-        with self._out.with_suffix(f".{number}").open("a", buffering=1) as out:
-            while True:
-                due = min(queue, key=lambda attempt: attempt.due, default=None)
-                now = time.monotonic()
-                if due is None or due.due > now:
-                    time.sleep(0.01 if due is None else min(0.01, due.due - now))
-                    continue
-                url = json.loads(Path(due.launch.service_file).read_text())["url"]
-                try:
-                    seconds = due.report(url)
-                except (
-                    OSError,
-                    http.client.HTTPException,
-                ) as error:  # the service has closed an idle connection
-                    print(f"{due.launch.job_id}: {error!r}", file=sys.stderr, flush=True)
-                    due.disconnected()
-                    seconds = None
-                late = now - due.due
-                due.due = time.monotonic() + PERIOD
-                if seconds is not None:
-                    out.write(f"{time.time():.3f} {seconds:.6f} {late:.6f}\n")
+                    tasks.add(asyncio.create_task(Attempt(launch, alert_steps).run(reports, stops)))
+                    taken += 1
+            for task in [task for task in tasks if task.done()]:
+                tasks.remove(task)
+                task.result()
+            out.with_suffix(".count").write_text(str(taken))
+            await asyncio.sleep(0.05)
 
 
 if __name__ == "__main__":
-    Farm(Path(sys.argv[1]), Path(sys.argv[2])).run()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # a lock and a connection for each attempt
+    asyncio.run(run(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if sys.argv[3:] else 0))
