@@ -1,9 +1,9 @@
-"""What the control plane costs: calls with 1,000 and with 1,000,000 jobs in the database, 200 running jobs looked after, and
+"""What the control plane costs: calls with 1,000 and with 1,000,000 jobs in the database, 1,000 running jobs looked after, and
 reports of jobs with an experiment tracker and without.
 
 On SQLite and on PostgreSQL, both durable (``synchronous = FULL``, ``fsync = on``). ``RATCHET_BENCH_JOBS`` sets the larger
-number of jobs, ``RATCHET_BENCH_CALLS`` (default 300) the calls of each kind, ``RATCHET_BENCH_RUNNING`` (default 200) the jobs
-that run, and ``RATCHET_BENCH_WEBHOOKS`` (default 50) those whose alerts a webhook gets.
+number of jobs, ``RATCHET_BENCH_CALLS`` (default 300) the calls of each kind, ``RATCHET_BENCH_RUNNING`` (default 1000) the jobs
+that run, two simulated ranks each, and ``RATCHET_BENCH_WEBHOOKS`` (default 50) those whose alerts a webhook gets.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
     print(machine())
     few, many = 1_000, int(os.environ.get("RATCHET_BENCH_JOBS", "1000000"))
     rounds = int(os.environ.get("RATCHET_BENCH_CALLS", "300"))
-    jobs = int(os.environ.get("RATCHET_BENCH_RUNNING", "200"))
+    jobs = int(os.environ.get("RATCHET_BENCH_RUNNING", "1000"))
     for engine in ("sqlite", "postgresql"):
         with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder, databases(engine) as urls:
             calls(engine, urls, Path(folder), few, many, rounds)

@@ -1,7 +1,8 @@
 """The queue with few and with very many jobs in it: what a look of the launcher costs, and how quickly people are answered.
 
 On SQLite and on PostgreSQL, both durable; jobs of one owner and of 100. ``RATCHET_BENCH_QUEUED`` sets the larger number of jobs
-(default 100000).
+(default 100000). Then idle slots (``service_slots``; ``RATCHET_BENCH_SLOT_JOBS``, default 100), and Ray Jobs (``service_ray``).
+``RATCHET_BENCH_PARTS=queries,slots,ray`` chooses.
 
 - *full*: nothing is free, and everybody has been told so;
 - *one starts*: a slot has become free. Both: CPU seconds of a look at the queue, in this process and so without PostgreSQL's
@@ -23,7 +24,9 @@ import sqlalchemy as sa
 from sqlalchemy import event
 
 from benchmarks.databases import opened
+from benchmarks.service_ray import against_ray
 from benchmarks.service_rows import queue
+from benchmarks.service_slots import slots
 from benchmarks.stats import machine
 from ratchet_service.db.engine import Database
 from ratchet_service.db.models import Job
@@ -37,6 +40,20 @@ _CPUS: Final = 16
 
 def main() -> None:
     print(machine())
+    parts = os.environ.get("RATCHET_BENCH_PARTS", "queries,slots,ray").split(",")
+    if "queries" in parts:
+        _queries()
+    for name, part in (("slots", _slots), ("ray", against_ray)):
+        if name in parts:
+            with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
+                part(Path(folder))
+
+
+def _slots(folder: Path) -> None:
+    slots(folder, int(os.environ.get("RATCHET_BENCH_SLOT_JOBS", "100")))
+
+
+def _queries() -> None:
     many = int(os.environ.get("RATCHET_BENCH_QUEUED", "100000"))
     for engine in ("sqlite", "postgresql"):
         print(
