@@ -1,10 +1,10 @@
 """The service against Ray Jobs: submissions a second, seconds from a submission to the first line of the script, and memory.
 
 ``RATCHET_BENCH_RAY`` names a Python with ``ray[default]``. Without it, an environment of its own is made in the run's temporary
-directory; if it cannot be made, Ray is left out. Both get the same script over HTTP, eight jobs at a time on eight slots, by turns,
-after a first job that is not measured. What differs: a Ray job is a plain command, which imports nothing. A job of Ratchet has
-imported torch before its script begins, has a snapshot of its code, and is stored durably before the answer. So Ray is also measured
-with a command that imports torch.
+directory; if it cannot be made, Ray is left out. Both get the same script over HTTP, eight jobs at a time on eight slots, by
+turns, after a first job that is not measured. What differs: a Ray job is a plain command, which imports nothing. A job of Ratchet
+has imported torch before its script begins, has a snapshot of its code, and is stored durably before the answer. So Ray is also
+measured with a command that imports torch.
 """
 
 from __future__ import annotations

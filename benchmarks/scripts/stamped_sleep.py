@@ -1,5 +1,5 @@
-"""``python stamped_sleep.py OUT SECONDS``: a job that only waits. Its first and its last line write when they ran into ``OUT``, as
-Unix seconds."""
+"""``python stamped_sleep.py OUT SECONDS``: a job that only waits. Its first and its last line write their time into ``OUT``, in Unix
+seconds."""
 
 import sys
 import time
