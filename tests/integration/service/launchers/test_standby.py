@@ -26,8 +26,9 @@ from ratchet_service.config.standby_bounds import StandbyBounds, parse
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers.base import AttemptRef, LaunchPlan
 from ratchet_service.launchers.launch_file import build_launch_file
-from ratchet_service.launchers.local import standby
+from ratchet_service.launchers.local import launcher, standby
 from ratchet_service.launchers.local.launcher import LocalLauncher
+from tests.support.fork_server import RANKS, fork_agents
 from tests.support.full_matrix import full
 from tests.support.server import processes_below, wait_for
 
@@ -39,14 +40,13 @@ def read(path):
         return file.read()
 lines = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
 names = "Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "CapEff", "CapBnd", "NoNewPrivs"
-fds = (os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}"))
 found = {
     "status": {name: lines[name] for name in names}, "cwd": os.getcwd(), "hash": hash("seed"), "path": sys.path,
     "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
     "leader": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()], "nice": os.getpriority(0, 0),
     "scheduler": os.sched_getscheduler(0), "cores": sorted(os.sched_getaffinity(0)),
     "oom": read("/proc/self/oom_score_adj"), "cgroup": read("/proc/self/cgroup"), "name": read("/proc/self/comm"),
-    "fds": sorted(fd.partition(":[")[0] for fd in fds), "modules": sorted(sys.modules), "argv": sys.argv,
+    "pid": os.getpid(), "modules": sorted(sys.modules), "argv": sys.argv,
     "environ": dict(os.environ), "listed": read("/proc/self/environ"), "agent": read(f"/proc/{os.getppid()}/cmdline"),
     "agent listed": read(f"/proc/{os.getppid()}/environ"), "command": read("/proc/self/cmdline"),
     "agent session": os.getsid(os.getppid()) == os.getppid(), "agent nice": os.getpriority(0, os.getppid()),
@@ -116,10 +116,14 @@ Make = Callable[..., Machine]
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Make]:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes machines. Agents that are not parked are forked, with torch imported; ``cold``: they import it."""
     made: list[Machine] = []
 
-    def make(bounds: str = "", **environ: str) -> Machine:
+    def make(bounds: str = "", *, cold: bool = False, **environ: str) -> Machine:
+        if not cold:
+            monkeypatch.setattr(launcher, "_spawn", launcher._spawn)  # restored after the test
+            fork_agents(RANKS.address)
         made.append(Machine(HomePaths(tmp_path / f"home{len(made)}"), parse(bounds), **environ))
         return made[-1]
 
@@ -148,6 +152,16 @@ def without_attempt(environ: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if name not in PER_ATTEMPT}
 
 
+def descriptors(ranks: list[dict[str, Any]]) -> list[list[str]]:
+    """What the descriptors of each rank are, without the attempt's directory."""
+    links = [[str(link.readlink()) for link in Path(f"/proc/{rank['pid']}/fd").iterdir()] for rank in ranks]
+    directories = [rank["environ"]["RATCHET_ATTEMPT_DIR"] for rank in ranks]
+    return [
+        sorted(link.partition(":[")[0].replace(directory, "") for link in found)
+        for found, directory in zip(links, directories, strict=True)
+    ]
+
+
 def same_start(cold: dict[str, Any], parked: dict[str, Any], attempts: tuple[str, str]) -> None:
     """Assert that two ranks have found the same, but for the attempt that each belongs to."""
     for one, number in ((cold, attempts[0]), (parked, attempts[1])):
@@ -163,21 +177,21 @@ def same_start(cold: dict[str, Any], parked: dict[str, Any], attempts: tuple[str
     directories = [one["environ"]["RATCHET_ATTEMPT_DIR"] for one in (cold, parked)]
     commands = [one["agent"].rstrip("\0").replace(d, "") for one, d in zip((cold, parked), directories, strict=True)]
     assert commands[0] == commands[1]
-    assert [fd.replace(directories[0], "") for fd in cold["fds"]] == [
-        fd.replace(directories[1], "") for fd in parked["fds"]
-    ]
-    for name in cold.keys() - {"environ", "listed", "agent listed", "agent", "fds"}:
+    for name in cold.keys() - {"environ", "listed", "agent listed", "agent", "pid"}:
         assert cold[name] == parked[name], name
 
 
 def test_parked_attempt_starts_with_all_that_a_cold_one_has(machine: Make) -> None:
-    made = machine()
+    made = machine(cold=True)
     more = {"env": {"COLOUR": "blue"}, "resources": {"memory": "8Gi", "open_files": 1000}, "seed": 7}
     first, second = made.plan(**more), made.plan(attempt=2, **more)
     made.start(first)
     pid = made.wait_parked(first.ref)
+    opened = descriptors(made.dumps(first.ref))
     made.end(first.ref)
     assert made.start(second) == pid
+    # sockets of the ranks' group are opened and closed while the script runs already
+    wait_for(lambda: descriptors(made.dumps(second.ref)) == opened, f"the descriptors of a cold start, {opened}", 20)
     assert made.was_parked(second.ref) and not made.was_parked(first.ref)
     for cold, parked in zip(made.dumps(first.ref), made.dumps(second.ref), strict=True):
         same_start(cold, parked, ("1", "2"))
@@ -231,7 +245,7 @@ def test_another_kind_of_attempt_starts_cold(machine: Make, other: dict[str, Any
 
 
 def test_secrets_are_parked_for_their_job_alone(machine: Make) -> None:
-    made = machine(SOURCE="value-of-the-secret")
+    made = machine("processes=1", SOURCE="value-of-the-secret")
     secrets = {"secrets": {"KEY": {"from_env": "SOURCE"}}}
     first, second, other, plain = (
         made.plan(**secrets), made.plan(attempt=2, **secrets), made.plan("job-00000000000b", **secrets),
