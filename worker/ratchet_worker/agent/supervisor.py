@@ -34,6 +34,7 @@ from ratchet_worker.ipc.result_files import (
     NotStarted,
     default_cause,
     is_fine,
+    is_killed,
     peer_failure,
 )
 
@@ -73,7 +74,7 @@ class Supervisor:
         self._published: Control | None = None  # the one that the control file has
         self._stop_since: float | None = None
         self.stop_at: str | None = None  # the same as a wall-clock time
-        self._failed_since: float | None = None
+        self._kill_at: float | None = None  # monotonic; set by the first failure of a rank
         self._failure = ""
         self._housekeeping_at = 0.0
         self._watch = Watch(
@@ -95,7 +96,7 @@ class Supervisor:
 
     def status(self) -> Status:
         """Return the phase and the last finished step for the next report."""
-        stopping = self._stop_since is not None or self._failed_since is not None
+        stopping = self._stop_since is not None or self._kill_at is not None
         running = AttemptPhase.RUNNING if self._watch.ready else AttemptPhase.LAUNCHING
         return Status(AttemptPhase.STOPPING if stopping else running, self.last_step)
 
@@ -203,8 +204,8 @@ class Supervisor:
         self._inject_fault()
         self._publish()
         self._housekeeping(now)
-        if self._failed_since is not None:
-            if now - self._failed_since >= self._timing.failure_grace:
+        if self._kill_at is not None:
+            if now >= self._kill_at:
                 self._kill_live(self._failure)
         elif self._peer_end is not None and any(rank.live for rank in self._ranks.values()):
             log_message(f"another node has failed: {self._peer_end}")
@@ -221,7 +222,7 @@ class Supervisor:
 
     def _collect(self) -> None:
         """Record the exit code and time of each rank that has died since the last call. The first failure starts the wait after
-        which all ranks are killed."""
+        which all ranks are killed. After a rank was killed by a signal, there is no wait."""
         for number, rank in self._ranks.items():
             if not rank.live or (code := rank.process.exit_code()) is None:
                 continue
@@ -232,9 +233,12 @@ class Supervisor:
             if code == -signal.SIGKILL and not rank.killed and self._oom.killed_recently():
                 self._evidence = replace(self._evidence, oom=self._evidence.oom | {number})
             end = rank.end(0).end
-            if self._failed_since is None and (end.result is None or not is_fine(end)):
+            if end.result is None or not is_fine(end):
                 # An end without a result was not agreed on, whatever its cause: the others would wait for this rank.
-                self._failed_since, self._failure = time.monotonic(), f"rank {number} ended with {code}"
+                # If it was killed, no failure that another rank may still write is the cause.
+                kill_at = time.monotonic() + (0.0 if is_killed(end) else self._timing.failure_grace)
+                if self._kill_at is None or kill_at < self._kill_at:
+                    self._kill_at, self._failure = kill_at, f"rank {number} ended with {code}"
 
     def _wait_and_collect(self, seconds: float) -> None:
         """Wait until a rank dies, the main thread is woken, or ``seconds`` pass; then record the ranks that have died."""

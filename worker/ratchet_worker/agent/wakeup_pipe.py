@@ -39,7 +39,7 @@ class WakeupPipe:
 
     def install_signal_handlers(self, on_stop: Callable[[Cause], None]) -> None:
         """Install the signal handlers and unblock all signals. A stop signal calls ``on_stop`` with its cause and ends a
-        ``wait``."""
+        ``wait``, which a child that ends or halts ends, too."""
 
         def flag(number: int, _frame: FrameType | None) -> None:
             on_stop(_STOP_CAUSES[signal.Signals(number)])
@@ -47,6 +47,7 @@ class WakeupPipe:
         for number in STOP_SIGNALS:
             signal.signal(number, flag)
         # ignored, but not by SIG_IGN, which ranks would inherit
-        signal.signal(signal.SIGHUP, lambda _number, _frame: None)
+        for number in (signal.SIGHUP, signal.SIGCHLD):
+            signal.signal(number, lambda _number, _frame: None)
         signal.pthread_sigmask(signal.SIG_SETMASK, set())
         signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)

@@ -45,7 +45,9 @@ def kill_stragglers(variable: str, value: str, *, timeout: float = 5.0) -> list[
     left = procfs.kill_until_gone(
         lambda: [*procfs.pids_with_variable(variable, value), *procfs.live_descendants(os.getpid())], timeout
     )
-    reap_orphans(set)  # only now: until then no pid of a child is reused
+    with contextlib.suppress(ChildProcessError):  # only now: until then no pid of a child is reused
+        while os.waitpid(-1, os.WNOHANG)[0] != 0:
+            pass
     return left
 
 

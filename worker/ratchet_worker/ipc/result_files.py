@@ -144,16 +144,17 @@ def _root_failure(failures: Sequence[tuple[Cause, Ended]]) -> tuple[Cause, Ended
     cannot cause; if there is none, the earliest of all. Among failures at nearly the same time, the cause decides."""
     # Survivors of a dead rank raise exceptions about broken connections (or abort, under NCCL), sometimes before the agent
     # notices the death itself.
-    roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or _is_killed(c, e.end)]
+    roots = [(c, e) for c, e in failures if c in (Cause.OOM, Cause.USER_ERROR) or is_killed(e.end)]
     candidates = roots or list(failures)
     first = min(e.at for _, e in candidates)
     tied = [(c, e) for c, e in candidates if e.at <= first + _TIE]
     return min(tied, key=lambda item: (CAUSE_PRECEDENCE.index(item[0]), item[1].at, item[1].end.rank))
 
 
-def _is_killed(cause: Cause, end: RankEnd) -> bool:
-    """True if the rank was killed by a signal other than SIGABRT, before it had written a result."""
-    return cause is Cause.RANK_KILLED and end.result is None and end.exit_code != -signal.SIGABRT
+def is_killed(end: RankEnd) -> bool:
+    """True if the rank was killed by a signal other than SIGABRT, before it had written a result. A broken connection does not
+    cause that."""
+    return cause_of(end) is Cause.RANK_KILLED and end.result is None and end.exit_code != -signal.SIGABRT
 
 
 def _overdue_conclusion(stop: Control, progressed: bool, ranks: Sequence[int]) -> Conclusion:

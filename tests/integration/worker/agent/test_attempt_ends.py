@@ -71,7 +71,7 @@ def test_failing_clean_up_does_not_lose_the_result(make: Make) -> None:
 
 def test_sigkill_of_a_rank_ends_the_attempt_within_two_seconds(make: Make) -> None:
     attempt = make([FOREVER, FOREVER])
-    attempt.start()
+    attempt.start(failure_grace=60.0)  # after a kill, nothing that a survivor may write is waited for
     attempt.wait_step(0)
     attempt.wait_step(1)
     os.kill(attempt.pid_of(1), signal.SIGKILL)
@@ -87,11 +87,14 @@ def test_first_failure_is_the_cause_not_a_survivors_broken_connection(make: Make
     """Rank 1 stands for a survivor: it fails by itself, with a result, as soon as rank 0 is gone."""
     gone = tmp_path / "gone"
     attempt = make([FOREVER, {"at": 1, "do": "raise", "after": str(gone)}])
-    attempt.start(failure_grace=5.0)
+    agent = attempt.start()
     attempt.wait_step(0)
     attempt.wait_step(1)
+    agent.send_signal(signal.SIGSTOP)  # it sees both ends at once
     os.kill(attempt.pid_of(0), signal.SIGKILL)
     gone.touch()
+    wait_for(attempt.paths.rank_result(1).exists, "the survivor's result", 10)
+    agent.send_signal(signal.SIGCONT)
     result = attempt.wait()
     assert (result.cause, result.rank) == (Cause.RANK_KILLED, 0)
     survivor = result.ranks[1].result
