@@ -31,7 +31,7 @@ def stat(pid: int) -> Stat | None:
     """Return what the kernel says about the process, also about a zombie; None if there is none."""
     try:
         # the command name, which ends at the last parenthesis, may have any bytes
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        fields = _read(pid, "stat").rpartition(b")")[2].split()
     except OSError:
         return None
     return Stat(fields[0].decode(), int(fields[1]), int(fields[6]), int(fields[19]), int(fields[48]))
@@ -39,9 +39,9 @@ def stat(pid: int) -> Stat | None:
 
 def pids() -> Iterator[int]:
     """Yield the pids of all processes that this process can see."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            yield int(entry.name)
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            yield int(name)
 
 
 def start_time(pid: int) -> int | None:
@@ -112,12 +112,18 @@ def read_environ(pid: int) -> bytes:
     deadline = time.monotonic() + _EXEC_TIMEOUT_SECONDS
     settled = False
     while True:
-        environ = Path(f"/proc/{pid}/environ").read_bytes()
+        environ = _read(pid, "environ")
         if environ or settled or time.monotonic() > deadline:
             return environ
         settled = not _is_in_exec(pid)  # then read once more: execve may have ended since the last read
         if not settled:
             time.sleep(0.001)
+
+
+def _read(pid: int, name: str) -> bytes:
+    """Return the content of ``/proc/PID/name``. Raises ``OSError``."""
+    with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:  # ``Path`` takes twice as long, for each of all processes
+        return file.read()
 
 
 def _is_in_exec(pid: int) -> bool:
