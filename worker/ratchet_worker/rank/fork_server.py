@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from ratchet_contract import env_vars as names
 from ratchet_worker.coordination.stop_listener import STOP_SIGNALS
+from ratchet_worker.host import huge_pages
 from ratchet_worker.host.cpu import gc_disabled
 from ratchet_worker.ipc import stack_dump
 from ratchet_worker.ipc.child_processes import die_with_parent
@@ -85,6 +86,7 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
         modules = json.loads(agent.recv(_MAX_MESSAGE))
         forkable = _import(modules) and _is_single_threaded()
         gc.freeze()
+        huge_pages.collapse()
         files = _imported_paths()
         states = [_state(path) for path in files]
         message, fds = b"?", list[int]()
@@ -114,17 +116,17 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
     return plans, forkable
 
 
-def _imported_paths() -> list[Path]:
+def _imported_paths() -> list[str]:
     """Return the files that modules were imported from, and the directories on the import path."""
     modules = list(sys.modules.values())
     found = {file for module in modules if isinstance(file := getattr(module, "__file__", None), str)}
-    return [Path(path) for path in found | set(sys.path)]
+    return [*found | set(sys.path)]
 
 
-def _state(path: Path) -> tuple[int, int, int] | None:
+def _state(path: str) -> tuple[int, int, int] | None:
     """Return inode, size and time of change of the file; None if there is none."""
     try:
-        found = path.stat()
+        found = os.stat(path)
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
