@@ -52,7 +52,9 @@ def _show_secret(made: WebhookMade, as_json: bool) -> None:
         return
     if made.secret is not None:
         output.line(made.secret)
-        output.note(f"webhook {made.id}; keep its secret: it is shown only once; to try it: ratchet webhook test {made.id}")
+        output.note(
+            f"webhook {made.id}; keep its secret: it is shown only once; to try it: ratchet webhook test {made.id}"
+        )
     elif made.format == "slack":
         output.note(f"webhook {made.id}; to try it: ratchet webhook test {made.id}")
     else:
