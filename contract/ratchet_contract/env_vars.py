@@ -45,6 +45,7 @@ ENVIRONMENT_DIGEST: Final = (
 )
 AGENT_PID: Final = "RATCHET_AGENT_PID"
 TENSORBOARD_DIR: Final = "RATCHET_TENSORBOARD_DIR"  # the same for all attempts, in the job's working directory
+COPIES_FILE: Final = "RATCHET_COPIES_FILE"  # the agent's file of copies in memory; unset: the job has none
 STORE_FD: Final = "RATCHET_STORE_FD"  # rank 0 only: inherited fd of the bound listening socket for the TCPStore
 
 # of experiment trackers, set for every rank unless the spec's env or secrets set them

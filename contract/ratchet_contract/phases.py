@@ -233,6 +233,9 @@ class NoteType(StrEnum):
     CHECKPOINT_INTERVAL = "checkpoint-interval"  # the one that every_steps: auto has found
     CHECKPOINT_NOT_NEEDED = "checkpoint-not-needed"
     CHECKPOINT_NOT_DELETED = "checkpoint-not-deleted"
+    CHECKPOINT_FROM_MEMORY = "checkpoint-from-memory"
+    MEMORY_COPY_FAILED = "memory-copy-failed"  # a step has no copy in memory
+    MEMORY_COPIES_UNUSED = "memory-copies-unused"  # the newest copies cannot be used
     CHECKPOINT_FETCHED = "checkpoint-fetched"  # from the object store
     CHECKPOINT_ENTRY_LEFT_OUT = "checkpoint-entry-left-out"  # of a Lightning hook
     KEEP_BEST_UNKNOWN = "keep-best-unknown"

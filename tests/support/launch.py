@@ -189,9 +189,10 @@ class Attempt:
         return Base.model_validate_json(self.paths.base_file.read_bytes())
 
     def messages(self, rank: int = 0, kind: str | None = None) -> list[Any]:
-        lines = self.paths.spool(rank).read_text().splitlines()
-        found = [_MESSAGE.validate_json(line) for line in lines]
-        return [m for m in found if kind is None or m.kind == kind]
+        return [m for m in self.messages_in(self.paths.spool(rank)) if kind is None or m.kind == kind]
+
+    def messages_in(self, spool: Path) -> list[Any]:
+        return [_MESSAGE.validate_json(line) for line in spool.read_text().splitlines()]
 
     def notes(self, rank: int = 0) -> list[Any]:
         """What a rank notes of the training; of the file system that the tests' files lie on there may be a note, too."""

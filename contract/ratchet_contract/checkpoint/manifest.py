@@ -79,7 +79,7 @@ class Manifest(_Model):
     parent: Base
     world_size: int = Field(ge=1)
     created: str
-    reason: Literal["schedule", "stop", "request", "end", "first"]
+    reason: Literal["schedule", "stop", "request", "end", "first", "memory"]
     spec_digest: str
     code_digest: str | None = None
     data_digest: str | None = None

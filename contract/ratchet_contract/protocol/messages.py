@@ -265,7 +265,7 @@ class CheckpointCommitted(Message):
     files: int
     seconds: float = Field(description="From the step boundary to the manifest's sync.")
     stall: float | None = Field(None, description="Seconds of these in which rank 0's training loop was blocked.")
-    reason: Literal["schedule", "stop", "request", "end", "first"]
+    reason: Literal["schedule", "stop", "request", "end", "first", "memory"]
     parent: Base
     finished: bool = False
 

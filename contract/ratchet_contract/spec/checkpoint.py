@@ -30,6 +30,13 @@ class CheckpointSpec(SpecModel):
     every_seconds: Seconds | None = Field(
         None, description="Time between scheduled checkpoints; null: no checkpoints by time."
     )
+    memory_every_steps: int | None = Field(
+        None,
+        ge=1,
+        description="Steps between copies of the state in memory, which the agent holds: if ranks end early and the agent "
+        "lives, it writes the newest copy to the disk as a checkpoint. Takes twice the size of a checkpoint in memory. "
+        "Only for one node. null: no copies.",
+    )
     first: Annotated[int, Field(ge=1)] | Literal["auto", "off"] = Field(
         "auto",
         description="An extra save before the first scheduled one, if the job has no checkpoint yet. auto: after the "

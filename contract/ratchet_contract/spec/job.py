@@ -378,6 +378,16 @@ class JobSpec(SpecModel):
         return self
 
     @model_validator(mode="after")
+    def _copies_in_memory(self) -> JobSpec:
+        """Raise ``ValueError`` for copies in memory of a job with several nodes."""
+        if self.checkpoint.memory_every_steps is not None and self.world.nodes > 1:
+            raise ValueError(
+                f"checkpoint.memory_every_steps is only for jobs of one node, and world.nodes is {self.world.nodes}: remove "
+                "it, or set world.nodes to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _secret_env(self) -> JobSpec:
         """Raise ``ValueError`` if a name in ``secret_env`` is not in ``env``, or its value there is the API's mask."""
         absent = [repr(name) for name in self.secret_env if name not in self.env]

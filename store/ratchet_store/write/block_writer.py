@@ -34,11 +34,13 @@ Range = tuple[int, int]
 
 
 class Blockwise:
-    """Writes ``header`` and ``data`` into the empty file ``fd``, without a sync. Call ``work`` in one thread or several, then
-    ``finish``. ``header``: a whole number of pages. ``block``: number of bytes in a block, which has one digest. ``ranges``:
-    disjoint parts of ``data`` that get digests of their own."""
+    """Writes ``header`` and ``data`` into the empty file ``fd``, without a sync; ``fd`` None: only computes the digests. Call
+    ``work`` in one thread or several, then ``finish``. ``header``: a whole number of pages. ``block``: number of bytes in a
+    block, which has one digest. ``ranges``: disjoint parts of ``data`` that get digests of their own."""
 
-    def __init__(self, fd: int, header: bytes, data: memoryview, block: int, ranges: Sequence[Range] = ()) -> None:
+    def __init__(
+        self, fd: int | None, header: bytes, data: memoryview, block: int, ranges: Sequence[Range] = ()
+    ) -> None:
         self._fd, self._header, self._data, self._block = fd, header, data, block
         self.size = len(header) + len(data)
         self._ranges, self._range_digests = self._ranges_by_block(ranges), [_EMPTY_DIGEST] * len(ranges)
@@ -49,7 +51,7 @@ class Blockwise:
         self._changed = threading.Condition()
         self._aligned_bytes = len(data) // PAGE * PAGE  # bytes of the data
         self._write_bytes = MIN_WRITE_BYTES
-        self._direct = self._aligned_bytes > 0 and _set_direct_io(fd, enabled=True)
+        self._direct = fd is not None and self._aligned_bytes > 0 and _set_direct_io(fd, enabled=True)
 
     def work(self) -> None:
         """Write blocks of the file until none is left to begin. Errors are raised by ``finish``."""
@@ -110,10 +112,10 @@ class Blockwise:
         at = max(begin, start)
         ranges = deque(self._ranges.get(number, ()))
         while at < end:
-            stop = end if self._direct else min(at - at % CHUNK + CHUNK, end)
+            stop = end if self._direct or self._fd is None else min(at - at % CHUNK + CHUNK, end)
             self._hash(hasher, at - start, stop - start, ranges)
             self._put(self._data[at - start : min(stop - start, self._aligned_bytes)], at)
-            if not self._direct and (stop % _WRITEBACK == 0 or stop == end):
+            if self._fd is not None and not self._direct and (stop % _WRITEBACK == 0 or stop == end):
                 start_writeback(self._fd, begin, stop - begin)
             at = stop
         return hasher.hexdigest()
@@ -131,7 +133,7 @@ class Blockwise:
 
     def _put(self, data: memoryview, offset: int) -> None:
         """Write ``data`` at ``offset`` of the file, past the page cache if the system accepts that. Raises ``OSError``."""
-        while data:
+        while data and self._fd is not None:
             direct, most, begin = self._direct, self._write_bytes, time.monotonic()
             try:
                 count = os.pwrite(self._fd, data[:most] if direct else data, offset)
@@ -149,7 +151,7 @@ class Blockwise:
     def _disable_direct_io(self) -> None:
         """Write through the page cache from now on."""
         with self._changed:
-            if self._direct:
+            if self._direct and self._fd is not None:
                 _set_direct_io(self._fd, enabled=False)
                 self._direct = False
 

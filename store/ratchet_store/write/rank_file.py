@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -13,7 +14,7 @@ from ratchet_contract.checkpoint.manifest import RANK_PREFIX, FileEntry, TensorE
 from ratchet_contract.errors import CheckpointError, StateError
 from ratchet_contract.paths import DELETED_MANIFEST_NAME, MANIFEST_NAME, rank_file_name
 from ratchet_hooks.state.safetensors_header import ITEMSIZE, Stored, entries_json
-from ratchet_store.filesystem.durable_io import EXISTS, wait_for_writeback, write_error
+from ratchet_store.filesystem.durable_io import DAMAGED, EXISTS, wait_for_writeback, write_error
 from ratchet_store.format.json_state import JsonValue, encode_state
 from ratchet_store.format.safetensors_header import MAX_DIMENSIONS, build_header, is_complete
 from ratchet_store.write.block_writer import BLOCK, Blockwise, Range
@@ -82,23 +83,16 @@ class RankWriter:
         for ``Written.digests``. Raises ``StateError`` for state or pieces that cannot be stored, for pieces in another order, and
         for ``data`` of another size than theirs. Raises ``CheckpointError`` if the file cannot be written, or if the checkpoint
         in ``directory`` is committed or being deleted."""
-        text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
-        if len(view) != layout.size:
-            raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")
-        header = b"".join(build_header(layout.members, text))
-        tensors, listing = layout.entries(len(header))
-        path = directory / self._name
-        try:
-            ensure_dir(directory.parent)
-            directory.mkdir(exist_ok=True)  # the commit makes its name durable; before that nothing in it counts
-            _raise_if_committed(directory)
-            with atomic_file(path, durable=True) as fd:
-                size, blocks, digests = self._stream(Blockwise(fd, header, view, BLOCK, ranges))
-                wait_for_writeback(fd, size)
-        except OSError as error:
-            raise write_error(path, error, len(header) + layout.size) from error
-        file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=blocks)
-        return Written(file, tensors, listing, digests)
+        header, view = self._header_and_data(pieces, data, state)
+        with _new_file(directory, self._name, len(header) + len(view)) as fd:
+            return self._written(len(header), *self._stream(Blockwise(fd, header, view, BLOCK, ranges)))
+
+    def describe(
+        self, pieces: Sequence[Piece], data: BytesLike, state: JsonValue, ranges: Sequence[Range] = ()
+    ) -> tuple[bytes, Written]:
+        """Return the header of the file that ``write`` would write, and what ``write`` would return. Raises ``StateError``."""
+        header, view = self._header_and_data(pieces, data, state)
+        return header, self._written(len(header), *self._stream(Blockwise(None, header, view, BLOCK, ranges)))
 
     def help(self) -> None:
         """Help another thread that is inside ``write``: write blocks of its file until none is left. Does nothing if no file
@@ -107,6 +101,19 @@ class RankWriter:
             found = self._active_writer
         if found is not None:
             found.work()
+
+    def _header_and_data(self, pieces: Sequence[Piece], data: BytesLike, state: JsonValue) -> tuple[bytes, memoryview]:
+        """Return the file's header and the bytes after it. Raises ``StateError``."""
+        text, layout, view = encode_state(state), self._layout_for(pieces), _bytes(data)
+        if len(view) != layout.size:
+            raise StateError(f"the tensors of the rank file have {layout.size} bytes, but {len(view)} were passed")
+        return b"".join(build_header(layout.members, text)), view
+
+    def _written(self, data_start: int, size: int, blocks: list[str], digests: list[str]) -> Written:
+        """Return the manifest's entries for the file. ``data_start``: offset of the first piece."""
+        assert self._layout is not None
+        file = FileEntry(name=self._name, rank=self.rank, size=size, block_size=BLOCK, blocks=blocks)
+        return Written(file, *self._layout.entries(data_start), digests)
 
     def _stream(self, blocks: Blockwise) -> tuple[int, list[str], list[str]]:
         """Write all blocks. Returns the file's size in bytes, the digests of the blocks, and those of the ranges."""
@@ -126,6 +133,32 @@ class RankWriter:
             self._layout = None
             self._layout = _Layout(self._name, pieces)
         return self._layout
+
+
+def write_described(directory: Path, file: FileEntry, header: bytes, data: memoryview) -> None:
+    """Write a rank file of which ``describe`` has returned ``file`` and ``header`` into ``directory``, and sync both. Raises
+    ``CheckpointError``: ``checkpoint-damaged`` if the bytes are others, or as ``RankWriter.write``."""
+    with _new_file(directory, file.name, file.size) as fd:
+        blocks = Blockwise(fd, header, data, file.block_size)
+        blocks.work()
+        if blocks.size != file.size or blocks.finish()[0] != file.blocks:
+            raise CheckpointError(f"the bytes of {file.name} are not those that were described", code=DAMAGED)
+
+
+@contextmanager
+def _new_file(directory: Path, name: str, size: int) -> Iterator[int]:
+    """Context manager: yield the descriptor of a new file of ``size`` bytes; at the end of the block the file and its name are
+    synced. Raises ``CheckpointError`` if that fails, or if the checkpoint in ``directory`` is committed or being deleted."""
+    path = directory / name
+    try:
+        ensure_dir(directory.parent)
+        directory.mkdir(exist_ok=True)  # the commit makes its name durable; before that nothing in it counts
+        _raise_if_committed(directory)
+        with atomic_file(path, durable=True) as fd:
+            yield fd
+            wait_for_writeback(fd, size)
+    except OSError as error:
+        raise write_error(path, error, size) from error
 
 
 class _Layout:

@@ -37,6 +37,7 @@ from ratchet_worker.agent.attempt_files import (
 )
 from ratchet_worker.agent.fork_starter import ForkingStarter
 from ratchet_worker.agent.log_limits import LogKeeper
+from ratchet_worker.agent.memory_checkpoint import MemoryCheckpoint
 from ratchet_worker.agent.object_store_sync import ObjectStoreSync
 from ratchet_worker.agent.rank_environment import plan_ranks
 from ratchet_worker.agent.rank_handle import Timing
@@ -130,6 +131,7 @@ class _Attempt:
         self._deadline = time.monotonic() + launch.deadlines.rendezvous
         self._supervisor = Supervisor(launch, self._paths, starter, timing)
         self._object_store = ObjectStoreSync(launch, self._paths)
+        self._copies: MemoryCheckpoint | None = None
         self._logs = LogKeeper(launch, self._paths)
         spools = (
             {rank: self._paths.spool(rank) for rank in launch.ranks} | self._object_store.spools() | self._logs.spools()
@@ -162,12 +164,18 @@ class _Attempt:
             with suppress(Exception):
                 ends = self._supervisor.finish()
             conclusion = _crash_conclusion(error, any_rank=bool(ends))
-        for finish in (self._clean_up, self._logs.finish, lambda: self._finish_uploads(conclusion.cause)):
+        saved = [""]
+        for finish in (
+            self._clean_up,
+            lambda: saved.append(self._save_copies(conclusion.cause)),
+            self._logs.finish,
+            lambda: self._finish_uploads(conclusion.cause),
+        ):
             try:
                 finish()
             except Exception:  # such as a disk that fails: without a result the attempt would count as lost
                 traceback.print_exc()
-        result = self._result(conclusion, ends)
+        result = self._result(conclusion, ends, saved[-1])
         self._report_result(result)
         return exit_code_of(result.cause)
 
@@ -185,9 +193,11 @@ class _Attempt:
         with rendezvous.listener or nullcontext():
             if self._launch.node != 0:
                 self._prepare(code, work, digest)
+            self._copies = MemoryCheckpoint(self._launch, self._paths)
             plans = plan_ranks(
-                self._launch, self._paths, rendezvous, inherited=os.environ, code_digest=digest, built=built
-            )
+                self._launch, self._paths, rendezvous, inherited=os.environ, code_digest=digest, built=built,
+                copies=self._copies.environment(),
+            )  # fmt: skip
             try:
                 self._supervisor.start(plans)
             except (FileNotFoundError, PermissionError, NotADirectoryError) as error:
@@ -257,13 +267,21 @@ class _Attempt:
             log_message(f"processes {left} did not end after SIGKILL")
         shutil.rmtree(self._node_paths.tmp, ignore_errors=True)
 
+    def _save_copies(self, cause: Cause) -> str:
+        """Commit the ranks' copies in memory if they are newer than what is on the disk. Returns a text to append to the
+        attempt's message."""
+        # Failed saves may have had a reason that holds for the copies, too: replicas that differ.
+        if self._copies is None or self._supervisor.evidence.fenced is not None or cause is Cause.CHECKPOINT_ERROR:
+            return ""
+        return self._copies.commit(self._base(), self._supervisor.last_step)
+
     def _finish_uploads(self, cause: Cause) -> None:
         """Finish the uploads to the object store, or abandon them if the attempt is fenced."""
         fenced = self._supervisor.evidence.fenced is not None
         self._object_store.finish(cause, fenced, self._supervisor.remaining_grace)
 
-    def _result(self, conclusion: Conclusion, ends: list[Ended]) -> AttemptResult:
-        """Return the content of ``result.json`` for this node."""
+    def _result(self, conclusion: Conclusion, ends: list[Ended], saved: str) -> AttemptResult:
+        """Return the content of ``result.json`` for this node. ``saved``: the result of ``_save_copies``."""
         base = self._base()
         last = max((e.end.last_step for e in ends), default=0) or (base.step if base is not None else 0)
         return AttemptResult(
@@ -273,7 +291,7 @@ class _Attempt:
             cause=conclusion.cause,
             rank=conclusion.rank,
             exit_code=conclusion.exit_code,
-            message=conclusion.message and conclusion.message + self._supervisor.evidence.aborts,
+            message=conclusion.message and conclusion.message + self._supervisor.evidence.aborts + saved,
             last_step=last,
             base=base,
             secondary=conclusion.secondary,

@@ -27,11 +27,12 @@ def plan_ranks(
     inherited: Mapping[str, str],
     code_digest: str | None = None,
     built: tuple[str, str] | None = None,
+    copies: Mapping[str, str] = {},
 ) -> list[RankPlan]:
     """Return one plan per rank of this node, in order. ``inherited``: the agent's environment; ``code_digest``: of code that lies
-    on the nodes; ``built``: interpreter and digest of the environment for the job's requirements. Raises ``UserError`` if a
-    secret is missing."""
-    common = common_environment(launch, inherited, rendezvous.interface)
+    on the nodes; ``built``: interpreter and digest of the environment for the job's requirements; ``copies``: variables for
+    copies in memory. Raises ``UserError`` if a secret is missing."""
+    common = common_environment(launch, inherited, rendezvous.interface) | dict(copies)
     if code_digest is not None:
         common[names.CODE_DIGEST] = code_digest
     python = interpreter(launch)

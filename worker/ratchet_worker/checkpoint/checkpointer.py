@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -24,6 +24,7 @@ from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.copy_sources import Audit, Lister
 from ratchet_worker.checkpoint.host_copy import Staging, size_of
 from ratchet_worker.checkpoint.manifest_commit import Committer, Order, write_progress
+from ratchet_worker.checkpoint.memory_copies import MemoryCopies, open_copies
 from ratchet_worker.checkpoint.save import Progress, Save, SaveState
 from ratchet_worker.checkpoint.save_cost import expected_seconds
 from ratchet_worker.checkpoint.saver_thread import MAX_FAILURES, Saver
@@ -70,6 +71,7 @@ class Checkpointer:
         self._rank, self._world_size, self._device = exchange.rank, exchange.world_size, device
         self._staging, self._cuts, self._lister = Staging(device, rank_cores()), Cuts(), Lister(exchange.rank)
         self._committer = Committer(launch, saving, reporter, base)
+        self._copies = open_copies(launch, exchange.rank, self._committer, counter, reporter, device)
         self._saver = Saver(launch, saving, reporter, self._committer, self._staging, give_up)
         self._due = Due(self._spec, exchange, reporter, base.step, early=early)
         self._schedule = self._due.schedule
@@ -91,12 +93,20 @@ class Checkpointer:
     # --- the loop's boundaries and gates -------------------------------------------------------------------------------
 
     def on_step_end(
-        self, step: int, capture_step_tensors: Callable[[], tuple[Snapshot, int]], make_content: Callable[[], Content]
+        self,
+        step: int,
+        capture_step_tensors: Callable[[], tuple[Snapshot, int]],
+        make_content: Callable[[], Content],
+        make_copy_content: Callable[[], tuple[Content, dict[str, Any]]] | None = None,
     ) -> None:
-        """Process a save that has ended, and begin a save if one is due. Call it after every step but the last.
-        ``capture_step_tensors``: returns parameters and optimizer state, and the approximate bytes of other state.
-        ``make_content``: captures everything. May wait for the previous save. Raises ``UserError``, and as ``drain``."""
+        """Process a save that has ended, and begin a save and a copy in memory if they are due. Call it after every step but the
+        last. ``capture_step_tensors``: returns parameters and optimizer state, and the approximate bytes of other state.
+        ``make_content``: captures everything. ``make_copy_content``: the same for a copy in memory, with the argument ``files``
+        of ``MemoryCopies.begin``; None: this step is not copied. May wait for the previous save, and for other ranks' copies.
+        Raises ``UserError``, and as ``drain``."""
         self._process_result()
+        if self._copies is not None and make_copy_content is not None and self._copies.is_due(step):
+            self._copy_in_memory(self._copies, step, make_copy_content)
         if self._schedule is not None:
             self._schedule.record_step(self._save is not None, self._stall_seconds)
         self._stall_seconds = 0.0
@@ -107,7 +117,7 @@ class Checkpointer:
             if reason is not None:
                 self._early_step = step if reason == "first" else self._early_step
                 self.begin_save(step, reason, make_content)
-        if self._first and self._due.next != math.inf:
+        if self._first and (self._due.next != math.inf or self._copies is not None):
             self._prepare(*capture_step_tensors())
         self._first = False
 
@@ -117,6 +127,8 @@ class Checkpointer:
         save = self._save
         if save is not None:
             self._stall_seconds += save.wait_until_copied(until)
+        if self._copies is not None and self._copies.save is not None:
+            self._copies.save.wait_until_copied(until)
         if ends_audit and self._audit is not None and until is Until.STEP:
             self._end_audit(self._audit)
 
@@ -276,6 +288,34 @@ class Checkpointer:
         self._save = Save(order, mine, staged, error, thorough, (stall, None), previous=self._last_progress)
         self._last_progress = self._save.progress
         self._saver.submit(self._save)
+
+    def _copy_in_memory(
+        self, copies: MemoryCopies, step: int, make_content: Callable[[], tuple[Content, dict[str, Any]]]
+    ) -> None:
+        """Begin the copy of ``step`` in memory. Waits until the state is copied, unless that may be done during the next step.
+        Raises ``UserError``; most other errors fail only this copy."""
+        if not copies.wait_for_previous():
+            self._copy_before_steps(
+                "a tensor changed before it was copied to memory (note.memory-copy-failed)", note=self._rank == 0
+            )
+        concurrent = self._overlapped and self._audit_done
+        content = sources = error = None
+        files: dict[str, Any] = {}
+        try:
+            with gc_disabled():
+                content, files = make_content()
+                slices = self._cuts.plan(content.snapshot.sizes(), self._world_size)[self._rank]
+                sources = self._lister.list_sources(content.snapshot, slices)
+        except HookStateError as error_:
+            text = f"the state of the hook cannot be copied at step {step}: {error_}"
+            raise UserError(text, code="hook-state-unsupported") from error_
+        except UserError:
+            raise
+        except (RatchetError, OSError, MemoryError, torch.OutOfMemoryError) as error_:
+            content, error = None, f"rank {self._rank}: {error_}"
+        save = copies.begin(step, content, sources, files, error, concurrent=concurrent)
+        if not concurrent:
+            save.wait_until_copied(Until.STEP)
 
     def _wait_for(self, save: Save) -> None:
         """Wait until ``save`` has ended, and tick the step counter meanwhile. Raises ``CheckpointError`` if the save is stuck."""

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 from contextlib import suppress
 from typing import Final
 
 import torch
 
+from ratchet_worker.ipc.memory_copies import Region
+
 _CHUNK_BYTES: Final = 2 << 20
 """Bytes (a large page) touched at a time: a save that takes the buffer meanwhile waits for the pages of these only."""
 
 
 class StagingBuffer:
-    """The memory that copies are made in. ``pinned``: page-locked, for copies from a CUDA device. One save at a time uses it."""
+    """The memory that copies are made in. ``pinned``: page-locked, for copies from a CUDA device. ``region``: the part of a file
+    in memory that it is, not page-locked; None: memory of this process. One save at a time uses it."""
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, *, pinned: bool, region: Region | None = None) -> None:
+        self._pinned, self._region = pinned, region
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._touched = 0  # bytes from its start whose pages are allocated
         self._acquired = False  # by a save: its contents must not be touched any more
@@ -46,10 +50,13 @@ class StagingBuffer:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old one first
         try:
-            self._buffer = _pinned_pages(nbytes) if self._pinned else _pages(nbytes)
+            if self._region is not None:
+                self._buffer = _pages_of(self._region, nbytes)
+            else:
+                self._buffer = _pinned_pages(nbytes) if self._pinned else _pages(nbytes)
         except (RuntimeError, OSError) as error:  # from torch and from the system
             raise MemoryError(f"no memory for a copy of {nbytes} bytes: {error}") from error
-        self._touched = nbytes if self._pinned else 0
+        self._touched = 0 if self._region is None and not self._pinned else nbytes
 
     def _touch_next_pages(self) -> bool:
         """Allocate the next pages. False if all are allocated or a save has taken the buffer."""
@@ -75,7 +82,19 @@ def _pinned_pages(nbytes: int) -> torch.Tensor:
 
 def _pages(nbytes: int) -> torch.Tensor:
     """Return ``nbytes`` of memory in whole pages, large ones if the system has them. Raises ``OSError``."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _as_tensor(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
+def _pages_of(region: Region, nbytes: int) -> torch.Tensor:
+    """Return ``nbytes`` of the file from the region's offset on, allocated at once. Raises ``OSError``."""
+    os.posix_fallocate(
+        region.fd, region.offset, nbytes
+    )  # else a lack of memory would be a SIGBUS in the middle of a copy
+    return _as_tensor(mmap.mmap(region.fd, nbytes, mmap.MAP_SHARED, offset=region.offset))
+
+
+def _as_tensor(memory: mmap.mmap) -> torch.Tensor:
+    """Return the mapped memory as a tensor of bytes."""
     # Large pages: a disk writes them in fewer pieces, and a copy has fewer TLB misses. Not inherited by forked processes: shared
     # pages would be copied, one by one, at the next save.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):

@@ -22,6 +22,7 @@ from ratchet_worker.checkpoint.copy_buffer import StagingBuffer
 from ratchet_worker.checkpoint.copy_chunks import Move, Work, split_copy
 from ratchet_worker.checkpoint.copy_sources import Source, Sources
 from ratchet_worker.checkpoint.threads import Signal
+from ratchet_worker.ipc.memory_copies import Region
 from ratchet_worker.state.live_memory import (
     Bytes,
     SafeReader,
@@ -40,26 +41,28 @@ longer."""
 
 
 class Staging:
-    """The host buffer of one rank, into which ``stage`` copies live tensors. The buffer has the copies of one save at a time.
-    ``cores``: number of processor cores of this rank."""
+    """The host buffers of one rank, into which ``stage`` copies live tensors. A buffer has the copies of one save at a time.
+    ``cores``: number of processor cores of this rank. ``regions``: parts of a file in memory that are the buffers; None: there is
+    one buffer, in memory of this process."""
 
-    def __init__(self, device: torch.device, cores: int = 1) -> None:
+    def __init__(self, device: torch.device, cores: int = 1, regions: Sequence[Region | None] = (None,)) -> None:
         self._cores = cores
         on_cuda = device.type == "cuda"
         self._stream: Any = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
-        self._staging_buffer, self._reader = StagingBuffer(pinned=on_cuda), SafeReader()
+        self._staging_buffers = [StagingBuffer(pinned=on_cuda, region=region) for region in regions]
+        self._reader = SafeReader()
         self._layout_key: object = None  # of the layout
         self._layout = _Layout([], 0)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the buffer for copies of ``nbytes``, unless a save has used it already. Raises ``MemoryError``."""
-        self._staging_buffer.reserve(nbytes)
+        self._staging_buffers[0].reserve(nbytes)
 
-    def stage(self, sources: Sources) -> Staged:
-        """Copy the ``sources`` due at the boundary, and return an object that copies the others later. Raises ``StateError`` for
-        a tensor that cannot be stored, and ``MemoryError``."""
+    def stage(self, sources: Sources, number: int = 0) -> Staged:
+        """Copy the ``sources`` due at the boundary, and return an object that copies the others later. ``number``: of the buffer.
+        Raises ``StateError`` for a tensor that cannot be stored, and ``MemoryError``."""
         layout = self.lay_out(sources)
-        buffer = self._staging_buffer.acquire(layout.nbytes)
+        buffer = self._staging_buffers[number].acquire(layout.nbytes)
         staged = Staged(sources, layout, buffer, self._stream, self._cores, self._reader)
         staged.copy_at_boundary()
         return staged

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from ratchet_contract.checkpoint.manifest import HOOK_SUMMARY, FileEntry, Manifest, TensorEntry, parse_entries
+from ratchet_contract.checkpoint.manifest import Manifest, TensorEntry, parse_entries
 from ratchet_contract.checkpoint.resume_report import Base
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.paths import JobPaths
@@ -20,8 +20,8 @@ from ratchet_store.retention.attempt_retention import Keeper
 from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.coordination.reporter import Reason, Reporter
 from ratchet_worker.coordination.store_exchange import Exchange, PeerTimeout
+from ratchet_worker.ipc.save_reports import complete, first_difference
 from ratchet_worker.state import replica_digests
-from ratchet_worker.state.environment import NOT_EXACT
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,10 @@ class Committer:
             return {"error": text, "early": True, **({} if custom else {"diverged": name})}
         try:
             tensors = self._listings.parse([listing for _, listing in reports_with_listings])
-            digests = [replica_digests.part_digest(slices) for slices in own]
             if self._fence_file.exists():  # the next attempt may have chosen its base already
                 return {"error": "the service has declared this attempt over: its checkpoints no longer count"}
             self._exchange.block_if_aborting()
-            manifest = self._writer.commit(directory, self._manifest(order, content, reports, digests, tensors))
+            manifest = self._writer.commit(directory, complete(self.draft(order, content), reports, tensors))
         except (RatchetError, OSError) as error:
             return {"error": str(error)}
         self.last = manifest.base
@@ -145,17 +144,9 @@ class Committer:
         for kind, text in notes:
             self._reporter.note(kind, text)
 
-    def _manifest(
-        self,
-        order: Order,
-        content: Content,
-        reports: Sequence[Mapping[str, Any]],
-        digests: list[str],
-        tensors: list[TensorEntry],
-    ) -> Manifest:
-        """Return the manifest of a save. ``digests``: of the shared tensors, by part. ``tensors``: the entries of all ranks'
-        files."""
-        launch, marks = self._launch, [mark for r in reports if (mark := r["not_exact"]) is not None]
+    def draft(self, order: Order, content: Content) -> Manifest:
+        """Return the manifest of a save without what the ranks report (``complete``)."""
+        launch = self._launch
         return Manifest(
             job_id=launch.job_id,
             step=order.step,
@@ -169,14 +160,12 @@ class Committer:
             data_digest=content.data_digest,
             total_steps=content.total_steps,
             replicas=content.replicas,
-            shared_digests=digests,
             bucket_layout=content.layout,
             hook=content.hook,
-            hook_summaries=[HOOK_SUMMARY.validate_json(r["summary"]) for r in reports],
-            environment=content.environment | ({NOT_EXACT: marks[0]} if marks else {}),
+            environment=content.environment,
             finished=order.finished,
-            files=[FileEntry.model_validate(r["file"]) for r in reports],
-            tensors=tensors,
+            files=[],
+            tensors=[],
         )
 
     def _divergence(
@@ -197,7 +186,7 @@ class Committer:
             len(digests) != len(writer_digests[int(part)]) for one in other_digests for part, digests in one.items()
         ):
             return other_tensors
-        found = replica_digests.first_difference(writer_digests, other_digests)
+        found = first_difference(writer_digests, other_digests)
         if found is None:
             return None
         name, writer = plan[found.part][found.slice].name, found.part * self._exchange.world_size // content.parts

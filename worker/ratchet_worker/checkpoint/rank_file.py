@@ -18,12 +18,11 @@ from ratchet_hooks.summary import HookSummary
 from ratchet_store.filesystem.durable_io import NOT_WRITTEN
 from ratchet_store.format.shard_slices import Slice
 from ratchet_store.write.block_writer import Range
-from ratchet_store.write.rank_file import RankWriter, Written
+from ratchet_store.write.rank_file import Piece, RankWriter, Written
 from ratchet_worker.checkpoint.checkpoint_content import Content
 from ratchet_worker.checkpoint.host_copy import Staged, Staging
 from ratchet_worker.checkpoint.save import Save, SaveState
 from ratchet_worker.checkpoint.threads import BackgroundThread, Call
-from ratchet_worker.coordination.reporter import Reporter
 from ratchet_worker.state import replica_digests
 from ratchet_worker.state.environment import NOT_EXACT
 from ratchet_worker.state.live_memory import SafeReader
@@ -112,15 +111,14 @@ class RankPart:
         """Return the directory of the checkpoint that ``save`` makes."""
         return self._job.checkpoint(save.order.step, self._attempt)
 
-    def write_part(self, save: Save, reporter: Reporter) -> tuple[dict[str, Any], str]:
+    def write_part(self, save: Save) -> tuple[dict[str, Any], str, HookSummary | None]:
         """Finish the copy, write this rank's file, and compute digests for comparing replicas. Returns this rank's report for
-        rank 0, and the list of its tensors as JSON text. If ``save`` has nothing to write, the report has only ``save.error``,
-        and the text is empty. Blocks until the file is on the disk. Raises any error of these steps."""
+        rank 0, the list of its tensors as JSON text, and the hook's summary. If ``save`` has nothing to write, the report has
+        only ``save.error``. Blocks until the file is on the disk. Raises any error of these steps."""
         content, staged = save.content, save.staged
         if content is None or staged is None:
-            return {"error": save.error}, ""
+            return {"error": save.error}, "", None
         staged.finish()
-        self._disk.check_same_device()
         seen = None
         if save.is_hurried:  # release the loop first: else it would also wait for other threads' Python code
             seen = self._compare(save, content)
@@ -142,7 +140,6 @@ class RankPart:
             save.release()  # before the result: the disk may hang
             written = writing.result()
         save.require_intact()
-        reporter.report_saved_hook(looked.summary)
         report = {
             "error": None,
             "step": save.order.step,
@@ -151,9 +148,9 @@ class RankPart:
             "parts": own.by_part(written.digests),
             "seen": looked.digests,
             "summary": HOOK_SUMMARY.dump_json(looked.summary).decode(),
-            "not_exact": content.environment.get(NOT_EXACT),
+            "not_exact": {key: mark for key, mark in content.environment.items() if key == NOT_EXACT},
         }
-        return report, written.tensors_json
+        return report, written.tensors_json, looked.summary
 
     def _begin_write(self, save: Save, staged: Staged, content: Content, own: _Own) -> Call[Written]:
         """Begin to write this rank's file in another thread, after the previous save's deletions, and return the call."""
@@ -163,14 +160,20 @@ class RankPart:
             """Write the file and return what was written. Calls ``save.set_file_written``, also after an error."""
             try:
                 save.wait_for_previous()
-                state = content.snapshot.state
-                written = self._writer.write(self.directory(save), pieces, data, state, own.ranges)
-                self._disk.check_same_device()
-                return written
+                return self._write_file(save, pieces, data, content.snapshot.state, own.ranges)
             finally:
                 save.set_file_written()
 
         return (self._prompt_thread if save.thorough else self._quiet_threads[0]).submit(write)
+
+    def _write_file(
+        self, save: Save, pieces: list[Piece], data: memoryview, state: dict[str, Any], ranges: list[Range]
+    ) -> Written:
+        """Write this rank's file. Arguments and result as those of ``RankWriter.write``, which raises."""
+        self._disk.check_same_device()
+        written = self._writer.write(self.directory(save), pieces, data, state, ranges)
+        self._disk.check_same_device()
+        return written
 
     def _compare_and_summarize(
         self, save: Save, content: Content, staged: Staged, digests: dict[int, list[str]] | None

@@ -28,6 +28,7 @@ from ratchet_worker.data import data_generators
 from ratchet_worker.data.loader import TrainLoader
 from ratchet_worker.data.sampler_position import SamplerPosition
 from ratchet_worker.data.stream_position import StreamPosition
+from ratchet_worker.ipc.save_reports import part_digest
 from ratchet_worker.state import (
     model,
     module_baseline,
@@ -306,7 +307,7 @@ class JobState:
         plan = replica_digests.plan_parts(out.sizes(), parts) if out.shared else []
 
         def of(slices: Sequence[Slice]) -> str:
-            return replica_digests.part_digest(replica_digests.slice_digests(slices, out.shared))
+            return part_digest(replica_digests.slice_digests(slices, out.shared))
 
         return parallel_map(plan, lambda _: of, threads if self._device.type == "cpu" else 1)
 

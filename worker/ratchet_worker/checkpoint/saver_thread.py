@@ -89,7 +89,9 @@ class Saver:
         this rank's part of the save is not raised: it becomes the error of the verdict."""
         order, rank = save.order, self._exchange.rank
         try:
-            report, listing = self._part.write_part(save, self._reporter)
+            report, listing, summary = self._part.write_part(save)
+            if summary is not None:
+                self._reporter.report_saved_hook(summary)
         except Exception as error:  # any error: a save may fail, training continues
             text = str(error) if isinstance(error, RatchetError | OSError | MemoryError) else repr(error)
             report = {"error": f"rank {rank}: {text}", "early": isinstance(error, ChangedTooEarly)}

@@ -195,7 +195,7 @@ class Reporter:
         self._spool.append(message)
 
 
-Reason = Literal["schedule", "stop", "request", "end", "first"]
+Reason = Literal["schedule", "stop", "request", "end", "first", "memory"]
 
 
 def _cut(text: str, most: int) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 
 from ratchet_contract.atomic_write import fsync_path
 from ratchet_contract.checkpoint.resume_report import Base
+from ratchet_worker.ipc import event_journal
 
 _THREADS: Final = 16
 
@@ -68,16 +69,24 @@ class EventFiles:
 
     def store(self, step: int) -> None:
         """Store all events up to ``step``, and record the sizes of this attempt's files then, durably. Raises ``OSError``."""
+        self.flush()
+        self.record(step)
+
+    def flush(self) -> None:
+        """Write all events to the files, without a sync. Raises ``OSError``."""
         for writer in self.writers:
             writer.flush()
-        self.record(step)
 
     def record(self, step: int) -> None:
         """Record the sizes of this attempt's files as those at ``step``, durably. Raises ``OSError``."""
+        _sync([path for path, attempt in self._files() if attempt == self._attempt])
+        self._add(self.entry(step))
+
+    def entry(self, step: int) -> dict[str, Any]:
+        """Return the journal's entry with the present sizes of this attempt's files as those at ``step``. Raises ``OSError``."""
         paths = [path for path, attempt in self._files() if attempt == self._attempt]
-        _sync(paths)
         sizes = {str(path.relative_to(self._directory)): path.stat().st_size for path in paths}
-        self._add({"attempt": self._attempt, "step": step, "begins": False, "sizes": sizes})
+        return {"attempt": self._attempt, "step": step, "begins": False, "sizes": sizes}
 
     def _files(self) -> Iterator[tuple[Path, int]]:
         """Yield each file with the number of its attempt."""
@@ -99,13 +108,7 @@ class EventFiles:
 
     def _add(self, entry: dict[str, Any]) -> None:
         """Append a line to the journal, durably."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with self.journal.open("a+b") as journal:
-            if journal.tell() and os.pread(journal.fileno(), 1, journal.tell() - 1) != b"\n":
-                os.ftruncate(journal.fileno(), _end_of_lines(self.journal))
-            journal.write(json.dumps(entry).encode() + b"\n")
-            journal.flush()
-            os.fsync(journal.fileno())
+        event_journal.append(self.journal, entry)
 
 
 def _sync(paths: list[Path]) -> None:
@@ -137,8 +140,3 @@ def _sizes_at(entries: list[dict[str, Any]], base: Base) -> dict[str, int]:
         if entry["attempt"] <= (base.attempt or 0) and entry["step"] <= base.step:
             sizes = entry["sizes"] if entry["begins"] else sizes | entry["sizes"]
     return sizes
-
-
-def _end_of_lines(path: Path) -> int:
-    """Return the length of the file without a last line that was cut off."""
-    return path.read_bytes().rfind(b"\n") + 1

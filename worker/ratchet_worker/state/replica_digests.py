@@ -4,7 +4,7 @@ parts that other ranks write, for a comparison on rank 0. If time is short, the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import xxhash
@@ -86,11 +86,6 @@ def _digest(tensor: torch.Tensor, start: int, stop: int, reader: SafeReader | No
     return hasher.hexdigest()
 
 
-def part_digest(slices: Sequence[str]) -> str:
-    """Return the digest of a part. ``slices``: the digests of its slices."""
-    return xxhash.xxh3_128_hexdigest("".join(slices).encode())
-
-
 def compare_parts(
     plan: Sequence[Sequence[Slice]],
     tensors: Mapping[str, torch.Tensor],
@@ -115,25 +110,3 @@ def compare_parts(
         part = others[(number * least + done) % len(others)]
         out[part] = slice_digests(plan[part], tensors, reader)
     return out
-
-
-class Difference(NamedTuple):
-    """The first slice in which some ranks differ from the rank that writes its part. ``ranks``: those that differ."""
-
-    part: int
-    slice: int
-    ranks: list[int]
-
-
-def first_difference(
-    writer_digests: Sequence[Sequence[str]], other_digests: Sequence[Mapping[str, Sequence[str]]]
-) -> Difference | None:
-    """Return the difference with the lowest part and slice; None if there is none. ``other_digests``: by rank, then by part
-    number as text."""
-    odd: dict[tuple[int, int], list[int]] = {}
-    for rank, found in enumerate(other_digests):
-        for part, digests in found.items():
-            for number, (digest, right) in enumerate(zip(digests, writer_digests[int(part)], strict=True)):
-                if digest != right:
-                    odd.setdefault((int(part), number), []).append(rank)
-    return min((Difference(part, number, ranks) for (part, number), ranks in odd.items()), default=None)

@@ -370,7 +370,9 @@ class Runtime:
                 self._has_stepped = True
                 self.state.require_storable()
                 self._report_unmatched()
-            self.checkpointer.on_step_end(self.step, self.state.step_tensors_and_size, self._make_content)
+            # A copy from within a body would lack what the rest of the body changes; ``checkpoint()`` saves the step.
+            copy = None if self._saved_in_body else self._make_copy_content
+            self.checkpointer.on_step_end(self.step, self.state.step_tensors_and_size, self._make_content, copy)
         self._clock.begin_step()
 
     def _report_unmatched(self) -> None:
@@ -695,6 +697,16 @@ class Runtime:
     def _make_content(self) -> Content:
         for files in self.event_files.values():  # what the script has logged is on the disk before the checkpoint
             files.store(self.step)
+        return self._capture()
+
+    def _make_copy_content(self) -> tuple[Content, dict[str, Any]]:
+        """Return what a copy in memory has, and by path the entries that the agent adds to the event files' journals."""
+        for files in self.event_files.values():
+            files.flush()
+        entries = {str(files.journal.absolute()): files.entry(self.step) for files in self.event_files.values()}
+        return self._capture(), entries
+
+    def _capture(self) -> Content:
         # The switches in force now: the code may have changed them since it started, and at its next start they will be unchanged
         # again.
         environment = {**self.environment, **environment_record.switches(self.device)}

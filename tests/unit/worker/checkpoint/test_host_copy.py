@@ -20,6 +20,7 @@ from ratchet_store.write.rank_file import Piece
 from ratchet_worker.checkpoint import copy_chunks, host_copy
 from ratchet_worker.checkpoint.copy_sources import Audit, Lister, Source, Sources
 from ratchet_worker.checkpoint.host_copy import Staged, Staging
+from ratchet_worker.ipc.save_reports import first_difference
 from ratchet_worker.state import replica_digests
 from ratchet_worker.state.snapshot import Snapshot, Until, byte_view, flat
 from tests.support.server import wait_for
@@ -268,11 +269,11 @@ def test_replicas_differing_in_one_bit_are_found_and_named(world_size: int) -> N
             }
             for r in range(world_size)
         ]
-        found = replica_digests.first_difference(own, seen)
+        found = first_difference(own, seen)
         assert found is not None and plan[found.part][found.slice].name == "model/4"
         writer = found.part * world_size // len(plan)
         assert found.ranks == ([r for r in range(world_size) if r != rank] if writer == rank else [rank])
-        assert replica_digests.first_difference(right, []) is None
+        assert first_difference(right, []) is None
 
 
 def test_replica_comparison_without_time_covers_all_parts_in_turn() -> None:
