@@ -126,9 +126,10 @@ webhooks: $(STAMP)
 faults: $(STAMP)
 	@echo "==> faults of processes, disks and power beneath saves; each test prints what it counted"
 	RATCHET_TEST_KILLS=$(or $(N),1000) RATCHET_TEST_RANK_KILLS=$(or $(N),1000) RATCHET_TEST_TRIALS=$(or $(N),1000) \
-	  RATCHET_TEST_RESIZES=$(or $(N),1000) \
+	  RATCHET_TEST_RESIZES=$(or $(N),1000) RATCHET_TEST_MEMORY_KILLS=$(or $(N),1000) \
 	  $(BIN)/python -m pytest -v -s --timeout=7200 \
-	  tests/integration/worker/checkpoint/test_kill_while_saving.py tests/integration/store/write/test_kill.py tests/unit/store/read/test_damage.py \
+	  tests/integration/worker/checkpoint/test_kill_while_saving.py \
+	  tests/integration/worker/checkpoint/test_kills_with_copies.py tests/integration/store/write/test_kill.py tests/unit/store/read/test_damage.py \
 	  tests/integration/store/write/test_crash_points.py tests/integration/worker/checkpoint/test_failing_disks.py tests/unit/store/read/test_hostile_checkpoints.py \
 	  tests/integration/worker/checkpoint/test_tensor_resizing.py
 

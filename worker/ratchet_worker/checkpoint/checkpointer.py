@@ -32,6 +32,7 @@ from ratchet_worker.checkpoint.schedule import Due
 from ratchet_worker.coordination.reporter import Reason, Reporter
 from ratchet_worker.coordination.store_exchange import Exchange
 from ratchet_worker.host.cpu import gc_disabled, rank_cores
+from ratchet_worker.ipc.memory_copies import Result
 from ratchet_worker.ipc.progress_counter import Stage, StepCounter
 from ratchet_worker.state.model import MODEL
 from ratchet_worker.state.replica_digests import Cuts
@@ -91,6 +92,12 @@ class Checkpointer:
         self.last = base
 
     # --- the loop's boundaries and gates -------------------------------------------------------------------------------
+
+    def wait_for_copies(self, step: int) -> None:
+        """If ``step`` is to be copied in memory, wait until all ranks have ended the copy before. Call it before a step counts as
+        done: a kill then loses at most the copy's interval besides the step under way."""
+        if self._copies is not None and self._copies.is_due(step):
+            self._copies.wait()
 
     def on_step_end(
         self,
@@ -294,7 +301,7 @@ class Checkpointer:
     ) -> None:
         """Begin the copy of ``step`` in memory. Waits until the state is copied, unless that may be done during the next step.
         Raises ``UserError``; most other errors fail only this copy."""
-        if not copies.wait_for_previous():
+        if Result.CHANGED in copies.wait():
             self._copy_before_steps(
                 "a tensor changed before it was copied to memory (note.memory-copy-failed)", note=self._rank == 0
             )

@@ -74,7 +74,6 @@ class MemoryCopies:
             JobPaths(Path(launch.job_root)), launch.attempt, rank, launch.world_size, self._staging
         )
         self._thread = BackgroundThread("ratchet-memory")
-        self._number = self._slot = 0  # of the newest copy
         self._has_memory = False  # checked
         self._is_failing = False  # the newest copy has failed, and this was reported
         self.save: Save | None = None  # the newest copy, which may be in progress
@@ -83,28 +82,23 @@ class MemoryCopies:
         """True if ``step`` is copied."""
         return step % self._every == 0
 
-    def wait_for_previous(self) -> bool:
-        """Wait until all ranks have ended the previous copy, and choose the slot for the next one. Returns False if a tensor
-        changed on some rank before it was copied. Raises the error of this rank's saving thread."""
-        self._number += 1
-        if self._number == 1:
-            return True
-        if self.save is not None:
-            while not self.save.drain(_TICK_SECONDS):
-                pass  # no tick: the deadline of a step is the limit for this rank's own work
-            if self.save.failure is not None:
-                raise self.save.failure
-        results = self._board.results(self._number - 1)
+    def wait(self) -> set[Result | None]:
+        """Wait until all ranks have ended the newest copy, and return how. Raises the error of this rank's saving thread."""
+        if self.save is None:
+            return set()
+        while not self.save.drain(_TICK_SECONDS):
+            pass  # no tick: the deadline of a step is the limit for this rank's own work
+        if self.save.failure is not None:
+            raise self.save.failure
+        results = self._board.results()
         ticked_at = time.monotonic()
         while None in results:
             time.sleep(_POLL_SECONDS)
             if time.monotonic() - ticked_at >= _TICK_SECONDS:
                 self._counter.tick()  # another rank is behind, and its own deadline applies
                 ticked_at = time.monotonic()
-            results = self._board.results(self._number - 1)
-        if set(results) == {Result.DONE}:
-            self._slot = 1 - self._slot
-        return Result.CHANGED not in results
+            results = self._board.results()
+        return set(results)
 
     def begin(
         self,
@@ -116,26 +110,25 @@ class MemoryCopies:
         *,
         concurrent: bool,
     ) -> Save:
-        """Begin the copy of ``step`` after ``wait_for_previous``. ``content``, ``sources``: the captured state; None after
+        """Begin the copy of ``step``, once ``wait`` has returned. ``content``, ``sources``: the captured state; None after
         ``error``. ``files``: what the agent adds to journals of event files (``EventFiles.entry``). Raises ``UserError`` if the
         machine has too little memory."""
-        staged = None
-        self._board.clear(self._slot)
+        self.wait()
+        staged, slot = None, self._board.begin()
         if sources is not None and content is not None:
             self._require_memory(size_of(sources))
             try:
-                staged = self._staging.stage(sources, self._slot)
+                staged = self._staging.stage(sources, slot)
             except (RatchetError, OSError, MemoryError, torch.OutOfMemoryError) as error_:
                 content, error = None, f"rank {self._rank}: {error_}"
-        order = Order(self._number, step, "memory", False, time.monotonic(), concurrent)
+        order = Order(self._board.number, step, "memory", False, time.monotonic(), concurrent)
         save = Save(order, content, staged, error, False)
         save.loop_waits = True  # compare no more replicas than every save must: the time of each step counts
         self.save = save
-        slot = self._slot
-        self._thread.submit(lambda: self._finish(save, slot, files))
+        self._thread.submit(lambda: self._finish(save, files))
         return save
 
-    def _finish(self, save: Save, slot: int, files: dict[str, Any]) -> None:
+    def _finish(self, save: Save, files: dict[str, Any]) -> None:
         """Finish and publish a copy, in the background thread. Any error fails only this copy."""
         order, result = save.order, Result.FAILED
         try:
@@ -144,8 +137,7 @@ class MemoryCopies:
             if error is None and save.content is not None:
                 draft = self._committer.draft(order, save.content).model_dump_json() if self._rank == 0 else None
                 facts = {"report": report, "listing": listing, "draft": draft, "files": files}
-                nbytes = len(self._part.data)
-                self._board.publish(slot, order.number, order.step, nbytes, self._part.header, facts)
+                self._board.publish(order.step, self._part.nbytes, self._part.header, facts)
                 result = Result.DONE
         except Exception as error_:  # any error: a copy may fail, training continues
             error = f"rank {self._rank}: {error_ if isinstance(error_, RatchetError | OSError) else repr(error_)}"
@@ -158,8 +150,7 @@ class MemoryCopies:
                 self._reporter.note(NoteType.MEMORY_COPY_FAILED, text, step=order.step)
             self._is_failing = result is not Result.DONE
         finally:
-            self._part.data = memoryview(b"")
-            self._board.set_result(order.number, result)
+            self._board.set_result(result)
             save.release()
             save.progress.advance(SaveState.ENDED)
 
@@ -176,14 +167,13 @@ class MemoryCopies:
 
 
 class _DescribedPart(RankPart):
-    """Describes the rank file of each copy instead of writing it. ``header``, ``data``: of the last file."""
+    """Describes the rank file of each copy instead of writing it. ``header``: of the last file; ``nbytes``: of its data."""
 
-    header = b""
-    data = memoryview(b"")
+    header, nbytes = b"", 0
 
     def _write_file(
         self, save: Save, pieces: list[Piece], data: memoryview, state: dict[str, Any], ranges: list[Range]
     ) -> Written:
         self.header, written = self._writer.describe(pieces, data, state, ranges)
-        self.data = data
+        self.nbytes = len(data)
         return written

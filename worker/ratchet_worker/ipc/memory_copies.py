@@ -97,7 +97,7 @@ def read(fd: int, rank: int, number: int) -> Copy:
         found, step, size, header, description, *digest, _ = memoryview(entry).cast("Q")
         if found != number:
             continue
-        offset = _slot_offset(rank, slot)
+        offset = slot_offset(rank, slot)
         text = os.pread(fd, min(header + description, _SPAN), offset + _tail(size))
         if _digest(text) != digest or size > _SPAN:
             break
@@ -109,12 +109,14 @@ def read(fd: int, rank: int, number: int) -> Copy:
 
 
 class Board:
-    """A rank's side: the entries and results of all ranks."""
+    """A rank's side: the entries and results of all ranks. ``number``: of this rank's newest copy; 0: it has begun none.
+    ``slot``: where that copy is."""
 
     def __init__(self, path: str, rank: int, ranks: int) -> None:
         """Open the agent's file at ``path``. Raises ``OSError``."""
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self._rank, self._ranks = rank, ranks
+        self.number = self.slot = 0
         self._map = mmap.mmap(self._fd, _SLOTS * ranks * (_WORDS + 1) * _WORD, mmap.MAP_SHARED)
         with suppress(AttributeError, OSError):  # a system that lacks it; a forked process would keep the file unsealed
             self._map.madvise(mmap.MADV_DONTFORK)
@@ -124,37 +126,42 @@ class Board:
 
     def region(self, slot: int) -> Region:
         """Return the place of this rank's slot."""
-        return Region(self._fd, _slot_offset(self._rank, slot))
+        return Region(self._fd, slot_offset(self._rank, slot))
 
-    def clear(self, slot: int) -> None:
-        """Note that the slot's copy is about to be overwritten."""
-        self._words[_entry(self._rank, slot)] = 0
+    def begin(self) -> int:
+        """Begin the next copy, once all ranks have ended the newest one (``results``). Returns the slot to write it to."""
+        if set(self.results()) == {Result.DONE}:
+            self.slot = (self.slot + 1) % _SLOTS
+        self.number += 1
+        self._words[_entry(self._rank, self.slot)] = 0
+        return self.slot
 
-    def publish(
-        self, slot: int, number: int, step: int, nbytes: int, header: bytes, description: dict[str, Any]
-    ) -> None:
-        """Write what belongs to the data in the slot, then note that its copy is complete. Raises ``OSError``."""
-        text = json.dumps(description).encode()
-        for offset, part in ((0, header), (len(header), text)):
-            os.pwrite(self._fd, part, _slot_offset(self._rank, slot) + _tail(nbytes) + offset)
-        at = _entry(self._rank, slot)
+    def publish(self, step: int, nbytes: int, header: bytes, description: dict[str, Any]) -> None:
+        """Write what belongs to the data of the newest copy, then note that it is complete. Raises ``OSError``."""
+        text, offset = json.dumps(description).encode(), slot_offset(self._rank, self.slot) + _tail(nbytes)
+        for part in (header, text):
+            offset += os.pwrite(self._fd, part, offset)
+        entry = _entry(self._rank, self.slot)
         values = [step, nbytes, len(header), len(text), *_digest(header + text)]
-        for number_of_word, value in enumerate(values, 1):
-            self._words[at + number_of_word] = value
-        self._words[at] = number
+        for word, value in enumerate(values, entry + 1):
+            self._words[word] = value
+        self._words[entry] = self.number
 
-    def set_result(self, number: int, result: Result) -> None:
-        """Note that this rank's copy with this number has ended."""
-        self._words[self._result(self._rank, number)] = number * _RESULT_VALUES + result
+    def set_result(self, result: Result) -> None:
+        """Note that this rank's newest copy has ended."""
+        self._words[self._result(self._rank)] = self.number * _RESULT_VALUES + result
 
-    def results(self, number: int) -> list[Result | None]:
-        """Return how the copy with this number has ended on each rank; None: it has not. No rank may be two copies ahead."""
-        found = [divmod(self._words[self._result(rank, number)], _RESULT_VALUES) for rank in range(self._ranks)]
-        return [Result(value) if at == number else None for at, value in found]
+    def results(self) -> list[Result | None]:
+        """Return how the newest copy has ended on each rank; None: it has not. Empty before the first copy."""
+        if self.number == 0:
+            return []
+        found = [divmod(self._words[self._result(rank)], _RESULT_VALUES) for rank in range(self._ranks)]
+        return [Result(value) if number == self.number else None for number, value in found]
 
-    def _result(self, rank: int, number: int) -> int:
-        """Return the number of the word with a result. The next copy has another word: a rank may be one ahead."""
-        return _SLOTS * self._ranks * _WORDS + _SLOTS * rank + number % _SLOTS
+    def _result(self, rank: int) -> int:
+        """Return the number of the word with a rank's result of this copy. The next copy has another word: a rank may be one
+        ahead."""
+        return _SLOTS * self._ranks * _WORDS + _SLOTS * rank + self.number % _SLOTS
 
 
 def _entry(rank: int, slot: int) -> int:
@@ -162,7 +169,8 @@ def _entry(rank: int, slot: int) -> int:
     return (_SLOTS * rank + slot) * _WORDS
 
 
-def _slot_offset(rank: int, slot: int) -> int:
+def slot_offset(rank: int, slot: int) -> int:
+    """Return the offset of a slot in the file; the data begins there."""
     return (1 + _SLOTS * rank + slot) * _SPAN
 
 

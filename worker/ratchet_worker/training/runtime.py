@@ -352,6 +352,7 @@ class Runtime:
         # On every rank, also where a scaler skipped ``optimizer.step()`` on some.
         self.state.require_wrapped()[1].average_parameters()
         self.exchange.block_if_aborting()
+        self.checkpointer.wait_for_copies(self.step + 1)
         self._step_open = False
         self.step += 1
         self._ended = last or (self.step == self.total and not self.by_epochs)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 
 from ratchet_contract.phases import Cause
+from ratchet_contract.protocol.messages import AgentFile, node_rank
 from ratchet_store.format.manifest_file import read_manifest
 from ratchet_store.read.compare import compare
+from ratchet_worker.ipc import memory_copies
 from tests.support.launch import Attempt, Job
+from tests.support.server import wait_for
 
 TOTAL = 12
 SCRIPT = """
@@ -132,3 +138,225 @@ def test_killed_rank_loses_at_most_one_step(make: Make, ranks: int) -> None:
     whole = undisturbed.launch()
     assert whole.wait(180).cause is Cause.COMPLETED, whole.logs()
     assert_same_end(job, undisturbed)
+
+
+FAULTY = Path(__file__).parents[3] / "support" / "fault_job"
+
+
+class Held:
+    """A job of the fault task whose ranks are held before step 8: copies are made during the steps, and a checkpoint at step 5.
+    ``folder``: for the ranks' signs; ``inode``: of the file of copies."""
+
+    inode = 0
+
+    def __init__(self, folder: Path, held: list[int], **checkpoint: Any) -> None:
+        folder.mkdir()
+        self.folder = folder
+        spec = {
+            "task": {"entrypoint": "fault_task:Faulty", "args": {"steps": TOTAL, "gate": str(folder), "held": held}},
+            "code": {"path": str(FAULTY)},
+            "hook": POWER_SGD,
+            "checkpoint": {"every_steps": 5, "first": "off", "memory_every_steps": 1, **checkpoint},
+        }
+        self.job = Job(folder / "home", spec, FAULTY)
+
+    def launch(self, step: int, copy: int) -> Attempt:
+        """Start an attempt, and wait until its ranks are held before ``step`` and both have their copy with this number."""
+        attempt = self.job.launch()
+        signs = [self.folder / f"at.{step}.{rank}" for rank in (0, 1)]
+        wait_for(lambda: all(sign.exists() for sign in signs), f"the ranks to be held\n{attempt.logs()}", 60)
+        with open_copies(attempt) as copies:
+            self.inode = os.fstat(copies.fileno()).st_ino
+            wait_for(lambda: memory_copies.newest(copies.fileno(), 2) == copy, f"copy {copy}", 60)
+        return attempt
+
+    def release(self, step: int) -> None:
+        (self.folder / f"go.{step}").touch()
+
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Iterator[Callable[..., Held]]:
+    made: list[Held] = []
+
+    def held(*steps: int, name: str = "held", **checkpoint: Any) -> Held:
+        made.append(Held(tmp_path / name, [*steps], **checkpoint))
+        return made[-1]
+
+    yield held
+    for one in made:
+        one.job.close()
+
+
+def agent_pid(attempt: Attempt) -> int:
+    return AgentFile.model_validate_json(attempt.paths.node(0).agent_file.read_bytes()).pid
+
+
+def open_copies(attempt: Attempt) -> BinaryIO:
+    """The file of copies that the agent holds."""
+    folder = Path(f"/proc/{agent_pid(attempt)}/fd")
+    (found,) = [path for path in folder.iterdir() if "ratchet-copies" in str(path.readlink())]
+    assert found.stat().st_mode & 0o777 == 0o600
+    return found.open("r+b", buffering=0)
+
+
+def holders(inode: int) -> list[str]:
+    """Processes that hold or map the file of copies with this number."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            files = [
+                path.stat().st_ino for path in (process / "fd").iterdir() if "ratchet-copies" in str(path.readlink())
+            ]
+            lines = (process / "maps").read_text().splitlines()
+            files += [int(line.split()[4]) for line in lines if "ratchet-copies" in line]
+            found += [process.name] * (inode in files)
+    return found
+
+
+def finished(held: Held, base: int) -> Attempt:
+    """The next attempt, which starts from ``base`` and ends as an undisturbed run does."""
+    held.release(8)
+    last = held.job.launch()
+    assert last.wait(180).cause is Cause.COMPLETED, last.logs()
+    assert last.report().base.step == base and last.report().verdict == "exact"
+    return last
+
+
+@pytest.fixture
+def undisturbed(hold: Callable[..., Held]) -> Job:
+    job = hold(name="undisturbed", memory_every_steps=None).job
+    assert job.launch().wait(180).cause is Cause.COMPLETED
+    return job
+
+
+def test_copy_is_used_without_a_write_per_step_and_nothing_is_left(hold: Callable[..., Held], undisturbed: Job) -> None:
+    held = hold(8)
+    first = held.launch(8, 7)
+    assert held.job.checkpoints() == ["step-000000000005.a0001"]
+    assert [path.name for path in held.job.paths.checkpoints.iterdir()] == ["step-000000000005.a0001"]
+    assert len(holders(held.inode)) == 3  # the agent and two ranks
+    assert not [path for path in Path("/dev/shm").iterdir() if "ratchet" in path.name]
+    first.kill(1)
+    result = first.wait(60)
+    assert result.message is not None
+    assert result.message.endswith(
+        "step 7 was saved from the copies in memory: the next attempt continues from it, and does 0 finished steps again"
+    )
+    assert result.cause is Cause.RANK_KILLED and holders(held.inode) == []
+    manifest = read_manifest(held.job.newest())
+    assert (manifest.step, manifest.parent.step, manifest.reason) == (7, 5, "memory")
+    (committed,) = [m for m in first.messages_in(first.paths.node_spool(0)) if m.kind == "checkpoint"]
+    assert (committed.step, committed.digest, committed.rank) == (7, manifest.digest, node_rank(0))
+    assert not finished(held, 7).messages(kind="redone")
+    assert_same_end(held.job, undisturbed)
+
+
+@pytest.mark.parametrize("place", ["data", "description"])
+def test_damaged_copy_is_named_and_the_checkpoint_on_the_disk_is_used(
+    hold: Callable[..., Held], undisturbed: Job, place: str
+) -> None:
+    held = hold(8)
+    first = held.launch(8, 7)
+    with open_copies(first) as copies:
+        copy = memory_copies.read(copies.fileno(), 1, 7)
+        end = len(copy.data) if place == "data" else len(copy.data) + (-len(copy.data) % 4096) + 100
+        offset = memory_copies.slot_offset(1, (7 - 1) % 2) + end - 1
+        byte = os.pread(copies.fileno(), 1, offset)[0]
+        os.pwrite(copies.fileno(), bytes([byte ^ 1]), offset)
+    first.kill(0)
+    result = first.wait(60)
+    assert result.message is not None and "the copies in memory were not used" in result.message
+    assert "the newest checkpoint counts" in notes(first)["memory-copies-unused"]
+    assert held.job.checkpoints() == ["step-000000000005.a0001"]
+    assert finished(held, 5).messages(kind="redone")[-1].equal == 2
+    assert_same_end(held.job, undisturbed)
+
+
+def test_copies_go_with_a_killed_agent(hold: Callable[..., Held], undisturbed: Job) -> None:
+    held = hold(8)
+    first = held.launch(8, 7)
+    os.kill(agent_pid(first), signal.SIGKILL)
+    wait_for(lambda: holders(held.inode) == [], "the copies to be freed")
+    assert held.job.checkpoints() == ["step-000000000005.a0001"]
+    finished(held, 5)
+    assert_same_end(held.job, undisturbed)
+
+
+def test_fenced_attempt_makes_no_checkpoint_of_its_copies(hold: Callable[..., Held]) -> None:
+    held = hold(8)
+    first = held.launch(8, 7)
+    first.paths.fence_file.touch()
+    first.kill(0)
+    first.wait(60)
+    assert "declared this attempt over" in notes(first)["memory-copies-unused"]
+    assert held.job.checkpoints() == ["step-000000000005.a0001"]
+
+
+STRIKE = """
+import os, signal
+from ratchet_contract.errors import StateError
+from ratchet_worker.checkpoint import memory_copies
+from ratchet_worker.state.live_memory import ChangedTooEarly
+
+describe = memory_copies._DescribedPart._write_file
+
+
+def strike(self, save, *rest):
+    if os.environ["RANK"] == "1" and os.environ["RATCHET_ATTEMPT"] == "1" and save.order.step == 6:
+        if HOW == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise (ChangedTooEarly if HOW == "change" else StateError)("planned")
+    return describe(self, save, *rest)
+
+
+memory_copies._DescribedPart._write_file = strike
+if HOW == "fill":
+    memory_copies.available_bytes = lambda: 1 << 20
+"""
+
+
+@pytest.fixture
+def struck(hold: Callable[..., Held], tmp_path: Path) -> Callable[[str], Held]:
+    """Rank 1's copy of step 6 of the first attempt is killed half way, or fails."""
+
+    def make(how: str) -> Held:
+        held, code = hold(8, **({"every_steps": 100} if how == "kill" else {})), tmp_path / "struck"
+        code.mkdir()
+        source = (FAULTY / "fault_task.py").read_text()
+        begin = source.index("import time")
+        (code / "fault_task.py").write_text(source[:begin] + STRIKE.replace("HOW", repr(how)) + source[begin:])
+        held.job.code = code
+        return held
+
+    return make
+
+
+def test_kill_in_the_middle_of_a_copy_leaves_the_copy_before(struck: Callable[[str], Held], undisturbed: Job) -> None:
+    held = struck("kill")
+    first = held.job.launch()
+    assert first.wait(60).cause is Cause.RANK_KILLED
+    manifest = read_manifest(held.job.newest())
+    assert (manifest.step, manifest.reason) == (5, "memory"), first.logs()
+    finished(held, 5)
+    assert_same_end(held.job, undisturbed)
+
+
+@pytest.mark.parametrize("how", ["fail", "change"])
+def test_failed_copy_is_named_and_later_ones_are_made(struck: Callable[[str], Held], how: str) -> None:
+    held = struck(how)
+    first = held.launch(8, 7)
+    told = {note.type: note.message for rank in (0, 1) for note in first.notes(rank)}
+    assert told["memory-copy-failed"] == "step 6 has no copy in memory: rank 1: planned"
+    assert ("staging-blocking" in told) == (how == "change")
+    first.kill(0)
+    first.wait(60)
+    assert held.job.checkpoints() == ["step-000000000005.a0001", "step-000000000007.a0001"]
+
+
+def test_copies_that_do_not_fit_end_the_attempt_before_the_first(struck: Callable[[str], Held]) -> None:
+    held = struck("fill")
+    result = held.job.launch().wait(60)
+    assert result.cause is Cause.USER_ERROR and result.last_step == 1
+    assert result.message is not None
+    assert "checkpoint.memory_every_steps: two copies of the state of 2 ranks need" in result.message
+    assert "1 MiB are available: remove it, or give the job more memory" in result.message
