@@ -1,6 +1,7 @@
 """A checkpoint at every step of the built-in task ``bytelm``, beside the same job without any until its end, and beside one of
 which a thread of Ratchet's copies the state, makes one digest of it, writes and syncs it, and that is all: on two ranks, which
-leave no core of two for the saving threads, and on one, which leaves one.
+leave no core of two for the saving threads, and on one, which leaves one. The same with copies in memory after every step, whose
+limit writes nothing.
 
 All jobs are there at once, and blocks of their steps take turns: while one trains, the ranks of the others wait within a step.
 """
@@ -55,22 +56,23 @@ def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> Non
         begin = time.monotonic()
         with ExitStack() as stack:
             jobs = [
-                stack.enter_context(_Job(service, folder, every, size, limit=limit))
-                for every, limit in ((1, False), (None, False), (None, True))
+                stack.enter_context(_Job(service, folder, size, **which))
+                for which in ({"every": 1}, {}, {"limit": "disk"}, {"memory": 1}, {"limit": "memory"})
             ]
             saving = jobs[0]
             found = [_round(number, jobs) for number in range(size.pairs)]
             saves, nbytes = saving.saves(), saving.nbytes()
         print(f"  ran bytelm, {title}: {time.monotonic() - begin:.0f} s")
-        wall, cpu = (estimate([one[kind] / without[kind] for one, without, _ in found]) for kind in (0, 1))
-        limits = (estimate([limit[kind] / without[kind] for _, without, limit in found]) for kind in (0, 1))
-        ms, alone = (f"{1e3 * statistics.median(one[which][0] for one in found) / size.count:.1f}" for which in (0, 1))
-        verdict = f"{AIM:.2f}, {'met' if wall.median <= AIM else 'not met'}"
-        seconds = f"{1e3 * statistics.median(saves):.1f}"
-        print(
-            _line(title, str(wall), str(cpu), ms, alone, *map(str, limits), seconds, f"{nbytes / 1e6:.1f}", verdict),
-            flush=True,
-        )
+        seconds, megabytes = f"{1e3 * statistics.median(saves):.1f}", f"{nbytes / 1e6:.1f}"
+        for name, which, limit, took in ((title, 0, 2, seconds), ("  in memory", 3, 4, "")):
+            wall, cpu, *limits = (
+                estimate([one[job][kind] / one[1][kind] for one in found]) for job in (which, limit) for kind in (0, 1)
+            )
+            ms, alone = (
+                f"{1e3 * statistics.median(one[job][0] for one in found) / size.count:.1f}" for job in (which, 1)
+            )
+            verdict = f"{AIM:.2f}, {'met' if wall.median <= AIM else 'not met'}"
+            print(_line(name, str(wall), str(cpu), ms, alone, *map(str, limits), took, megabytes, verdict), flush=True)
 
 
 def _line(title: str, *columns: str) -> str:
@@ -90,7 +92,16 @@ def _round(number: int, jobs: Sequence[_Job]) -> list[tuple[float, float]]:
 class _Job:
     """A job that trains when ``block`` says so, and has ended when its ``with`` has."""
 
-    def __init__(self, service: Service, folder: Path, every: int | None, size: Size, *, limit: bool) -> None:
+    def __init__(
+        self,
+        service: Service,
+        folder: Path,
+        size: Size,
+        *,
+        every: int | None = None,
+        memory: int | None = None,
+        limit: str | None = None,
+    ) -> None:
         self._service, self._place = service, Path(tempfile.mkdtemp(dir=folder))
         self._listener = socket.socket(socket.AF_UNIX)
         turns = self._place / "turns"
@@ -112,7 +123,7 @@ class _Job:
             "task": {"entrypoint": "every_step:Blocks", "args": {**_SHORT, **arguments, **size.task}},
             "world": {"ranks_per_node": size.ranks, "device": "cpu"},
             "resources": {"cpus_per_rank": 1},
-            "checkpoint": {"every_steps": every, "first": "off", "keep_last": 2},
+            "checkpoint": {"every_steps": every, "memory_every_steps": memory, "first": "off", "keep_last": 2},
         }
         self._id = service.client.submit(spec).id
         self._attempt = attempt_paths(service, self._id)

@@ -24,11 +24,13 @@ from ratchet_worker.tasks.bytelm import ByteLMTask
 class Blocks(ByteLMTask):
     """``turns``: a Unix socket. Behind ``before`` steps that are not counted come ``count`` that are; seconds and processor time
     of this rank are told then, and the next block begins with an answer. After ``blocks`` of them one step is left. ``limit``:
-    behind every step begins what ``_Limit`` does. Other arguments: the task's."""
+    behind every step begins what ``_Limit`` does; ``memory``: without a write. Other arguments: the task's."""
 
-    def __init__(self, turns: str, before: int, count: int, blocks: int, limit: bool = False, **arguments: Any) -> None:
+    def __init__(
+        self, turns: str, before: int, count: int, blocks: int, limit: str | None = None, **arguments: Any
+    ) -> None:
         super().__init__(steps=blocks * (before + count) + 1, **arguments)
-        self._limited = limit
+        self._limit_of = limit
         self._limit: _Limit | None = None
         self._ranks = 1
         self._before, self._block = before, before + count
@@ -42,9 +44,10 @@ class Blocks(ByteLMTask):
 
     def before_step(self, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
         super().before_step(model, optimizer, step)
-        if self._limited and step > 1:
+        if self._limit_of is not None and step > 1:
             if self._limit is None:
-                self._limit = _Limit(live_tensors(model, optimizer), self._rank, self._ranks, Path(self._turns))
+                beside = Path(self._turns) if self._limit_of == "disk" else None
+                self._limit = _Limit(live_tensors(model, optimizer), self._rank, self._ranks, beside)
             self._limit.save()
         done = (step - 1) % self._block
         now = time.perf_counter(), time.process_time()
@@ -67,14 +70,15 @@ class Blocks(ByteLMTask):
 
 class _Limit:
     """One of Ratchet's quiet threads copies the rank's share, makes one digest of it, writes and syncs it, while
-    the next step changes what it copies: no checkpoint, since nothing is handed over, waited for or committed."""
+    the next step changes what it copies: no checkpoint, since nothing is handed over, waited for or committed. ``beside``: where
+    it writes; None: it does not."""
 
-    def __init__(self, live: dict[str, torch.Tensor], rank: int, ranks: int, beside: Path) -> None:
+    def __init__(self, live: dict[str, torch.Tensor], rank: int, ranks: int, beside: Path | None) -> None:
         tensors = list(live.values())
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._copy = Copy(tensors, buffer_for(nbytes // ranks + 1), rank, ranks)
         self._moves = [(live_bytes(to), live_bytes(origin)) for to, origin in self._copy.pairs]
-        self._places = [beside.with_name(f"limit-{rank}-{number}") for number in range(2)]
+        self._places = [beside.with_name(f"limit-{rank}-{number}") for number in range(2)] if beside is not None else []
         self._aside = BackgroundThread("limit", quiet=True)
         self._call: Call[None] | None = None
 
@@ -89,5 +93,6 @@ class _Limit:
         for target, origin in self._moves:
             np.copyto(target, origin)
         xxhash.xxh3_128_digest(self._copy.bytes)
-        self._places[0].unlink(missing_ok=True)
-        write_synced(self._places[0], self._copy.bytes, direct=True)
+        if self._places:
+            self._places[0].unlink(missing_ok=True)
+            write_synced(self._places[0], self._copy.bytes, direct=True)
