@@ -85,7 +85,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     gated_task.write_task(code)
     file_writing_task.write_task(code, "gated", "Gated")
     spec = Cell(ON_ENGINES, "many", 2, "digits").spec("batch")
-    arguments = {**spec["task"]["args"], "gates": str(gates)}
+    arguments = {**spec["task"]["args"], "steps": GATES[-1] + 40, "gates": str(gates)}
     spec |= {"task": {"entrypoint": file_writing_task.ENTRYPOINT, "args": arguments}, "code": {"path": str(code)}}
     with on_slurm(folder, node_timeout=10) as (server, cluster):
         yield disturbed(server, cluster, gates, spec, run_undisturbed(server, spec))

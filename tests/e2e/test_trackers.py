@@ -49,7 +49,7 @@ def trackers(tmp_path: Path, database: Database) -> Iterator[dict[str, Tracker]]
         return points
 
     def in_mlflow(job: str) -> Points:
-        [points] = histories(url, job)
+        [points] = histories(server.url, job)
         return points
 
     board = Tracker(
@@ -59,10 +59,10 @@ def trackers(tmp_path: Path, database: Database) -> Iterator[dict[str, Tracker]]
     if KILLS <= FEW and not database.is_sqlite:
         yield {"tensorboard": board}
         return
-    with mlflow_server(tmp_path) as url:
+    with mlflow_server(tmp_path) as server:
         yield {
             "tensorboard": board,
-            "mlflow": Tracker({"RATCHET_TRACKER_MLFLOW_URI": url}, in_mlflow),
+            "mlflow": Tracker({"RATCHET_TRACKER_MLFLOW_URI": server.url}, in_mlflow),
             "wandb": Tracker({"RATCHET_TRACKER_WANDB_DIR": str(tmp_path / "wandb")}, in_wandb),
         }
 

@@ -66,6 +66,7 @@ _MODULES: Final = {
     "trainer": (*_SERVICE, "psycopg", "tests.support.control_plane", "tests.support.fake_trainer"),
     "ranks": _RANKS,
     "libraries": (*_RANKS, "sklearn.datasets", "accelerate", "lightning", "transformers", "transformers.trainer"),
+    "mlflow": ("uvicorn.protocols.http.auto", "mlflow.server.fastapi_app", "mlflow.store.tracking.sqlalchemy_store"),
 }
 _RUN_AS_MAIN: Final = (  # imported for what they import
     "ratchet_service.__main__", "tests.support.control_plane", "tests.support.fake_trainer", _TORCHRUN,
@@ -198,6 +199,8 @@ class Interpreter:
         self._environment = dict(os.environ) | (_OF_RANKS if self._kind != "service" else {})
         if self._kind == "trainer":
             self._environment["PYTHONPATH"] = ROOT
+        if self._kind == "mlflow":
+            self._environment["MLFLOW_DISABLE_TELEMETRY"] = "true"  # or its import starts a thread
         self._directory = tempfile.mkdtemp(prefix="ratchet-", dir="/tmp")  # the path of a socket may have 107 bytes
         owner, owned = os.pipe()
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -225,11 +228,13 @@ RANKS: Final = Interpreter("ranks")
 TRAINERS: Final = Interpreter("trainer")
 LIBRARIES: Final = Interpreter("libraries")
 """Ranks with what users' scripts import, too: several seconds of a core, for each rank of each attempt."""
+MLFLOW: Final = Interpreter("mlflow")
+"""MLflow's server: eight seconds of a core, for each."""
 
 
 def export_fork_server_addresses() -> None:
     """The processes that this one starts from now on use its forking processes, and start none of their own."""
-    for interpreter in (SERVICES, RANKS, TRAINERS, LIBRARIES):
+    for interpreter in (SERVICES, RANKS, TRAINERS, LIBRARIES, MLFLOW):
         os.environ[interpreter.variable] = interpreter.address
 
 

@@ -1,8 +1,10 @@
-"""A real ``mlflow server`` on a free port, with a database file; it ends with the block."""
+"""A real MLflow server on a free port, with a database file."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,66 +15,89 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from tests.support.fork_server import MLFLOW, Program
 from tests.support.server import wait_for
 
 
+class MlflowServer:
+    """What ``mlflow server`` starts, with the variables that it sets, on ``folder``. It has one port for all its starts."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self._port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        self._process: Program | subprocess.Popen[bytes] | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self._process is not None
+
+    def start(self) -> None:
+        """Return when it answers, its database made."""
+        store = f"sqlite:///{self._folder / 'mlflow.db'}"
+        variables = {
+            "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "_MLFLOW_SGI_NAME": "uvicorn",
+            "_MLFLOW_SERVER_FILE_STORE": store, "_MLFLOW_SERVER_REGISTRY_STORE": store,
+            "_MLFLOW_SERVER_ARTIFACT_ROOT": str(self._folder / "artifacts"),
+        }  # fmt: skip
+        command = [sys.executable, "-m", "uvicorn", "--host", "127.0.0.1", "--port", str(self._port)]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = MLFLOW.start(
+                [*command, "mlflow.server.fastapi_app:app"], log.fileno(), env=os.environ | variables, cwd=self._folder
+            )
+        wait_for(self._answers, "the MLflow server", 120)
+        _call(self.url, "experiments/search", {"max_results": 1})  # makes the database
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, (self._folder / "server.log").read_text()
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(10)
+            self._process = None
+
+
 @contextmanager
-def mlflow_server(folder: Path) -> Iterator[str]:
-    """Yield its address."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    command = [
-        sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
-        "--backend-store-uri", f"sqlite:///{folder / 'mlflow.db'}", "--artifacts-destination", str(folder / "artifacts"),
-    ]  # fmt: skip
-    quiet = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-    with (folder / "server.log").open("wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, env=quiet)
-    url = f"http://127.0.0.1:{port}"
+def mlflow_server(folder: Path) -> Iterator[MlflowServer]:
+    """It runs, and ends with the block."""
+    server = MlflowServer(folder)
     try:
-        wait_for(lambda: server.poll() is not None or _answers(url), f"mlflow server\n{(folder / 'server.log')}", 120)
-        assert server.poll() is None, (folder / "server.log").read_text()
-        yield url
+        server.start()
+        yield server
     finally:
-        if server.poll() is None:
-            os.killpg(server.pid, 9)
-        server.wait()
+        server.kill()
 
 
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
+def _call(url: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The answer to a GET, or to a POST of ``body``."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
 
 
 def histories(url: str, job_id: str) -> list[dict[str, list[tuple[int, float]]]]:
     """For each run with the job's tag, oldest first, or each without it if ``job_id`` is empty: by key, (step, value) of
     every point, read from the REST interface, which needs no import of mlflow."""
-    import json
-
-    def post(path: str, body: dict[str, Any]) -> Any:
-        data = json.dumps(body).encode()
-        request = urllib.request.Request(f"{url}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=20) as answer:
-            return json.load(answer)
-
-    def get(path: str) -> Any:
-        with urllib.request.urlopen(f"{url}/api/2.0/mlflow/{path}", timeout=20) as answer:
-            return json.load(answer)
-
-    experiments = post("experiments/search", {"max_results": 100})["experiments"]
+    experiments = _call(url, "experiments/search", {"max_results": 100})["experiments"]
     body = {"experiment_ids": [one["experiment_id"] for one in experiments], "order_by": ["attributes.start_time ASC"]}
     found = []
-    for run in post("runs/search", body).get("runs", []):
+    for run in _call(url, "runs/search", body).get("runs", []):
         tags = {tag["key"]: tag["value"] for tag in run["data"].get("tags", [])}
         if tags.get("ratchet.job_id", "") != job_id:
             continue
         run_id, points = run["info"]["run_id"], {}
         for key in sorted({metric["key"] for metric in run["data"].get("metrics", [])}):
-            history = get(f"metrics/get-history?run_id={run_id}&metric_key={quote(key)}")["metrics"]
+            history = _call(url, f"metrics/get-history?run_id={run_id}&metric_key={quote(key)}")["metrics"]
             points[key] = sorted((int(point["step"]), float(point["value"])) for point in history)
         found.append(points)
     return found

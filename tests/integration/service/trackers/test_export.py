@@ -23,6 +23,7 @@ from ratchet_service.trackers.tensorboard import TensorBoardSink
 from tests.support.tracked_jobs import COMMIT, FACTS, Killed, MemorySink, TrackedJob
 from tests.support.tracker_readers import read_tensorboard
 
+pytestmark = pytest.mark.takes_turns
 HISTORIES = int(os.environ.get("RATCHET_TEST_HISTORIES", "3"))
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "0"))
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import base64
 import math
-import os
-import signal
 import socket
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,49 +18,16 @@ import pytest
 from ratchet_service.trackers import mlflow as mlflow_module
 from ratchet_service.trackers.mlflow import MlflowSink
 from ratchet_service.trackers.sink import Batch, End, Note, Point, Run, TrackerError
+from tests.support.mlflow_server import MlflowServer
 from tests.support.receiver import receiving
-from tests.support.server import wait_for
 
 pytestmark = pytest.mark.processes
 BEGIN = datetime(2030, 1, 1, 12, tzinfo=UTC)
 NOTHING = Batch([], [], None)
 
 
-class Mlflow:
-    """``mlflow server`` on a directory of its own. It has one port for all its starts."""
-
-    def __init__(self, home: Path) -> None:
-        self._home = home
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--port", str(self._port), "--workers", "1"]
-        command += ["--backend-store-uri", f"sqlite:///{self._home}/mlflow.db", "--no-serve-artifacts"]
-        command += ["--default-artifact-root", str(self._home / "artifacts")]
-        off = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        with (self._home / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                command, env=os.environ | off, cwd=self._home, stdout=log, stderr=log, start_new_session=True
-            )
-        wait_for(self._is_healthy, "the MLflow server", 120)
-
-    def _is_healthy(self) -> bool:
-        assert self._process is not None
-        assert self._process.poll() is None, (self._home / "log").read_text()
-        try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    def kill(self) -> None:
-        if self._process is not None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(10)
-            self._process = None
+class Mlflow(MlflowServer):
+    """With what the tests read from it."""
 
     def call(self, method: str, path: str, **arguments: Any) -> Any:
         answer = httpx.request(method, f"{self.url}/api/2.0/mlflow/{path}", **arguments)
@@ -101,17 +64,14 @@ class Mlflow:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mlflow]:
     server = Mlflow(tmp_path_factory.mktemp("mlflow"))
-    try:
-        server.start()
-        yield server
-    finally:
-        server.kill()
+    yield server
+    server.kill()
 
 
 @pytest.fixture
 def server(shared: Mlflow) -> Mlflow:
     """It runs, even if another test has killed it."""
-    if shared._process is None:
+    if not shared.runs:
         shared.start()
     return shared
 

@@ -25,8 +25,8 @@ STEPS = 22
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as url:
-        yield url
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as running:
+        yield running.url
 
 
 @pytest.mark.timeout(120 + 60 * ROUNDS)

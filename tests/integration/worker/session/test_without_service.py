@@ -179,26 +179,20 @@ def test_script_interrupted_stopped_and_debugged_resumes_exactly(place: Path, tm
     assert whole.returncode == 0, whole.stderr
     assert whole.stderr.startswith("ratchet: begins at step 0: there is no checkpoint in ./ratchet-checkpoints\n")
 
-    held = subprocess.Popen(
-        [sys.executable, "train.py"],
-        cwd=place,
-        env=_environ('[["0", 0, 13, "hold"]]'),
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    said = tmp_path / "said"
+    with said.open("wb") as log:
+        held = RANKS.start([sys.executable, "train.py"], log.fileno(), env=_environ('[["0", 0, 13, "hold"]]'), cwd=place)
     try:
         wait_for(lambda: (place / "held").exists() or held.poll() is not None, "the script to be held")
         other = _run(place, "train.py")
         assert other.returncode == 1 and "another process trains with the checkpoints in" in other.stderr
         held.send_signal(signal.SIGINT)
-        assert held.stderr is not None
-        assert any("interrupt again to end at once" in line for line in held.stderr)
+        wait_for(lambda: "interrupt again to end at once" in said.read_text(), "the answer to the first interrupt")
         held.send_signal(signal.SIGINT)  # the end of the step never comes
-        told = held.communicate(timeout=60)[1]
-        assert (held.returncode, "interrupted twice" in told) == (128 + signal.SIGINT, True), told
+        code = held.wait(60)
+        assert (code, "interrupted twice" in said.read_text()) == (128 + signal.SIGINT, True), said.read_text()
     finally:
         held.kill()
-        held.communicate()
 
     stopped = _run(place, "train.py", plan='[["0", 0, 17, "SIGTERM"]]')
     assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr
@@ -786,7 +780,5 @@ if __name__ == "__main__":
 )
 def test_script_with_data_loader_workers_ends_on_error_and_on_stop(place: Path, act: str, code: int) -> None:
     (place / "workers.py").write_text(WORKERS)
-    done = subprocess.run(
-        [sys.executable, "workers.py", act], cwd=place, env=_environ(), capture_output=True, text=True, timeout=100
-    )
+    done = _run(place, "workers.py", act)
     assert done.returncode == code, done.stderr

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from ratchet_client.cli.app import app
 from ratchet_contract.script.unmanaged_script import is_unmanaged
+from tests.support.fork_server import RANKS
+from tests.support.server import wait_for
 
 pytestmark = pytest.mark.processes
 
@@ -157,16 +159,17 @@ def test_patched_script_trains_with_same_result(tmp_path: Path) -> None:
     printed = Printed(FUNCTIONS)
     command, environment = [sys.executable, "train.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    said = Path("said")
     for _ in range(5):  # torch's own end of a group aborts or hangs now and then
-        with subprocess.Popen(command, env=environment | alone, stdout=subprocess.PIPE, text=True) as plain:
-            assert plain.stdout is not None
-            before = plain.stdout.readline()
-            plain.kill()
-        if before:
+        with said.open("wb") as log, Path("errors").open("wb") as errors:
+            plain = RANKS.start(command, log.fileno(), errors=errors.fileno(), env=environment | alone)
+        wait_for(lambda: b"\n" in said.read_bytes() or plain.poll() is not None, "the script's line", 100)
+        plain.kill()
+        if before := said.read_text():
             break
     printed.applied()
     assert not is_unmanaged(Path("train.py").read_bytes())
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = RANKS.run(command, env=environment)
     assert done.returncode == 0 and before in done.stdout.splitlines(keepends=True), done
     assert (tmp_path / "ratchet-checkpoints").is_dir()
 
