@@ -39,9 +39,9 @@ def stat(pid: int) -> Stat | None:
 
 def pids() -> Iterator[int]:
     """Yield the pids of all processes that this process can see."""
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            yield int(name)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            yield int(entry.name)
 
 
 def start_time(pid: int) -> int | None:

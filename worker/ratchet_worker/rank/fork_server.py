@@ -116,17 +116,17 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
     return plans, forkable
 
 
-def _imported_paths() -> list[str]:
+def _imported_paths() -> list[Path]:
     """Return the files that modules were imported from, and the directories on the import path."""
     modules = list(sys.modules.values())
     found = {file for module in modules if isinstance(file := getattr(module, "__file__", None), str)}
-    return [*found | set(sys.path)]
+    return [Path(path) for path in found | set(sys.path)]
 
 
-def _state(path: str) -> tuple[int, int, int] | None:
+def _state(path: Path) -> tuple[int, int, int] | None:
     """Return inode, size and time of change of the file; None if there is none."""
     try:
-        found = os.stat(path)
+        found = path.stat()
     except OSError:
         return None
     return found.st_ino, found.st_size, found.st_mtime_ns
