@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,8 @@ from ratchet_worker.ipc.log_lines import now, print_to_log
 from ratchet_worker.ipc.progress_counter import StepCounter
 from ratchet_worker.ipc.report_spool import Spool
 from ratchet_worker.rank.unmanaged_script import Unmanaged
+from ratchet_worker.resume.choose_checkpoint import choose_in_background
+from ratchet_worker.resume.read_checkpoint import Chosen
 from ratchet_worker.session import mlflow_run
 from ratchet_worker.session.arguments import SessionArguments
 from ratchet_worker.session.session import Session
@@ -66,6 +69,7 @@ class RankProcess:
         self._timeout = max(launch.deadlines.rendezvous, launch.deadlines.step) + 30
         self._clients: Clients | None = None
         self._agreement: Agreement | None = None
+        self._choice: Future[Chosen] | None = None
         self._runtime: Runtime | None = None
         self._signed_off = False
         self._open_lock = threading.Lock()  # several threads of a script may make Sessions concurrently
@@ -111,6 +115,8 @@ class RankProcess:
         self._counter.tick()
         self._check_same_code()
         self._find_mlflow_run()
+        if not unmanaged:  # else the script is not expected to continue from a checkpoint
+            self._choice = choose_in_background(launch, self._exchange(self._clients.main), self._reporter)
         user_code.add_to_path(code)
         if spec.task is not None:
             task_loop.run_task(self._open(), user_code.make_task(spec.task, code))
@@ -186,7 +192,15 @@ class RankProcess:
             raise Stopped(stop, f"stopped before the first step ({stop})")
         hold = self._listener.abort.block_if_aborting
         return start_runtime(
-            launch, identity, self._clients, self._timeout, hold, self._agreement, self._counter, self._reporter
+            launch,
+            identity,
+            self._clients,
+            self._timeout,
+            hold,
+            self._agreement,
+            self._counter,
+            self._reporter,
+            self._choice,
         )
 
     @property
@@ -266,6 +280,8 @@ class RankProcess:
         if self._runtime is not None and self._runtime.restored:
             self._runtime.finish()
             return
+        if self._choice is not None:  # no Session has used it; its thread uses the store
+            wait([self._choice])
         if not self._unmanaged.active:
             if self._thread_error is not None:
                 raise self._thread_error

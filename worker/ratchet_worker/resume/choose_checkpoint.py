@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -58,6 +60,21 @@ def choose(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Chosen
         for rank, found in enumerate(problems):
             if found is not None and found["code"] not in (DAMAGED, MISSING):
                 raise _error_from_message({**found, "detail": f"rank {rank}: {found['detail']}"})
+
+
+def choose_in_background(launch: LaunchFile, exchange: Exchange, reporter: Reporter) -> Future[Chosen]:
+    """Call ``choose`` in a thread of its own, and return its result or error as a future. Until this is done, only that thread
+    may use ``exchange`` and its client of the store."""
+    future: Future[Chosen] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(choose(launch, exchange, reporter))
+        except BaseException as error:  # raised where the result is needed
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ratchet-resume", daemon=True).start()
+    return future
 
 
 def _read_part(chosen: Chosen, exchange: Exchange) -> Snapshot:

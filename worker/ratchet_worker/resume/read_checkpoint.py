@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from pydantic import ValidationError
-from torch.utils import deterministic
 
 from ratchet_contract.checkpoint.manifest import RANK_PREFIX, SHARED_PREFIX, Manifest, TensorEntry
 from ratchet_contract.checkpoint.resume_report import Base, EnvironmentDifference
@@ -74,24 +72,8 @@ def read(
         begin = entry.start * tensor.element_size()
         return byte_view(tensor)[begin : begin + entry.nbytes]
 
-    with _uninitialized_tensors():
-        loaded = load(
-            directory, manifest, takes, place, ranks=ranks, complete_ranks=verified_ranks, threads=rank_cores()
-        )
+    loaded = load(directory, manifest, takes, place, ranks=ranks, complete_ranks=verified_ranks, threads=rank_cores())
     return {rank: _snapshot(rank, tensors, loaded.states[rank]) for rank in ranks}
-
-
-@contextmanager
-def _uninitialized_tensors() -> Iterator[None]:
-    """Context manager: have torch leave new tensors uninitialised, even with deterministic algorithms."""
-    settings: Any = deterministic  # the module's attributes are created at import
-    before = settings.fill_uninitialized_memory
-    if before and torch.are_deterministic_algorithms_enabled():
-        settings.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        settings.fill_uninitialized_memory = before
 
 
 def _snapshot(rank: int, tensors: dict[str, torch.Tensor], state: dict[str, Any]) -> Snapshot:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -121,4 +122,7 @@ def empty(dtype: str, shape: Iterable[int]) -> torch.Tensor:
     """Return an uninitialised CPU tensor. ``dtype``: its stored name. Raises ``StateError`` for an unknown one."""
     if dtype not in DTYPES:
         raise StateError(f"dtype {dtype} is not known here")
-    return torch.empty(tuple(shape), dtype=DTYPES[dtype])
+    kind, size = DTYPES[dtype], tuple(shape)
+    # Deterministic algorithms fill what ``torch.empty`` returns; a storage is never filled.
+    storage = torch.UntypedStorage(math.prod(size) * kind.itemsize, device="cpu")
+    return torch.empty(0, dtype=kind, device="cpu").set_(storage, 0, size)  # type: ignore[call-overload, no-any-return]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -43,7 +44,7 @@ from ratchet_worker.coordination.store_exchange import Abandoned, Exchange
 from ratchet_worker.data.loader import endless
 from ratchet_worker.ipc.progress_counter import Stage, StepCounter
 from ratchet_worker.resume.adopted_run import find_adopted
-from ratchet_worker.resume.choose_checkpoint import choose
+from ratchet_worker.resume.choose_checkpoint import choose_in_background
 from ratchet_worker.resume.read_checkpoint import Chosen
 from ratchet_worker.state import environment as environment_record
 from ratchet_worker.state import loop_variables, unregistered
@@ -740,17 +741,20 @@ def start_runtime(
     agreement: Agreement,
     counter: StepCounter,
     reporter: Reporter,
+    choice: Future[Chosen] | None = None,
 ) -> Runtime:
-    """Start the process group, agree on the checkpoint to start from, and return this rank's runtime. Raises ``UserError`` and
-    ``CheckpointError``."""
+    """Start the process group, agree on the checkpoint to start from, and return this rank's runtime. ``choice``: a choice of
+    the checkpoint that has begun already. Raises ``UserError`` and ``CheckpointError``."""
     device = process_group.select_device(launch, identity)
-    process_group.init_group(launch, identity, clients, device, timeout)
-    counter.tick()
+    process_group.check_no_process_group()
     main, saving = (
         Exchange(c, identity.rank, identity.world_size, timeout, block_if_aborting)
         for c in (clients.main, clients.saver)
     )
-    chosen = choose(launch, main, reporter)
+    choice = choice or choose_in_background(launch, main, reporter)  # read and verified while the ranks meet
+    process_group.init_group(launch, identity, clients, device, timeout)
+    counter.tick()
+    chosen = choice.result()
     counter.tick()
     return Runtime(launch, identity.local_rank, device, main, saving, agreement, counter, reporter, chosen)
 

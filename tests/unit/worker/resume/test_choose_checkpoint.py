@@ -132,6 +132,41 @@ def test_ranks_read_checkpoint_in_one_pass_over_disk(job: JobPaths, monkeypatch:
         assert manifest.files[number].size <= mine <= manifest.size
 
 
+def test_checkpoint_is_read_in_the_background_and_an_error_is_kept_for_the_caller(
+    job: JobPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(job.checkpoints, 10)
+    real, goes_on, readers = os.preadv, threading.Event(), set[str]()
+
+    def late(fd: int, buffers: Any, offset: int) -> int:
+        readers.add(threading.current_thread().name)
+        assert goes_on.wait(20.0)
+        return real(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", late)
+    launch = LaunchFile.model_construct(
+        job_id=JOB,
+        job_root=str(job.root),
+        attempt_dir=str(job.attempt(2).root),
+        lineage=LINEAGE,
+        fork=None,
+        node=0,
+    )
+    begun = choose_checkpoint.choose_in_background(launch, Exchange(HashStore(), 0, 1, 20.0), Told())
+    assert not begun.done()  # and this thread goes on
+    goes_on.set()
+    assert begun.result(20.0).base.step == 10 and threading.current_thread().name not in readers
+
+    def broken(*_: Any) -> int:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(os, "preadv", broken)
+    failed = choose_checkpoint.choose_in_background(launch, Exchange(HashStore(), 0, 1, 20.0), Told())
+    with pytest.raises(CheckpointError, match="broken|Input/output") as caught:
+        failed.result(20.0)
+    assert caught.value.code == UNREADABLE
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_ranks_together_verify_every_byte_of_checkpoint(job: JobPaths, ranks: int) -> None:
     good = make_checkpoint(job.checkpoints, 10, world_size=3, private=2 * BLOCK)

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import deterministic
 
 from ratchet_contract.errors import CheckpointError
 from ratchet_contract.paths import JobPaths
@@ -21,7 +20,7 @@ from ratchet_worker.host.cpu import rank_cores
 from ratchet_worker.resume.read_checkpoint import Chosen, differences, read
 from ratchet_worker.state import optimizer as optimizer_state
 from ratchet_worker.state.environment import PACKAGES
-from ratchet_worker.state.snapshot import byte_view
+from ratchet_worker.state.snapshot import byte_view, empty
 from tests.support.checkpoints import make_checkpoint, shared_bytes
 from tests.support.kube_jobs import launch_of
 
@@ -48,13 +47,9 @@ def test_a_rank_alone_on_two_cores_reads_two_blocks_at_a_time(tmp_path: Path, mo
     chosen = Chosen(manifest=manifest, directory=tmp_path / manifest.id)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    real, both, fills = os.preadv, threading.Barrier(2), set[bool]()
-    settings: Any = deterministic
-    assert settings.fill_uninitialized_memory
+    real, both = os.preadv, threading.Barrier(2)
 
     def at_once(fd: int, buffers: Any, offset: int) -> int:
-        fills.add(settings.fill_uninitialized_memory)
         if offset < 2 * BLOCK:
             both.wait(20.0)
         return real(fd, buffers, offset)
@@ -65,7 +60,18 @@ def test_a_rank_alone_on_two_cores_reads_two_blocks_at_a_time(tmp_path: Path, mo
     (tmp_path / manifest.id / manifest.files[1].name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"rank-00001.*truncated or replaced"):
         read(chosen, [1])
-    assert fills == {False} and settings.fill_uninitialized_memory
+
+
+def test_tensor_to_read_into_is_not_filled_under_deterministic_algorithms() -> None:
+    """Memory of this size is new, so it has zeros until something fills it."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        made, control = empty("F32", (1 << 12, 1 << 12)), torch.empty(1 << 12, 1 << 12)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made.shape == control.shape and made.stride() == control.stride()
+    assert not made.isnan().any() and control.isnan().all()
+    assert empty("BF16", ()).shape == () and empty("I64", (0, 7)).shape == (0, 7)
 
 
 def test_optimizer_restore_reuses_read_memory_when_layout_matches() -> None:
