@@ -14,8 +14,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-import httpx
-
 from benchmarks.processes import attempt_paths, ended, logs
 from examples.demo.processes import DemoError, Service, living, spool
 from ratchet_contract.paths import AttemptPaths
@@ -88,7 +86,7 @@ def run_ratchet(service: Service, script: str, place: Path, *, parked: int = 0, 
 
     def ready() -> None:
         if parked:
-            _wait(lambda: _count_parked(service) >= parked, lambda: service.log.read_text()[-4000:])
+            _wait(lambda: service.count_parked() >= parked, lambda: service.log.read_text()[-4000:])
 
     begin = _Instant()
     job = service.client.submit(spec)
@@ -104,12 +102,6 @@ def run_ratchet(service: Service, script: str, place: Path, *, parked: int = 0, 
             ready()  # for the next job
         service.client.cancel(job.id)
         _wait(lambda: ended(second) is not None and not living(service.home), lambda: logs(second))
-
-
-def _count_parked(service: Service) -> float:
-    """How many agents the service has parked, with all imports made."""
-    text = httpx.get(f"{service.url}/metrics").text
-    return float(next(line for line in text.splitlines() if line.startswith("ratchet_parked_agents ")).split()[1])
 
 
 class _Instant:

@@ -31,7 +31,7 @@ def main(directory: Path) -> int:
     began = time.monotonic()
     directory.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="run-", dir=directory)).resolve()
-    service = Service(home)
+    service = Service(home, "--standby", "on")
     story = Story(service)
     try:
         _tell(story, directory)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from ratchet_client import RatchetClient
 from ratchet_contract import env_vars
 from ratchet_contract.paths import AttemptPaths, HomePaths
@@ -80,6 +82,13 @@ class Service:
         if self._process is not None and self._process.poll() is not None:
             raise DemoError(f"the service ended at once with status {self._process.returncode}. Its log: {self.log}")
         return file.exists() and json.loads(file.read_text())["pid"] == self.pid
+
+    def count_parked(self) -> int:
+        """How many agents it has parked, with all imports made."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return int(
+            float(next(line for line in text.splitlines() if line.startswith("ratchet_parked_agents ")).split()[1])
+        )
 
     def kill(self) -> None:
         """SIGKILL: no clean-up, no goodbye."""

@@ -21,9 +21,11 @@ START_COMPRESSION = 60
 EVERY = 50
 """Steps between checkpoints."""
 KILL, PREEMPT, ORPHAN = 120, 210, 300
-"""Steps of the 660 from which on the rank is killed, the job preempted, and the service killed."""
+"""Steps of the 1760 from which on the rank is killed, the job preempted, and the service killed."""
+PATIENT = 800
+"""Step up to which the kill waits for a parked agent. Its imports run at low priority, while the ranks use all cores."""
 SPEC: dict[str, Any] = {
-    "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 30}},
+    "task": {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"epochs": 80}},
     "world": {"ranks_per_node": 2, "device": "cpu"},
     "resources": {"cpus_per_rank": 1},
     "hook": {"name": "powerSGD", "matrix_approximation_rank": 2, "start_powerSGD_iter": START_COMPRESSION},
@@ -73,6 +75,11 @@ class Story:
     def _kill_a_rank(self, job: JobView) -> None:
         say("\n2. Kill a rank. One of the two training processes gets SIGKILL, which nothing can catch.")
         self._compressing(job, 1, KILL)
+        self._until(
+            job, "a parked agent", lambda now: self.service.count_parked() > 0 or now.progress.step >= PATIENT, _START
+        )
+        if self.service.count_parked():
+            say("  the service has parked an agent: a process that has made the imports of the next start")
         paths = self._attempt_paths(job, 1)
         pid = wait_for("rank 1's process id", lambda: rank_pid(paths, 1), 10.0, paths.root)
         alive = self._running(job, 1)
