@@ -162,7 +162,7 @@ def test_checkpoint_is_read_in_the_background_and_an_error_is_kept_for_the_calle
 
     monkeypatch.setattr(os, "preadv", broken)
     failed = choose_checkpoint.choose_in_background(launch, Exchange(HashStore(), 0, 1, 20.0), Told())
-    with pytest.raises(CheckpointError, match="broken|Input/output") as caught:
+    with pytest.raises(CheckpointError, match=r"broken|Input/output") as caught:
         failed.result(20.0)
     assert caught.value.code == UNREADABLE
 
