@@ -70,7 +70,7 @@ def test_restart_under_run_as_in_a_parked_agent_which_ends_with_a_killed_service
             assert "start: parked" in attempts[1].node(0).agent_log.read_text()
             for one, other in zip(cold, parked, strict=True):
                 same_start(one, other, ("1", "2"))
-                assert one["status"]["Uid"].split() == [str(UID)] * 4
+                assert one["process: status"]["Uid"].split() == [str(UID)] * 4
             last = parked_agent(server)
             assert last != agent
             server.kill()

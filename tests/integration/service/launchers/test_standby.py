@@ -28,36 +28,13 @@ from ratchet_service.launchers.base import AttemptRef, LaunchPlan
 from ratchet_service.launchers.launch_file import build_launch_file
 from ratchet_service.launchers.local import launcher, standby
 from ratchet_service.launchers.local.launcher import LocalLauncher
+from tests.support import start_dump
 from tests.support.fork_server import RANKS, fork_agents
 from tests.support.full_matrix import full
 from tests.support.server import processes_below, wait_for
 
 DIGEST = "0" * 64
-DUMP = """
-import json, os, resource, signal, sys, time
-def read(path):
-    with open(path) as file:
-        return file.read()
-lines = dict(line.split(":", 1) for line in read("/proc/self/status").splitlines())
-names = "Umask", "Uid", "Gid", "Groups", "SigBlk", "SigIgn", "SigCgt", "CapEff", "CapBnd", "NoNewPrivs"
-found = {
-    "status": {name: lines[name] for name in names}, "cwd": os.getcwd(), "hash": hash("seed"), "path": sys.path,
-    "limits": {name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")},
-    "leader": [os.getsid(0) == os.getpid(), os.getpgrp() == os.getpid()], "nice": os.getpriority(0, 0),
-    "scheduler": os.sched_getscheduler(0), "cores": sorted(os.sched_getaffinity(0)),
-    "oom": read("/proc/self/oom_score_adj"), "cgroup": read("/proc/self/cgroup"), "name": read("/proc/self/comm"),
-    "pid": os.getpid(), "modules": sorted(sys.modules), "argv": sys.argv,
-    "environ": dict(os.environ), "listed": read("/proc/self/environ"), "agent": read(f"/proc/{os.getppid()}/cmdline"),
-    "agent listed": read(f"/proc/{os.getppid()}/environ"), "command": read("/proc/self/cmdline"),
-    "agent session": os.getsid(os.getppid()) == os.getppid(), "agent nice": os.getpriority(0, os.getppid()),
-}
-out = os.path.join(os.environ["RATCHET_ATTEMPT_DIR"], "dump-" + os.environ["RANK"])
-with open(out + ".new", "w") as file:
-    json.dump(found, file)
-os.rename(out + ".new", out)
-while True:
-    time.sleep(3600)
-"""
+DUMP = Path(start_dump.__file__).read_text()
 
 
 class Machine:
@@ -83,7 +60,11 @@ class Machine:
         """Start the attempt, wait until its ranks are at their script, and return the agent's pid."""
         self.launcher.submit(plan)
         self.refs.append(plan.ref)
-        wait_for(lambda: len(self.dumps(plan.ref)) == 2, f"the ranks' dumps in {plan.ref.paths.root}", 90)
+        wait_for(
+            lambda: len(self.dumps(plan.ref)) == plan.launch.world_size,
+            f"the ranks' dumps in {plan.ref.paths.root}",
+            90,
+        )
         agent = self.poll(plan.ref).nodes[0].agent
         assert agent is not None
         return int(agent.pid)
@@ -148,8 +129,8 @@ PER_ATTEMPT = {
 }  # fmt: skip
 
 
-def without_attempt(environ: dict[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name not in PER_ATTEMPT}
+FORKED = {"RATCHET_FORK_PLANS_FD", "RATCHET_FORK_REPORT_FD"}
+"""In what /proc lists of a forked rank. A rank that is alone on its node is forked by a parked agent only."""
 
 
 def descriptors(ranks: list[dict[str, Any]]) -> list[list[str]]:
@@ -170,20 +151,30 @@ def same_start(cold: dict[str, Any], parked: dict[str, Any], attempts: tuple[str
         assert {name: listed[name] for name in listed if one["environ"].get(name) != listed[name]}.keys() <= PER_ATTEMPT
         assert listed["RATCHET_ATTEMPT_DIR"] == variables(one["agent listed"])["RATCHET_ATTEMPT_DIR"]
         assert listed["RATCHET_ATTEMPT_DIR"] == one["environ"]["RATCHET_ATTEMPT_DIR"]
+    sides = [comparable(one) for one in (cold, parked)]
+    different = {name: [side.get(name) for side in sides] for name in sides[0] if sides[0][name] != sides[1].get(name)}
+    assert not different and sides[0].keys() == sides[1].keys(), json.dumps(different, indent=1)
+
+
+def comparable(dump: dict[str, Any]) -> dict[str, Any]:
+    """The dump without what each attempt has of its own: values of variables, its directory."""
+    directory, alone = dump["environ"]["RATCHET_ATTEMPT_DIR"], dump["environ"]["WORLD_SIZE"] == "1"
+    dump = {**dump, "agent": dump["agent"].rstrip("\0"), "pid": None}
     for name in ("environ", "listed", "agent listed"):
-        sides = [one[name] if name == "environ" else variables(one[name]) for one in (cold, parked)]
-        assert without_attempt(sides[0]) == without_attempt(sides[1]), name
-        assert sides[0].keys() == sides[1].keys(), name
-    directories = [one["environ"]["RATCHET_ATTEMPT_DIR"] for one in (cold, parked)]
-    commands = [one["agent"].rstrip("\0").replace(d, "") for one, d in zip((cold, parked), directories, strict=True)]
-    assert commands[0] == commands[1]
-    for name in cold.keys() - {"environ", "listed", "agent listed", "agent", "pid"}:
-        assert cold[name] == parked[name], name
+        found = dump[name] if name == "environ" else variables(dump[name])
+        dump[name] = {
+            key: "" if key in PER_ATTEMPT else found[key] for key in found.keys() - (FORKED if alone else set())
+        }
+    return {name: json.loads(json.dumps(value).replace(directory, "ATTEMPT")) for name, value in dump.items()}
 
 
-def test_parked_attempt_starts_with_all_that_a_cold_one_has(machine: Make) -> None:
+@pytest.mark.parametrize(("ranks", "determinism"), [(2, "strict"), pytest.param(1, "off", marks=full)])
+def test_parked_attempt_starts_with_all_that_a_cold_one_has(machine: Make, ranks: int, determinism: str) -> None:
     made = machine(cold=True)
-    more = {"env": {"COLOUR": "blue"}, "resources": {"memory": "8Gi", "open_files": 1000}, "seed": 7}
+    more = {
+        "env": {"COLOUR": "blue"}, "resources": {"memory": f"{4 * ranks}Gi", "open_files": 1000}, "seed": 7,
+        "world": {"ranks_per_node": ranks, "device": "cpu"}, "determinism": determinism,
+    }  # fmt: skip
     first, second = made.plan(**more), made.plan(attempt=2, **more)
     made.start(first)
     pid = made.wait_parked(first.ref)
