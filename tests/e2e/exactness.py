@@ -4,8 +4,9 @@
 service, and kills these ranks: hook x wrapper x ranks x buckets x DDP options x precision x model x optimizer, every pair.
 Then ``n`` cells of hook x buckets x ranks x job go through the real service, which interrupts each job with {SIGKILL of one
 rank, SIGKILL of the agent, SIGTERM, preempt over REST} at random steps before and after the hook starts, and compares every
-tensor and every rank's state of the two final checkpoints. Reduced sets run in the test suite. With ``--parked`` each of its
-attempts after the first starts in a parked agent: the job is halted before each strike until there is one.
+tensor and every rank's state of the final checkpoints. Each cell is run twice against one undisturbed job: all attempts start
+cold, or each after the first starts in a parked agent. (There the job is halted before each strike until there is one.) Reduced
+sets run in the test suite.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -258,25 +260,27 @@ def walk_groups(seed: int, tally: Tally) -> None:
             print(f"          {problem}", flush=True)
 
 
-def walk_service(n: int, seed: int, tally: Tally, *, parked: bool = False) -> None:
-    """``n`` cells through the real service. ``parked``: attempts start in parked agents."""
+def walk_service(n: int, seed: int, tally: Tally) -> None:
+    """``n`` cells through the real service, each with cold and with parked starts, compared with one undisturbed job."""
     cells, references = matrix(), dict[Cell, Path]()
-    with tempfile.TemporaryDirectory(prefix="ratchet-exactness-") as home:
-        server = Server(Path(home), afresh=parked, variables={"RATCHET_STANDBY": "processes=1" if parked else "off"})
-        meanwhile = partial(halt_until_parked, server) if parked else lambda: None
-        try:
-            server.start()
-            for i in range(n):
-                cell = cells[i % len(cells)]
+    with tempfile.TemporaryDirectory(prefix="ratchet-exactness-") as home, ExitStack() as stack:
+        starts = {}
+        for name, standby in (("cold", "off"), ("parked", "processes=1")):
+            server = Server(Path(home, name), afresh=True, variables={"RATCHET_STANDBY": standby})
+            stack.callback(server.stop)
+            starts[name] = server.start()
+        for i in range(n):
+            cell = cells[i % len(cells)]
+            for name, server in starts.items():
+                meanwhile = partial(halt_until_parked, server) if name == "parked" else lambda: None
                 outcome, references[cell] = run_case(server, cell, seed + i, references.get(cell), meanwhile=meanwhile)
-                if parked and outcome.cold > 1:
-                    outcome.problems.append(f"{outcome.cold} attempts started cold")
-                tally.setdefault(exact_matrix.family(cell.hook), []).append(not outcome.problems)
-                print(f"{i + 1:4d}/{n} {line(cell, outcome)}", flush=True)
+                attempts = len(outcome.kills) + 1
+                if outcome.cold > 1 if name == "parked" else outcome.cold != attempts:
+                    outcome.problems.append(f"{outcome.cold} of {attempts} attempts started cold")
+                tally.setdefault(f"{exact_matrix.family(cell.hook)}, {name}", []).append(not outcome.problems)
+                print(f"{i + 1:4d}/{n} {name:6s} {line(cell, outcome)}", flush=True)
                 for problem in outcome.problems:
                     print(f"          {problem}", flush=True)
-        finally:
-            server.stop()
 
 
 def main() -> int:
@@ -285,7 +289,6 @@ def main() -> int:
         "--n", type=int, default=24, help="cells through the service, from the first one again after all"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the steps at which is killed")
-    parser.add_argument("--parked", action="store_true", help="attempts through the service start in parked agents")
     parser.add_argument("--only", choices=("groups", "service"), help="one half of it")
     arguments = parser.parse_args()
     os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # torch's advice on find_unused_parameters
@@ -293,10 +296,10 @@ def main() -> int:
     if arguments.only != "service":
         walk_groups(arguments.seed, groups)
     if arguments.only != "groups":
-        walk_service(arguments.n, arguments.seed, service, parked=arguments.parked)
+        walk_service(arguments.n, arguments.seed, service)
     for title, tally in (("in groups of ranks", groups), ("through the service", service)):
         for hook, verdicts in sorted(tally.items()):
-            print(f"{hook:26s} {title:20s} {sum(verdicts):4d} of {len(verdicts):4d} identical")
+            print(f"{hook:34s} {title:20s} {sum(verdicts):4d} of {len(verdicts):4d} identical")
     every = [good for tally in (groups, service) for verdicts in tally.values() for good in verdicts]
     print(f"{sum(every)} of {len(every)} identical")
     return 0 if all(every) else 1
