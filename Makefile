@@ -95,7 +95,8 @@ exactness: $(STAMP)
 	RATCHET_TEST_LIGHTNING=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/integrations/test_lightning_exact.py
 	RATCHET_TEST_CLEAN=all $(BIN)/python -m pytest -v --timeout=7200 tests/integration/worker/state/test_public_models_strict.py
 
-# N faults by seed (SEED=), half on each database, a job for every five; with N=500 about 20 minutes on two cores. What failed is
+# N faults by seed (SEED=), half on each database, a job for every five; with N=500 about 20 minutes on two cores. Half of the
+# services keep parked agents. Afterwards no process, port, descriptor, shared memory or memory is held more. What failed is
 # told with its seed, its log and the command that runs it again
 chaos: $(STAMP)
 	@echo "==> random faults over many jobs: none lost, none twice, nothing left, all final checkpoints as undisturbed"

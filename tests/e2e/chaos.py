@@ -10,9 +10,14 @@ The sequence of faults and actions is a function of the seed alone. How far jobs
 affair and cannot be replayed exactly: the log has the instant and the victim of each, and ``--replay LOG`` strikes the same at
 the same instants.
 
-Faults: SIGKILL, and SIGSTOP for up to 20 s, of ranks, agents, APIs and reconcilers; the database ended and started again
-(SQLite: its lock held); the way to the API closed; requests and answers lost, cut, late, slow and sent twice; a full disk (with
-root and mount namespaces; else it says that it is left out); wall clocks that jump by up to 20 hours, of the control plane's
+Half of the services keep parked agents for the real ranks: one of the two reconcilers, and SQLite's one process at every other
+start. Before the faults and after them, when no agent is parked any more, processes, listening ports, descriptors, files in
+/dev/shm (with a mount namespace) and memory are counted: ``tests.support.chaos.resources`` has the bounds.
+
+Faults: SIGKILL, and SIGSTOP for up to 20 s, of ranks, agents, parked agents and their fork servers, APIs and reconcilers; of a
+parked agent, its fork server or the service within the 0.1 s in which it is given an attempt; the database ended and started
+again (SQLite: its lock held); the way to the API closed; requests and answers lost, cut, late, slow and sent twice; a full disk
+(with root and mount namespaces; else it says that it is left out); wall clocks that jump by up to 20 hours, of the control plane's
 processes and of stand-in agents and ranks (not: real ranks', the database server's). Actions of the API, not counted as faults:
 suspend and resume, preempt, checkpoint, cancel, submissions twice with one key; priorities make jobs preempt others. A job that
 has ended as no-progress (three attempts in a row were struck before they could save) is resumed, as a person would; that is told.
@@ -76,6 +81,8 @@ def report(run: Run, verdict: Verdict, lines: list[str], seconds: float, again: 
           f"{tally.restarts} starts without a database or room")  # fmt: skip
     print(f"  final checkpoints identical to the undisturbed one: {verdict.identical} of {verdict.compared} "
           f"({verdict.reals} of real ranks; {verdict.tensors} tensors)")  # fmt: skip
+    print(f"  {verdict.parked} attempts started in parked agents; {run.struck_hand_overs} hand-overs were struck")
+    print(f"  before the faults: {run.before}\n  after them: {run.after}")
     count = sum(len(found) for found in verdict.breaches.values())
     print(f"  {count} breaches: " + ("every job kept" if not count else "FAILED"), flush=True)
     if lines:
@@ -115,7 +122,7 @@ def main() -> int:
     for number, engine in enumerate(engines):
         count = given.n // len(engines) + (number < given.n % len(engines))
         jobs = given.jobs or max(3, count // 5)
-        reals = given.real if given.real is not None else jobs // 5
+        reals = given.real if given.real is not None else max(1, jobs // 5)
         runs.append((engine, Wanted(given.seed, count, jobs, reals, given.pace, only=list(given.only))))
     if given.replay is not None:
         header, struck = read_log(given.replay)
@@ -170,6 +177,7 @@ def _with_mounts() -> None:
     able = os.geteuid() == 0 and not subprocess.run([*mounts, "true"], capture_output=True).returncode
     os.environ[_MARK] = "1" if able else ""
     if able:
+        mounts += ["sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]  # what is in it is the run's
         os.execvp(mounts[0], [*mounts, sys.executable, "-m", "tests.e2e.chaos", *sys.argv[1:]])
     print("full disk: left out, it needs root and mount namespaces", flush=True)
 

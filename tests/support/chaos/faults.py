@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ratchet_contract.paths import AttemptPaths
+from ratchet_contract.processes import procfs
 from ratchet_contract.processes.procfs import is_alive
 from ratchet_contract.protocol.messages import AgentFile
 from tests.support import clock_jumps
 from tests.support.chaos.control_plane_process import Role
+from tests.support.chaos.resources import parked
 from tests.support.chaos.schedule import Draw, short_seconds, stop_seconds
 from tests.support.chaos.world import BASE_RATE, Part, World
 
@@ -31,6 +33,7 @@ class Alive(NamedTuple):
     job_id: str
     paths: AttemptPaths
     agent: int
+    real: bool
 
     @property
     def ranks(self) -> list[int]:
@@ -251,6 +254,61 @@ class ClockJump:
         return whom, f"by {ahead:+.0f} s for {seconds:.1f} s"
 
 
+PARKED: Final = ("kill-parked", "stop-parked", "hand-over")
+"""Faults of parked agents: passed over where there is none."""
+
+
+@dataclass(frozen=True)
+class OfParked:
+    """SIGKILL or SIGSTOP of a parked agent or of its fork server."""
+
+    name: str
+    number: signal.Signals
+
+    def strike(self, stage: Stage, draw: Draw, victim: str | None) -> tuple[str, str] | None:
+        parts = {part.name: pids for part in stage.world.parts if (pids := parked(part))}
+        name = choose_victim(list(parts), draw.pick, victim)
+        if name is None:
+            return None
+        agent = parts[name][0]
+        server = draw.pick_part < 0.5
+        pids = procfs.live_descendants(agent) if server else [agent]
+        whom, seconds = (
+            f"{name} {'fork server' if server else 'parked agent'}",
+            stop_seconds(draw.size, stage.longest_stop),
+        )
+        if not pids or not send(pids[0], self.number, stage, seconds, whom):
+            return None
+        return whom, f"for {seconds:.1f} s" if self.number is signal.SIGSTOP else ""
+
+
+class HandOver:
+    """A rank is killed, and what its restart is given to is struck at that moment: the parked agent, its fork server or the
+    service, up to 0.1 s after the hand-over has begun."""
+
+    name = "hand-over"
+
+    def strike(self, stage: Stage, draw: Draw, victim: str | None) -> tuple[str, str] | None:
+        parts = [part for part in stage.world.parts if parked(part) and not part.hand_over.exists()]
+        jobs = [one for one in stage.alive() if one.real and one.ranks]
+        found = choose_victim(jobs, draw.pick, victim)
+        if not parts or found is None:
+            return None
+        part, whom = parts[0], ("AGENT", "SERVER", "SERVICE")[int(draw.pick_part * 3)]
+        delay = max(0.0, 0.12 * draw.size - 0.02)
+        word = "KILL" if whom == "SERVICE" or int(draw.size * 1000) % 2 else "STOP"
+        strike = f"kill -{word} ${whom}" + (f"; sleep 2; kill -CONT ${whom}" if word == "STOP" else "")
+        if whom == "SERVICE":
+            strike = f"touch {part.killed}; {strike}"
+        # without a delay it has been struck before the hand-over begins
+        begun = f"kill -{word} ${whom}; " if not delay and whom != "SERVICE" else ""
+        part.hand_over.write_text(f"{begun}(sleep {delay:.3f}; {strike}) >/dev/null 2>&1 &")
+        if not send(found.ranks[0], signal.SIGKILL, stage, 0.0, str(found)):
+            part.hand_over.unlink(missing_ok=True)
+            return None
+        return f"{found} rank 0", f"then {whom.lower()} of {part.name}: SIG{word} after {delay:.3f} s"
+
+
 def table(engine: str, *, disk: bool) -> dict[str, tuple[Fault, int]]:
     """All faults of a world, by name, with how often each is drawn."""
     kill, stop = signal.SIGKILL, signal.SIGSTOP
@@ -262,12 +320,13 @@ def table(engine: str, *, disk: bool) -> dict[str, tuple[Fault, int]]:
     roles: tuple[Role, ...] = ("service",) if engine == "sqlite" else ("api", "reconciler")
     for role in roles:
         found += [(OfPart(f"kill-{role}", kill, role), 3), (OfPart(f"stop-{role}", stop, role), 3)]
+    found += [(OfParked("kill-parked", kill), 3), (OfParked("stop-parked", stop), 3), (HandOver(), 4)]
     if disk:
         found.append((FullDisk(), 2))
     return {fault.name: (fault, weight) for fault, weight in found}
 
 
-def alive_job(number: int, job_id: str, paths: AttemptPaths | None) -> Alive | None:
+def alive_job(number: int, job_id: str, real: bool, paths: AttemptPaths | None) -> Alive | None:
     """That job, if the agent of its newest attempt is there."""
     if paths is None:
         return None
@@ -275,4 +334,4 @@ def alive_job(number: int, job_id: str, paths: AttemptPaths | None) -> Alive | N
         agent = AgentFile.model_validate_json(paths.agent_file.read_bytes())
     except (OSError, ValueError):
         return None
-    return Alive(number, job_id, paths, agent.pid) if is_alive(agent.pid, agent.start_time) else None
+    return Alive(number, job_id, paths, agent.pid, real) if is_alive(agent.pid, agent.start_time) else None

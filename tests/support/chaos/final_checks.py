@@ -34,12 +34,13 @@ class Verdict(NamedTuple):
     ends: Counter[str]
     causes: Counter[str]  # of attempts' ends
     lost_steps: int
+    parked: int  # attempts that have started in a parked agent
 
 
 def check_run(run: Run) -> Verdict:
     """Nothing is going on any more."""
     breaches: dict[str, list[str]] = {"": list(run.breaches)}
-    identical = compared = reals = tensors = lost = 0
+    identical = compared = reals = tensors = lost = parked = 0
     ends, causes = Counter[str](), Counter[str]()
     with run.world.database.read() as session:
         breaches[""] += [f"slots: {text}" for text in invariants.check_slots(session, SLOTS)]
@@ -52,6 +53,7 @@ def check_run(run: Run) -> Verdict:
             rows = list(session.scalars(sa.select(Attempt).where(Attempt.job_id == row.id).order_by(Attempt.number)))
             ends[row.phase.value] += 1
             causes.update(one.cause.value for one in rows if one.cause is not None)
+            parked += sum(_started_parked(run.world.paths.job(row.id).attempt(one.number)) for one in rows)
             lost += sum(one.steps_lost or 0 for one in rows)
             found = (
                 invariants.check_job(session, row)
@@ -67,7 +69,9 @@ def check_run(run: Run) -> Verdict:
                 found += differences
             if found:
                 breaches[row.id] = [f"job {job.plan.number} ({job.plan.kind}) {row.id}: {text}" for text in found]
-    return Verdict({k: v for k, v in breaches.items() if v}, identical, compared, reals, tensors, ends, causes, lost)
+    return Verdict(
+        {k: v for k, v in breaches.items() if v}, identical, compared, reals, tensors, ends, causes, lost, parked
+    )
 
 
 def _check_idempotency(run: Run, session: Session) -> list[str]:
@@ -84,6 +88,11 @@ def _check_idempotency(run: Run, session: Session) -> list[str]:
         if len(job.ids) > 1:
             out.append(f"job {job.plan.number}: one key gave {sorted(job.ids)}")
     return out
+
+
+def _started_parked(paths: AttemptPaths) -> bool:
+    log = paths.node(0).agent_log
+    return log.exists() and "start: parked" in log.read_text(errors="replace")
 
 
 def _end(job: Submitted, row: Job) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract.phases import JobPhase
-from tests.support.chaos import faults
+from tests.support.chaos import faults, resources
 from tests.support.chaos.clients import Clients, Submitted, Tally
 from tests.support.chaos.faults import Alive, alive_job
 from tests.support.chaos.jobs import plans, reference
@@ -24,6 +24,8 @@ AHEAD: Final = 5
 """Jobs that have been submitted beyond their share in the faults."""
 PATIENCE: Final = 20.0
 """Seconds that a fault waits for somebody whom it can meet."""
+MEASURED: Final = 5.0
+"""Seconds between two samples of the control plane's memory."""
 END_DEADLINE: Final = 240.0
 """From the last fault until every job has ended."""
 
@@ -51,6 +53,8 @@ class Run:
     def __init__(self, world: World, wanted: Wanted, log: Log) -> None:
         self.world, self.wanted, self.log = world, wanted, log
         self.table = faults.table(world.engine, disk=world.disk)
+        if not wanted.reals:  # only they have parked agents
+            self.table = {name: entry for name, entry in self.table.items() if name not in faults.PARKED}
         if wanted.only:
             self.table = {name: entry for name, entry in self.table.items() if name in wanted.only}
         self.plans = plans(wanted.seed, wanted.jobs, wanted.reals, world.notes, wanted.pause, world.planted)
@@ -64,7 +68,9 @@ class Run:
         self._down: set[str] = set()
         self._trouble = 0.0  # when the database or the disk was last away
         self.clients = Clients(world, self.tally, wanted.seed)
-        self._looked = 0.0
+        self._looked = self._measured = 0.0
+        self.memory: list[int] = []
+        self.struck_hand_overs = 0
 
     # --- what faults need (``faults.Stage``) ---
 
@@ -73,8 +79,8 @@ class Run:
         return self.wanted.longest_stop
 
     def alive(self) -> list[Alive]:
-        known = [(job.plan.number, job.job_id) for job in self.jobs if job.job_id is not None and not job.has_ended]
-        found = [alive_job(number, job_id, self.world.newest(job_id)) for number, job_id in known]
+        known = [(job.plan, job.job_id) for job in self.jobs if job.job_id is not None and not job.has_ended]
+        found = [alive_job(plan.number, job_id, plan.real, self.world.newest(job_id)) for plan, job_id in known]
         return [one for one in found if one is not None]
 
     def schedule(self, seconds: float, what: str, deed: Callable[[], None]) -> None:
@@ -96,10 +102,15 @@ class Run:
         wait = True
         try:
             self._undisturbed()
+            self.before = resources.settle(self.world)
             self.began = time.monotonic()
             self.world.relay.rate = BASE_RATE
             self._strike_all()
             self._finish()
+            self.struck_hand_overs = len(list(self.world.stage.glob("*.hand-over.*")))
+            self.after = resources.settle(self.world, self.before)
+            self.breaches += [f"left behind: {text}" for text in self.after.surplus(self.before)]
+            self.breaches += [text for text in [resources.growth(self.memory)] if text is not None]
         except (SystemExit, KeyboardInterrupt):
             wait = False
             raise
@@ -147,7 +158,7 @@ class Run:
             met = fault.strike(self, draw, None if recorded is None else recorded.victim)
             return met is not None
 
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + (0 if draw.kind in faults.PARKED else PATIENCE)
         self._wait(lambda: struck() or time.monotonic() > end or self._all_ended())
         if met is None:
             return False
@@ -199,6 +210,9 @@ class Run:
         if now - self._looked >= 0.3:
             self._poll()
             self._looked = now
+        if now - self._measured >= MEASURED:
+            self.memory.append(resources.control_plane_memory(self.world))
+            self._measured = now
         running = sum(not job.has_ended for job in self.jobs)
         if running < WIDTH and len(self.jobs) < min(
             len(self.plans), max(fill, len(self.jobs) + 1 if not running else 0)
@@ -207,7 +221,13 @@ class Run:
             self.jobs.append(self.clients.begin(plan))
 
     def _ended(self, part: Part) -> None:
-        """A process that nobody has killed: right where it could not start for want of a database or of room."""
+        """A process that has ended at a hand-over, or that nobody has killed: right where it could not start for want of a
+        database or of room."""
+        if part.killed.exists():
+            part.killed.unlink()
+            part.wait()
+            self.mark_down(part, 0.5)
+            return
         if time.monotonic() - self._trouble < 40 and part.wait() == 3:
             self.tally.restarts += 1
             self.mark_down(part, 0.5)

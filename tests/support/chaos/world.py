@@ -24,6 +24,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_contract.paths import AttemptPaths, HomePaths
 from ratchet_contract.phases import JobPhase
+from ratchet_contract.processes import parent_death
 from ratchet_service.db.engine import Database, sqlite_url
 from ratchet_service.db.migrate import upgrade
 from ratchet_service.db.models import Job
@@ -51,6 +52,8 @@ class Part:
         self._world, self.role, self.name = world, role, name
         self.told = world.stage / f"{name}.json"
         self.jump = world.stage / f"{name}.clock"
+        self.hand_over = world.stage / f"{name}.hand-over"
+        self.killed = world.stage / f"{name}.killed"
         self.process: Program | subprocess.Popen[bytes] | None = None
         self.starts = 0
 
@@ -64,11 +67,19 @@ class Part:
             world.relay.url,
             str(self.told),
             str(self.jump),
+            self.parks,
+            str(self.hand_over),
+            parent_death.process_name(os.getpid()),
             world.planted,
         )
         env = {**os.environ, "PYTHONPATH": ROOT, TRAINERS.variable: TRAINERS.address, RANKS.variable: RANKS.address}
         with (world.stage / f"{self.name}.log").open("ab") as log:
             self.process = TRAINERS.start(options.command(), log.fileno(), env=env, cwd=Path(ROOT))
+
+    @property
+    def parks(self) -> bool:
+        """It keeps parked agents: one of two reconcilers, and a process that has all of it at every other start."""
+        return (self.role == "service" and self.starts % 2 == 1) or self.name == "reconciler-0"
 
     @property
     def alive(self) -> bool:
