@@ -14,11 +14,12 @@ Half of the services keep parked agents for the real ranks: one of the two recon
 start. Before the faults and after them, when no agent is parked any more, processes, listening ports, descriptors, files in
 /dev/shm (with a mount namespace) and memory are counted: ``tests.support.chaos.resources`` has the bounds.
 
-Faults: SIGKILL, and SIGSTOP for up to 20 s, of ranks, agents, parked agents and their fork servers, APIs and reconcilers; of a
-parked agent, its fork server or the service within the 0.1 s in which it is given an attempt; the database ended and started
-again (SQLite: its lock held); the way to the API closed; requests and answers lost, cut, late, slow and sent twice; a full disk
-(with root and mount namespaces; else it says that it is left out); wall clocks that jump by up to 20 hours, of the control plane's
-processes and of stand-in agents and ranks (not: real ranks', the database server's). Actions of the API, not counted as faults:
+Faults: SIGKILL, and SIGSTOP for up to 20 s, of ranks, agents, parked agents and their fork servers, APIs and reconcilers; of
+a parked agent, its fork server or the service within the 0.1 s in which it is given an attempt; the database ended and
+started again (SQLite: its lock held); the way to the API closed; requests and answers lost, cut, late, slow and sent twice; a
+full disk (with root and mount namespaces; else it says that it is left out); wall clocks that jump by up to 20 hours, of the
+control plane's processes and of stand-in agents and ranks (not: real ranks', the database server's). Actions of the API, not
+counted as faults:
 suspend and resume, preempt, checkpoint, cancel, submissions twice with one key; priorities make jobs preempt others. A job that
 has ended as no-progress (three attempts in a row were struck before they could save) is resumed, as a person would; that is told.
 """
