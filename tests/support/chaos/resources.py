@@ -28,8 +28,9 @@ _LISTENS: Final = "0A"  # in /proc/net/tcp
 @dataclass(frozen=True)
 class Held:
     """``processes``: live ones and zombies by name, without the database server's; ``ports``: on which they listen;
-    ``descriptors``: of each process of the control plane, sockets apart; ``shared``: files in /dev/shm; None where others use it,
-    too; ``memory``: proportional set size, in bytes, of the control plane and of all that it has started."""
+    ``descriptors``: of each process of the control plane; sockets and SQLite's files apart, as connections are pooled;
+    ``shared``: files in /dev/shm; None where others use it, too; ``memory``: proportional set size, in bytes, of the control
+    plane and of all that it has started."""
 
     processes: Counter[str]
     ports: int
@@ -45,7 +46,7 @@ class Held:
         for name, (files, sockets) in self.descriptors.items():
             most = before.descriptors.get(name, (0, 0))
             if files > most[0] or sockets > most[1] + POOL:
-                found.append(f"{name}: {files} descriptors and {sockets} sockets, {most} before")
+                found.append(f"{name}: {files} descriptors and {sockets} of connections, {most} before")
         if self.shared is not None and before.shared is not None and self.shared > before.shared:
             found.append(f"{self.shared} files in /dev/shm, {before.shared} before")
         if self.memory > before.memory + GROWTH:
@@ -53,10 +54,10 @@ class Held:
         return found
 
     def __str__(self) -> str:
-        descriptors = ", ".join(f"{name} {files}+{sockets}" for name, (files, sockets) in self.descriptors.items())
+        counts = ", ".join(f"{name} {files}+{sockets}" for name, (files, sockets) in self.descriptors.items())
         shared = "" if self.shared is None else f", {self.shared} files in /dev/shm"
         return (
-            f"{self.processes.total()} processes, {self.ports} ports, descriptors and sockets {descriptors}{shared}, "
+            f"{self.processes.total()} processes, {self.ports} ports, descriptors and those of connections {counts}{shared}, "
             f"{self.memory >> 20} MiB"
         )
 
@@ -98,7 +99,8 @@ def measure(world: World) -> Held:
     for part in world.parts:
         if part.process is not None and part.alive:
             targets = _targets(part.process.pid)
-            sockets = sum(target.startswith("socket:") for target in targets)
+            pooled = ("socket:", str(world.paths.database))
+            sockets = sum(target.startswith(pooled) for target in targets)
             descriptors[part.name] = len(targets) - sockets, sockets
     shared = len(list(Path("/dev/shm").iterdir())) if world.disk else None
     return Held(names, len(ports), descriptors, shared, sum(memory(pid) for pid in processes_below(world.paths.home)))
