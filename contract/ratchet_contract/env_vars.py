@@ -66,6 +66,8 @@ FORK_REPORT_FD: Final = "RATCHET_FORK_REPORT_FD"  # inherited fd of the pipe tha
 
 # set for an agent, and for its fork server, that are started before there is an attempt
 PARKED: Final = "RATCHET_PARKED"  # a long value, over which /proc then shows the attempt's variables
+# set by a launcher that parks agents, for the agent, which passes it to its ranks
+START: Final = "RATCHET_START"  # "parked", or "cold: " and why
 
 # torchrun's names, set as torchrun sets them
 RANK: Final = "RANK"
@@ -94,6 +96,6 @@ RESERVED_NAMES: Final = frozenset(
 )  # fmt: skip
 SET_AFTER_FORK: Final = frozenset(
     {RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, GROUP_RANK, GROUP_WORLD_SIZE, ROLE_RANK, ROLE_WORLD_SIZE, ROLE_NAME,
-     MASTER_ADDR, MASTER_PORT, WANDB_RUN_ID}
+     MASTER_ADDR, MASTER_PORT, WANDB_RUN_ID, "CUDA_VISIBLE_DEVICES"}
 )  # fmt: skip
 """Variables that a rank of a parked fork server gets only after it is forked, like those with a reserved prefix."""

@@ -245,6 +245,11 @@ class AttemptPaths(NodePaths):
         """``EnvironmentView`` as JSON: the packages of rank 0's interpreter and the code's commit."""
         return self.root / "environment.json"
 
+    @property
+    def imports_file(self) -> Path:
+        """Names of the installed packages' modules that rank 0 has imported, one a line; only where agents are parked."""
+        return self.root / "imports.txt"
+
     def log(self, rank: int) -> Path:
         return self.root / "logs" / f"rank-{rank:05d}.log"
 

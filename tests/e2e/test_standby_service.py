@@ -64,10 +64,15 @@ def test_restart_under_run_as_in_a_parked_agent_which_ends_with_a_killed_service
             cold = dumps(attempts[0])
             agent = parked_agent(server)
             assert procfs.runs_as(agent, UID)
+            fleet = server.call("GET", "/v1/fleet").json()["parked"]
+            assert (fleet["ready"], fleet["starting"]) == (1, 0) and 10**7 < fleet["memory_bytes"] < 2**30
             os.kill(rank_pid(attempts[0], 1), signal.SIGKILL)
             parked = dumps(attempts[1])
             assert os.getsid(rank_pid(attempts[1], 1)) == rank_pid(attempts[1], 1)
             assert "start: parked" in attempts[1].node(0).agent_log.read_text()
+            events = server.call("GET", f"/v1/jobs/{job}/events?type=rank-started").json()["items"]
+            starts = {(event["attempt"], event["data"]["start"], event["data"].get("why")) for event in events}
+            assert starts == {(1, "cold", "no agent of this kind is parked yet"), (2, "parked", None)}
             for one, other in zip(cold, parked, strict=True):
                 same_start(one, other, ("1", "2"))
                 assert one["process: status"]["Uid"].split() == [str(UID)] * 4

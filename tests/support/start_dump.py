@@ -124,7 +124,7 @@ def interpreter() -> dict[str, Any]:
             getattr(main, "__file__", None),
             getattr(main.__spec__, "name", None),
         ],
-        "modules": sorted(sys.modules),
+        "modules": sorted(set(sys.modules) - {"ratchet_worker.rank.preload"}),
         "finders": [name_of(one) for one in (*sys.meta_path, *sys.path_hooks)],
         "hooks": [name_of(one) for one in (sys.excepthook, sys.unraisablehook, sys.displayhook, threading.excepthook)],
         "traced": [name_of(sys.getprofile()), name_of(sys.gettrace()), faulthandler.is_enabled()],

@@ -54,12 +54,23 @@ class HostEndsView(View):
     excluded_by: list[str] = Field([], description="Jobs with an attempt that stays away from it; not ended.")
 
 
+class ParkedView(View):
+    """The parked agents of the launcher `local`."""
+
+    ready: int = Field(description="Those with all imports made.")
+    starting: int
+    memory_bytes: int = Field(description="Resident size of their processes; pages that several share count in part.")
+
+
 class FleetView(View):
     """What all jobs together do, and what became of the attempts that have ended in the window."""
 
     since: datetime = Field(description="Begin of the window.")
     jobs: dict[JobPhase, int]
     slots: list[SlotsView]
+    parked: ParkedView | None = Field(
+        None, description="null: this process starts no agents on its machine, such as one without a reconciler."
+    )
     ends: dict[Cause, int] = Field(description="Ends of attempts in the window, by cause.")
     hosts: list[HostEndsView] = Field(description="The 50 hosts with most failures, these first.")
     owners: list[OwnerUseView]

@@ -186,6 +186,8 @@ class Started(Message):
     at: str
     device: str
     torch: str
+    start: str | None = Field(None, description="parked or cold; null: the launcher parks no agents.")
+    why: str | None = Field(None, description="Of a cold start.")
 
 
 class Training(Message):

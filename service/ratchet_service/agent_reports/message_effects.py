@@ -181,7 +181,14 @@ class Effects:
             "device": sanitize_text(message.device),
         }
         data["torch"] = sanitize_text(message.torch)
-        self._add_event(EventType.RANK_STARTED, f"rank {rank} started on {data['host']} ({data['device']})", data)
+        text = f"rank {rank} started on {data['host']} ({data['device']})"
+        if message.start is not None:
+            data["start"] = sanitize_text(message.start)
+            text += f", {data['start']}"
+        if message.why is not None:
+            data["why"] = sanitize_text(message.why[:500])
+            text += f": {data['why']}"
+        self._add_event(EventType.RANK_STARTED, text, data)
 
     def _apply_training(self, message: Training) -> None:
         """Store that the attempt has begun to train, and from which checkpoint. If it is the newest attempt of an active

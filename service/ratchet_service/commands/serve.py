@@ -17,6 +17,7 @@ from typing import Final
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from ratchet_contract.api.fleet import ParkedView
 from ratchet_contract.atomic_write import write_atomic
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes import parent_death
@@ -93,6 +94,7 @@ def serve(options: ServeOptions) -> None:
             instruments, reconciler = Instruments(), None
             if options.reconcile:
                 instruments.show_parked(partial(count_parked, launchers))
+                instruments.view_parked = partial(_view_parked, launchers)
                 acquire_slots(database, launchers)
                 reconciler = Reconciler(
                     database,
@@ -207,6 +209,12 @@ def machine_of_jobs(settings: Settings, launchers: Launchers, cpu_slots: int | N
 def count_parked(launchers: Launchers) -> int:
     """Return how many agents are parked here with all their imports made."""
     return sum(launcher.standby.ready for launcher in launchers.values() if isinstance(launcher, LocalLauncher))
+
+
+def _view_parked(launchers: Launchers) -> ParkedView | None:
+    """Return the number and memory of the agents that are parked here; None without a local launcher here."""
+    views = [launcher.standby.view for launcher in launchers.values() if isinstance(launcher, LocalLauncher)]
+    return next(iter(views), None)
 
 
 def uses_agent_host(launchers: Launchers) -> bool:

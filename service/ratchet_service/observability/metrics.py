@@ -17,6 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 from sqlalchemy.pool import QueuePool
 
+from ratchet_contract.api.fleet import ParkedView
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.phases import AttemptPhase, Cause, EventType, JobPhase, Reason
 from ratchet_contract.version import PROTOCOL_VERSION, RATCHET_VERSION
@@ -91,6 +92,7 @@ class Instruments:
             "ratchet_lease_takeovers", "Active jobs that this process took over from a reconciler that had ended."
         )
         self._pool = gauge("ratchet_database_connections", "Of this process, now.", "state")
+        self.view_parked: Callable[[], ParkedView | None] = lambda: None
         self._parked = gauge("ratchet_parked_agents", "Agents that wait for an attempt, with all imports made.")
         build = gauge("ratchet_build_info", "Always 1; the labels have the versions.", "version", "protocol")
         build.labels(RATCHET_VERSION, str(PROTOCOL_VERSION)).set(1)

@@ -8,12 +8,12 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
 from ratchet_contract import env_vars as names
-from ratchet_worker.agent.rank_starter import Child, RankPlan, RankProcess, start_process
+from ratchet_worker.agent.rank_starter import Child, RankPlan, RankProcess, Starter, start_process
 from ratchet_worker.ipc.log_lines import log_message
 
 _ANSWER_SECONDS: Final = 1.0
@@ -33,12 +33,24 @@ class ForkingStarter:
         return _forked(process, report, plans)
 
 
+@dataclass(frozen=True)
+class Preload:
+    """What a parked fork server imports: ``modules`` as for ``ForkingStarter``; of ``packages``, modules that code in the
+    directories ``code`` has imported, those that can be imported in advance."""
+
+    modules: Sequence[str]
+    packages: Sequence[str] = ()
+    code: Sequence[str] = ()
+
+
 class ParkedStarter:
     """Starts the fork server before there are plans, with the environment ``env`` and the command ``command``. If the plans then
-    do not fit it, another fork server is started. ``modules``: as for ``ForkingStarter``. Raises ``OSError``."""
+    do not fit it, ``cold`` starts the ranks. ``same_code``: the plans are of the code that has imported the packages. Raises
+    ``OSError``."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], modules: Sequence[str]) -> None:
-        self._modules = modules
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], preload: Preload, cold: Starter) -> None:
+        self.same_code = False
+        self._cold = cold
         self._env = {**env, names.AGENT_PID: str(os.getpid())}
         self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._output = Path(f"/proc/self/fd/{os.memfd_create('output', os.MFD_CLOEXEC)}")
@@ -46,7 +58,7 @@ class ParkedStarter:
             parked = {**self._env, names.PARKED: " " * _LISTING_BYTES}
             plan = RankPlan(0, command, Path("/"), parked, self._output)
             self._process, self._report = _start_server(plan, server_end.fileno())
-        self._socket.send(json.dumps(list(modules)).encode())
+        self._socket.send(json.dumps(asdict(preload)).encode())
         self._ready = False
 
     @property
@@ -75,13 +87,13 @@ class ParkedStarter:
             if misfit is None:
                 with _plans_file(plans, []) as file:
                     passed = [fd for plan in plans for fd in plan.pass_fds]
-                    socket.send_fds(self._socket, [b"\0"], [file.fileno(), *passed])
+                    socket.send_fds(self._socket, [b"1" if self.same_code else b"0"], [file.fileno(), *passed])
                 return _forked(self._process, self._report, plans)
         log_message(f"start of the ranks: cold: {misfit}")
         os.close(self._report)
         self._process.kill_group()
         self._process.reap()
-        return ForkingStarter(self._modules).start(plans)
+        return self._cold.start([replace(plan, env={**plan.env, names.START: f"cold: {misfit}"}) for plan in plans])
 
     def _misfit(self, plans: Sequence[RankPlan]) -> str | None:
         """Return why the server cannot fork the ranks of ``plans``; None if it can."""

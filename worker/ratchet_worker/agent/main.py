@@ -95,6 +95,8 @@ def run(launch_file: Path, starter: Starter | None = None, timing: Timing = Timi
     write_atomic(paths.agent_file, agent_file().model_dump_json().encode(), durable=True)
     reserve(paths.result_file)
     started_at = now()
+    if start := os.environ.get(names.START):
+        log_message(f"start: {start}")
     try:
         launch = load_launch(launch_file, node)
     except LaunchRefused as error:

@@ -1,6 +1,7 @@
 """``python -m ratchet_worker.agent.parked FD``: an agent without an attempt. It has made its imports, and its fork server makes
 those of ranks. On the socket FD a launcher first sends a ``LaunchFile`` without a job, which has what decides the ranks'
-environment; later, it may send an attempt. The process then becomes the agent of this attempt. It ends with the launcher."""
+environment, and what else is imported; later, it may send an attempt. The process then becomes the agent of this attempt. It ends
+with the launcher."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ from ratchet_contract import env_vars as names
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_worker.agent import main
 from ratchet_worker.agent.checkpoint_upload import exit_process
-from ratchet_worker.agent.fork_starter import ParkedStarter
+from ratchet_worker.agent.fork_starter import ForkingStarter, ParkedStarter, Preload
 from ratchet_worker.agent.rank_environment import common_environment, interpreter, rank_command
-from ratchet_worker.ipc.log_lines import log_message
+from ratchet_worker.agent.rank_starter import ProcessStarter
 from ratchet_worker.ipc.process_listing import show_arguments, show_variables
 
 _MODULE: Final = "ratchet_worker.agent.parked"
@@ -29,20 +30,24 @@ def run(fd: int) -> int:
     """Wait for an attempt, run it, and return the agent's exit code. Exits the process if the launcher ends, or if the fork
     server cannot fork ranks."""
     with socket.socket(fileno=fd) as launcher:
-        like = LaunchFile.model_validate_json(launcher.recv(_MAX_MESSAGE))
+        given = json.loads(launcher.recv(_MAX_MESSAGE))
+        like = LaunchFile.model_validate(given["like"])
         del os.environ[names.PARKED]
         environment = common_environment(like, os.environ, "")
-        starter = ParkedStarter(rank_command(interpreter(like)), environment, main.preloaded_modules(like))
+        preload = Preload(main.preloaded_modules(like), given["packages"], given["code"])
+        cold = ProcessStarter() if like.resolved.device == "cuda" else ForkingStarter(preload.modules)
+        starter = ParkedStarter(rank_command(interpreter(like)), environment, preload, cold)
         launcher.send(f"started {starter.pid}".encode())
         attempt = _wait_for_attempt(launcher, starter)
-        os.environ[names.ATTEMPT_DIR] = attempt["attempt_dir"]
-        shown = show_variables(names.PARKED, {names.ATTEMPT_DIR: attempt["attempt_dir"]})
+        starter.same_code = attempt["same_code"]
+        variables = {names.ATTEMPT_DIR: attempt["attempt_dir"], names.START: "parked"}
+        os.environ.update(variables)
+        shown = show_variables(names.PARKED, variables)
         shown = shown and show_arguments(_MODULE, f"ratchet_worker.agent\0{attempt['launch_file']}")
         # From here on other processes see an agent of the attempt. It does nothing before the launcher has seen this answer.
         launcher.send(b"taken" if shown else b"unfit")
         if launcher.recv(16) != b"go":
             os._exit(0)
-    log_message("start: parked: this process and its imports are older than the attempt")
     return main.run(Path(attempt["launch_file"]), starter)
 
 

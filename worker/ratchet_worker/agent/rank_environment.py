@@ -33,6 +33,8 @@ def plan_ranks(
     on the nodes; ``built``: interpreter and digest of the environment for the job's requirements; ``copies``: variables for
     copies in memory. Raises ``UserError`` if a secret is missing."""
     common = common_environment(launch, inherited, rendezvous.interface) | dict(copies)
+    if start := inherited.get(names.START):
+        common[names.START] = start
     if code_digest is not None:
         common[names.CODE_DIGEST] = code_digest
     python = interpreter(launch)

@@ -45,8 +45,10 @@ class Reporter:
     def rank(self) -> int:
         return self._rank
 
-    def report_started(self, device: str, torch_version: str) -> None:
-        """Send that this rank's process has started, with its pid, host, device and torch version."""
+    def report_started(self, device: str, torch_version: str, start: str | None = None) -> None:
+        """Send that this rank's process has started, with its pid, host, device and torch version. ``start``: how
+        (``env_vars.START``)."""
+        how, _, why = (start or "").partition(": ")
         self._send(
             m.Started(
                 rank=self._rank,
@@ -55,6 +57,8 @@ class Reporter:
                 at=now(),
                 device=device,
                 torch=torch_version,
+                start=how or None,
+                why=why or None,
             )
         )
 

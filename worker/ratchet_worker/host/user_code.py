@@ -7,7 +7,7 @@ import inspect
 import runpy
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,9 @@ def is_unmanaged(script: Sequence[str], code: Path) -> bool:
         return False
 
 
-def run_script(script: Sequence[str], code: Path) -> None:
-    """Run the script, a path in ``code`` with arguments, as the main module. Raises ``UserError`` if it is missing or not valid
-    Python."""
+def run_script(script: Sequence[str], code: Path, on_start: Callable[[], None] = lambda: None) -> None:
+    """Call ``on_start`` and run the script, a path in ``code`` with arguments, as the main module. Raises ``UserError`` if it is
+    missing or not valid Python."""
     path = code / script[0]
     if not path.is_file():
         raise UserError(
@@ -142,4 +142,5 @@ def run_script(script: Sequence[str], code: Path) -> None:
         compile(path.read_bytes(), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         raise UserError(f"script {script[0]!r} is not valid Python: {error}", code="script-wrong") from error
+    on_start()
     runpy.run_path(str(path), run_name="__main__")

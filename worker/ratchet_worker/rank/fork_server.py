@@ -26,6 +26,8 @@ from ratchet_worker.ipc.process_listing import show_variables
 
 _MAX_MESSAGE: Final = 1 << 16
 _MAX_FDS: Final = 8
+_OTHER_CODE: Final = b"0"
+"""The message with the plans of an attempt of other code than that whose packages the agent has named."""
 _TASKS: Final = Path("/proc/self/task")
 
 
@@ -83,16 +85,22 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
     """Import what the agent names on the socket ``fd``, then wait for the plans. Return them, and whether the ranks can be
     forked. Exits the process if the agent sends no plans. ``started``: the environment at the start."""
     with socket.socket(fileno=fd) as agent:
-        modules = json.loads(agent.recv(_MAX_MESSAGE))
-        forkable = _import(modules) and _is_single_threaded()
+        given = json.loads(agent.recv(_MAX_MESSAGE))
+        forkable = _import(given["modules"]) and _is_single_threaded()
         gc.freeze()
         huge_pages.collapse()
+        with_packages = forkable and _fork_with_packages(given["packages"], given["code"])
+        gc.freeze()
         files = _imported_paths()
         states = [_state(path) for path in files]
         message, fds = b"?", list[int]()
         while message == b"?":  # at first, and when the agent asks again
             with suppress(OSError):  # the agent has ended: there is nothing to receive
                 agent.send(b"ready" if forkable else b"unfit")
+            if with_packages and agent.recv(1, socket.MSG_PEEK) == _OTHER_CODE:
+                from ratchet_worker.rank import preload
+
+                os._exit(preload.OTHER_CODE)  # the process that has forked this one takes the attempt
             message, fds, _, _ = socket.recv_fds(agent, 1, _MAX_FDS)
     if not fds:
         os._exit(0)
@@ -107,13 +115,34 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
             os.set_inheritable(number, True)
             plan["env"][names.STORE_FD] = str(number)
     shared = {k: v for k, v in plans[0]["env"].items() if all(plan["env"].get(k) == v for plan in plans)}
-    if forkable and [_state(path) for path in files] != states:
-        _report_not_forked("a file that the parked process has imported was changed since")
-        forkable = False
-    if forkable and not show_variables(names.PARKED, {k: v for k, v in shared.items() if started.get(k) != v}):
-        _report_not_forked("the attempt's variables do not fit into the parked process")
-        forkable = False
-    return plans, forkable
+    why = None
+    if not forkable:
+        why = "the parked process cannot fork ranks"
+    elif [_state(path) for path in files] != states:
+        why = "a file that the parked process has imported was changed since"
+    elif _uses_cuda():
+        why = "an import has called CUDA's driver"
+    elif not show_variables(names.PARKED, {k: v for k, v in shared.items() if started.get(k) != v}):
+        why = "the attempt's variables do not fit into the parked process"
+    if why is not None:
+        _report_not_forked(why)
+        for plan in plans:
+            plan["env"][names.START] = f"cold: {why}"
+    return plans, why is None
+
+
+def _fork_with_packages(packages: list[str], code: list[str]) -> bool:
+    """As ``preload.fork_with_packages``."""
+    from ratchet_worker.rank import preload  # torch
+
+    return bool(packages) and preload.fork_with_packages(packages, code)
+
+
+def _uses_cuda() -> bool:
+    """As ``preload.uses_cuda``."""
+    from ratchet_worker.rank import preload  # torch
+
+    return preload.uses_cuda()
 
 
 def _imported_paths() -> list[Path]:

@@ -44,6 +44,7 @@ from ratchet_worker.session import mlflow_run
 from ratchet_worker.session.arguments import SessionArguments
 from ratchet_worker.session.session import Session
 from ratchet_worker.state import environment, import_draws, package_list, rng
+from ratchet_worker.state.imported_packages import Record
 from ratchet_worker.state.object_walk import is_user_module
 from ratchet_worker.state.thread_pools import is_working
 from ratchet_worker.training import task_loop
@@ -106,7 +107,7 @@ class RankProcess:
         device = rank_device(launch, identity) if unmanaged else select_device(launch, identity)
         rng.seed_all(spec.seed, identity.rank)
         import_draws.undo_import_draws()
-        self._reporter.report_started(str(device), torch.__version__)
+        self._reporter.report_started(str(device), torch.__version__, os.environ.get(names.START))
         self._clients = connect(identity, self._timeout)
         self._agreement = Agreement(
             self._clients.side, identity.rank, identity.world_size, self._listen, self._on_early_decision
@@ -119,6 +120,7 @@ class RankProcess:
             self._choice = choose_in_background(launch, self._exchange(self._clients.main), self._reporter)
         user_code.add_to_path(code)
         if spec.task is not None:
+            self._record_imports()
             task_loop.run_task(self._open(), user_code.make_task(spec.task, code))
             return
         assert spec.script is not None
@@ -132,6 +134,11 @@ class RankProcess:
             self._run_script(spec.script, code)
         finally:
             self._unmanaged.on_script_end()
+
+    def _record_imports(self) -> None:
+        """On rank 0, where agents are parked, record which packages the user's code imports from now on."""
+        if self._identity.rank == 0 and names.START in os.environ:
+            import_draws.record_imports(Record(self._paths.imports_file))
 
     def _find_mlflow_run(self) -> None:
         """If the job logs to an MLflow server, set the variable ``MLFLOW_RUN_ID`` to the run of this job, the same on all
@@ -231,7 +238,7 @@ class RankProcess:
     def _run_script(self, script: Sequence[str], code: Path) -> None:
         """Run the script in this thread. Raises the error that ends the attempt, if any; see ``_classify_error``."""
         try:
-            user_code.run_script(script, code)
+            user_code.run_script(script, code, self._record_imports)
         except BaseException as error:
             judged = self._classify_error(error)
             if judged is error:

@@ -6,13 +6,13 @@ import random
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader, SourcelessFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 _LOADERS: Final = (SourceFileLoader, SourcelessFileLoader, ExtensionFileLoader)
 _MAX_DRAWS: Final = 100
@@ -25,6 +25,16 @@ def installed_folders() -> tuple[Path, ...]:
     return tuple({Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
+class Record(Protocol):
+    """A record of the installed modules that are imported."""
+
+    def is_open(self) -> bool:
+        """True if the next import is to be added."""
+
+    def add(self, name: str, new: Iterable[str]) -> None:
+        """Add the module ``name``, whose import has brought the modules ``new``."""
+
+
 def undo_import_draws() -> None:
     """From now on, undo what installed packages draw from ``random`` while the main thread imports them. Nothing is undone for a
     package that seeds ``random`` or draws more than ``_MAX_DRAWS`` words."""
@@ -32,10 +42,18 @@ def undo_import_draws() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def record_imports(record: Record) -> None:
+    """After ``undo_import_draws``: add to ``record`` what the main thread imports from installed packages from now on."""
+    for finder in sys.meta_path:
+        if isinstance(finder, _Finder):
+            finder.record = record
+
+
 class _Finder(MetaPathFinder):
     """Finds modules by the finders after it, and makes imports of installed packages undo their draws."""
 
     def __init__(self) -> None:
+        self.record: Record | None = None
         self._importing = False  # an installed package is being imported, with the modules that it imports
 
     def find_spec(
@@ -55,9 +73,13 @@ class _Finder(MetaPathFinder):
     def _execute(self, run: Callable[[ModuleType], None], module: ModuleType) -> None:
         """Run the module's code by ``run``, and undo its draws from ``random``, unless the code has seeded it or has
         drawn more than ``_MAX_DRAWS`` words."""
+        record = self.record if self.record is not None and self.record.is_open() else None
+        known = {*sys.modules} if record is not None else set()
         self._importing, before = True, random.getstate()
         try:
             run(module)
+            if record is not None:
+                record.add(module.__name__, sys.modules.keys() - known)
         finally:
             self._importing = False
             if is_only_drawn(before, random.getstate()):

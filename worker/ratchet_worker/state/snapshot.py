@@ -124,5 +124,5 @@ def empty(dtype: str, shape: Iterable[int]) -> torch.Tensor:
         raise StateError(f"dtype {dtype} is not known here")
     kind, size = DTYPES[dtype], tuple(shape)
     # Deterministic algorithms fill what ``torch.empty`` returns; a storage is never filled.
-    storage = torch.UntypedStorage(math.prod(size) * kind.itemsize, device="cpu")
+    storage = torch.UntypedStorage(math.prod(size) * kind.itemsize, device="cpu")  # type: ignore[no-untyped-call]
     return torch.empty(0, dtype=kind, device="cpu").set_(storage, 0, size)  # type: ignore[call-overload, no-any-return]

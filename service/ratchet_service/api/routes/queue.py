@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 
 from ratchet_contract.api.fleet import FleetView
 from ratchet_contract.api.queue import QueueView
@@ -29,6 +29,7 @@ from ratchet_service.api.dependencies import (
     respond,
 )
 from ratchet_service.api.request_body import decode, parse
+from ratchet_service.observability.metrics import Instruments
 from ratchet_service.usecases import fleet, queue, quotas, usage
 
 router = APIRouter(tags=["quotas"])
@@ -50,12 +51,15 @@ def get_queue(service: ServiceDep, limit: Limit = 50, cursor: Cursor = None, job
 @router.get("/v1/fleet", dependencies=[needs(Scope.JOBS_READ)], summary="What all jobs together do")
 def get_fleet(
     service: ServiceDep,
+    request: Request,
     days: Annotated[int, Query(ge=1, le=90, description="Length of the window that ends now.")] = 7,
 ) -> FleetView:
     """Jobs by phase, slots and their holders, and for the last days: ends by cause and by host, use by owner, how time was spent,
     and resumes by verdict. Of all owners."""
     with service.database.read() as session:
-        return fleet.fleet(session, service.submission.capacity(), days)
+        view = fleet.fleet(session, service.submission.capacity(), days)
+    instruments: Instruments = request.app.state.instruments
+    return view.model_copy(update={"parked": instruments.view_parked()})
 
 
 _USAGE_FORMS: dict[int | str, dict[str, Any]] = {200: {"content": {CSV: {"schema": {"type": "string"}}}}}

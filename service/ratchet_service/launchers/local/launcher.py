@@ -240,13 +240,17 @@ class LocalLauncher:
             log = os.open(paths.agent_log, _APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
             kind = kind_of(plan, self._environ) if self._parks else None
-            pid = self.standby.take(kind, plan.ref.paths.launch_file, plan.launch.attempt_dir, log)
-            if pid is None:
-                with self._sandbox.command(argv, env, cwd="/") as command:
+            never = "no agent is parked for such a job (docs/launchers.md)"
+            taken = never if kind is None else self.standby.take(kind, plan, log)
+            if isinstance(taken, int):
+                pid = taken
+            else:
+                cold = {names.START: f"cold: {taken}"} if self._parks else {}
+                with self._sandbox.command(argv, {**env, **cold}, cwd="/") as command:
                     pid = _spawn(command.argv, command.env, log, command.fds)
             if kind is not None:
                 inherited = {name: value for name, value in env.items() if name not in plan.env}
-                self.standby.started(plan.ref.name, kind, partial(self._park, inherited))
+                self.standby.started(plan, kind, partial(self._park, inherited))
         finally:
             os.close(log)
         self._children.setdefault(plan.ref.name, set()).add(pid)

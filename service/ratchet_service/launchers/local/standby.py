@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract import env_vars as names
+from ratchet_contract.api.fleet import ParkedView
 from ratchet_contract.processes import procfs
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved, TaskSpec
 from ratchet_service.config.standby_bounds import StandbyBounds
+from ratchet_service.isolation import file_access
 from ratchet_service.launchers.base import LaunchPlan
+from ratchet_service.launchers.local import free_memory
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +37,9 @@ ROOM: Final = 1 << 12
 """Bytes for an attempt's paths in what /proc shows of the process."""
 _MAX_MESSAGE: Final = 1 << 17
 _NICE: Final = 19
+_FREE_FACTOR: Final = 2
+"""An agent is parked only if so many times the memory that it may use is free."""
+_MAX_IMPORTS: Final = 1 << 14
 _CAP_SYS_NICE: Final = 23
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -51,8 +57,8 @@ class Kind:
 def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | None:
     """Return the kind of the attempt; None if no agent can be parked for it. ``environ``: what agents inherit."""
     launch, spec = plan.launch, plan.launch.spec
-    if plan.owner is None or launch.resolved.device != "cpu" or launch.spec.world.nodes != 1:
-        return None  # a process that has touched CUDA cannot be forked
+    if plan.owner is None or launch.spec.world.nodes != 1:
+        return None
     if spec.environment is not None:
         return None  # its ranks have an interpreter of their own, which the agent makes
     # a parked process must not import from the job's directories
@@ -85,6 +91,22 @@ def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | None:
     return Kind(plan.owner, launch.job_id if spec.secrets or spec.secret_env else None, like)
 
 
+def code_of(plan: LaunchPlan) -> str | None:
+    """Return what must be equal for an attempt to use the packages that another one has imported: the code, and what it runs of
+    it, as JSON. None: the code is not known."""
+    launch, spec = plan.launch, plan.launch.spec
+    if launch.resolved.code_digest is None or (spec.code is not None and spec.code.source == "nodes"):
+        return None
+    return json.dumps([launch.resolved.code_digest, spec.script, spec.task and spec.task.model_dump(mode="json")])
+
+
+def _code_folders(plan: LaunchPlan) -> list[str]:
+    """Return the directories that the attempt's code may import its own modules from."""
+    launch = plan.launch
+    code = Path(launch.code_dir or launch.workdir)
+    return [str(code), *([str((code / launch.spec.script[0]).parent)] if launch.spec.script else [])]
+
+
 Spawn = Callable[[Mapping[str, str], socket.socket, int], int]
 """Starts ``python -m MODULE`` with these variables added to those of an agent, the socket, and a descriptor for its output;
 returns the pid. Raises ``OSError``."""
@@ -93,9 +115,10 @@ returns the pid. Raises ``OSError``."""
 @dataclass(eq=False)
 class _Parked:
     """A parked agent. ``used_at``: when an attempt of its kind last ran (monotonic). ``output``: file of what it
-    prints. ``server``: pid of its fork server."""
+    prints. ``code``: of the attempt whose packages it imports (``code_of``). ``server``: pid of its fork server."""
 
     kind: Kind
+    code: str | None
     pid: int
     socket: socket.socket
     output: int
@@ -109,33 +132,70 @@ class _Parked:
         os.close(self.output)
 
 
+@dataclass(frozen=True)
+class _Running:
+    """An attempt that runs, and how an agent is parked for the next one. ``at``: of its start (monotonic)."""
+
+    kind: Kind
+    plan: LaunchPlan
+    spawn: Spawn
+    at: float
+
+    def seconds_quiet(self) -> float:
+        """Return the seconds since its start or, if that is later, since its rank 0 last imported a package."""
+        seconds = time.monotonic() - self.at
+        with suppress(OSError):
+            imports = self.plan.ref.paths.imports_file
+            with file_access.as_owner(imports):
+                seconds = min(seconds, max(0.0, time.time() - imports.lstat().st_mtime))
+        return seconds
+
+    def packages(self) -> list[str]:
+        """Return the modules of packages that its rank 0 has imported."""
+        if code_of(self.plan) is None:
+            return []
+        try:
+            with file_access.open_read(self.plan.ref.paths.imports_file) as file:
+                return file.read(_MAX_IMPORTS).decode(errors="replace").split()
+        except OSError:  # it has imported none yet
+            return []
+
+
 class Standby:
     """The parked agents of one launcher, which uses it in one thread."""
 
     def __init__(self, bounds: StandbyBounds) -> None:
         self._bounds = bounds
         self._parked: list[_Parked] = []
-        self._refused: dict[Kind, float] = {}  # until when none is parked (monotonic), since one has ended by itself
+        self._refused: dict[Kind, tuple[float, str]] = {}  # until when none is parked (monotonic), and why
         self._ended: set[int] = set()  # pids that were killed, and are not reaped yet
-        self._running: dict[str, tuple[Kind, float, Spawn]] = {}  # attempt's name -> its start (monotonic)
+        self._running: dict[str, _Running] = {}  # by the attempt's name
         self._active = Counter[Kind]()  # running attempts of each kind
         self._nice = os.getpriority(os.PRIO_PROCESS, 0) if bounds.processes and _may_raise_priority() else None
+
+    @property
+    def view(self) -> ParkedView:
+        """The number of parked agents, and their memory. Any thread may ask."""
+        parked = list(self._parked)
+        ready = sum(each.ready for each in parked)
+        return ParkedView(ready=ready, starting=len(parked) - ready, memory_bytes=sum(map(self._memory, parked)))
 
     @property
     def ready(self) -> int:
         """The number of parked agents that have made all imports. Any thread may ask."""
         return sum(parked.ready for parked in list(self._parked))
 
-    def started(self, name: str, kind: Kind, spawn: Spawn) -> None:
-        """Record that the attempt ``name`` was started: after a while, an agent is parked for the next attempt of its kind."""
+    def started(self, plan: LaunchPlan, kind: Kind, spawn: Spawn) -> None:
+        """Record that the attempt was started: after a while, an agent is parked for the next attempt of its kind."""
+        name = plan.ref.name
         self._forget(name)
-        self._running[name] = kind, time.monotonic(), spawn
+        self._running[name] = _Running(kind, plan, spawn, time.monotonic())
         self._active[kind] += 1
 
     def _forget(self, name: str) -> None:
         """Record that the attempt ``name``, if it was recorded, does not run any more."""
         if (running := self._running.pop(name, None)) is not None:
-            self._active.subtract([running[0]])
+            self._active.subtract([running.kind])
             self._active += Counter()  # drops kinds without attempts
 
     def tidy(self, name: str | None = None, *, alive: bool = False) -> None:
@@ -143,7 +203,7 @@ class Standby:
         parked than attempts run, park one."""
         now = time.monotonic()
         self._reap()
-        self._refused = {kind: until for kind, until in self._refused.items() if until > now}
+        self._refused = {kind: (until, why) for kind, (until, why) in self._refused.items() if until > now}
         for parked in list(self._parked):
             self._read(parked)
             if parked in self._parked and now - parked.used_at > self._bounds.seconds:
@@ -151,7 +211,7 @@ class Standby:
         running = self._running.get(name or "")
         if running is None:
             return
-        kind, started_at, spawn = running
+        kind = running.kind
         mine = self._of(kind)
         for parked in mine:
             parked.used_at = now
@@ -159,17 +219,18 @@ class Standby:
             self._forget(name or "")
             return
         importing = sum(not parked.ready for parked in mine)
-        wanted = len(mine) < self._active[kind] and importing < _IMPORTS
-        if wanted and now - started_at > _DELAY_SECONDS and kind not in self._refused:
-            self._park(kind, spawn, now)
+        wanted = len(mine) < self._active[kind] and importing < _IMPORTS and kind not in self._refused
+        if wanted and running.seconds_quiet() > _DELAY_SECONDS:
+            self._park(running, now)
 
     def _of(self, kind: Kind) -> list[_Parked]:
         """Return the parked agents of this kind."""
         return [parked for parked in self._parked if parked.kind == kind]
 
-    def _park(self, kind: Kind, spawn: Spawn, now: float) -> None:
-        """Park an agent. If there are too many, end one that no running attempt needs, or, for a kind without any, one of a kind
-        with several: the least recently used. If there is no such agent, park none."""
+    def _park(self, running: _Running, now: float) -> None:
+        """Park an agent for the next attempt like ``running``. If there are too many, end one that no running attempt needs, or,
+        for a kind without any, one of a kind with several: the least recently used. If there is no such agent, park none."""
+        kind = running.kind
         if len(self._parked) >= self._bounds.processes:
             surplus = [parked for parked in self._parked if parked.kind not in self._active]
             if not surplus and not self._of(kind):
@@ -177,23 +238,31 @@ class Standby:
             if not surplus:
                 return
             self._end(min(surplus, key=lambda parked: parked.used_at))
+        free = free_memory.available()
+        if free is not None and free < _FREE_FACTOR * self._bounds.memory:
+            why = f"{free} bytes of memory are free, {_FREE_FACTOR * self._bounds.memory} wanted (--standby memory)"
+            log.warning("no agent is parked: %s", why)
+            self._refused[kind] = now + self._bounds.seconds, why
+            return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("parked", os.MFD_CLOEXEC)
         try:
             ours.setblocking(False)
-            ours.send(kind.like.encode())
+            packages = running.packages()
+            given = {"like": json.loads(kind.like), "packages": packages, "code": _code_folders(running.plan)}
+            ours.send(json.dumps(given).encode())
             with theirs:
-                pid = spawn({names.PARKED: " " * ROOM}, theirs, output)
+                pid = running.spawn({names.PARKED: " " * ROOM}, theirs, output)
         except OSError as error:
             log.warning("no agent is parked: %s", error)
             ours.close()
             os.close(output)
-            self._refused[kind] = now + self._bounds.seconds
+            self._refused[kind] = now + self._bounds.seconds, str(error)
             return
         if self._nice is not None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, pid, _NICE)
-        self._parked.append(_Parked(kind, pid, ours, output, now))
+        self._parked.append(_Parked(kind, code_of(running.plan), pid, ours, output, now))
 
     def _read(self, parked: _Parked) -> None:
         """Read what the parked agent has sent. One that has ended, or uses too much memory, is ended and not replaced soon."""
@@ -219,21 +288,16 @@ class Standby:
     def _refuse(self, parked: _Parked, why: str) -> None:
         """End the parked agent, and park no other of its kind for a while."""
         log.warning("an agent was parked in vain, the next start is cold: %s", why)
-        self._refused[parked.kind] = time.monotonic() + self._bounds.seconds
+        self._refused[parked.kind] = time.monotonic() + self._bounds.seconds, why
         self._end(parked)
 
     def _memory(self, parked: _Parked) -> int:
-        """Return the resident bytes of the parked agent and its fork server."""
-        total = 0
-        for pid in self._pids(parked):
-            with suppress(OSError):
-                total += int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
-        return total
+        """Return the resident bytes of the parked agent's processes; pages that several processes share count in part."""
+        return sum(map(_share, self._pids(parked)))
 
     def _pids(self, parked: _Parked) -> list[int]:
-        """Return the pids of the parked agent and, if it is its child, of its fork server."""
-        server = parked.server and procfs.stat(parked.server)
-        return [parked.pid, *([parked.server] if server and parked.server and server.parent == parked.pid else [])]
+        """Return the pids of the parked agent and its fork server with that one's fork."""
+        return [parked.pid, *procfs.live_descendants(parked.pid)]
 
     def _end(self, parked: _Parked) -> None:
         """Kill the parked agent, with which its fork server dies."""
@@ -251,25 +315,27 @@ class Standby:
                     continue
             self._ended.discard(pid)
 
-    def take(self, kind: Kind | None, launch_file: Path, attempt_dir: str, log_fd: int) -> int | None:
-        """Make a parked agent of this kind, one that has made all imports if possible, the agent of an attempt, and return its
-        pid. None: there is none, or it did not answer in time, and was killed. ``log_fd``: the agent's log."""
-        if kind is None:
-            return None
+    def take(self, kind: Kind, plan: LaunchPlan, log_fd: int) -> int | str:
+        """Make a parked agent of this kind, one that has made all imports if possible, the agent of the attempt, and return its
+        pid; or return why there is none. One that does not answer in time is killed. ``log_fd``: the agent's log."""
         for one in self._of(kind):
             self._read(one)
-        parked = max(self._of(kind), key=lambda one: one.ready, default=None)
+        code = code_of(plan)
+        parked = max(self._of(kind), key=lambda one: (one.ready, one.code == code), default=None)
         if parked is None:
-            return None
+            return self._why_none(kind)
         if parked.server is None:
-            log.info("a parked agent is not used: it has not made its own imports yet")
             self._end(parked)
-            return None
+            return "the parked agent had not made its own imports yet"
         try:
             self._raise_priority(parked)
             parked.socket.settimeout(_ANSWER_SECONDS)
-            message = json.dumps({"launch_file": str(launch_file), "attempt_dir": attempt_dir}).encode()
-            socket.send_fds(parked.socket, [message], [log_fd])
+            message = {
+                "launch_file": str(plan.ref.paths.launch_file),
+                "attempt_dir": plan.launch.attempt_dir,
+                "same_code": parked.code == code,
+            }
+            socket.send_fds(parked.socket, [json.dumps(message).encode()], [log_fd])
             while (answer := parked.socket.recv(64)) == b"ready":
                 pass
             if answer != b"taken":
@@ -278,10 +344,19 @@ class Standby:
         except OSError as error:
             log.warning("a parked agent is not used: %s", error)
             self._end(parked)
-            return None
+            return f"the parked agent does not answer: {error}"
         self._parked.remove(parked)
         parked.close()
         return parked.pid
+
+    def _why_none(self, kind: Kind) -> str:
+        """Return why no agent of this kind is parked."""
+        if kind in self._refused:
+            return f"no agent is parked: {self._refused[kind][1]}"
+        others = len(self._parked)
+        if others >= self._bounds.processes:
+            return f"{others} agents of other kinds are parked (--standby)"
+        return "no agent of this kind is parked yet" + " (another environment, owner or seed)" * bool(others)
 
     def _raise_priority(self, parked: _Parked) -> None:
         """Give all threads of the parked agent and its fork server the priority of this process. Raises ``OSError``."""
@@ -291,6 +366,17 @@ class Standby:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(task.name), self._nice)
+
+
+def _share(pid: int) -> int:
+    """Return the resident bytes of the process (proportional set size), or all of them if the kernel does not say; 0: it has
+    ended."""
+    with suppress(OSError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_bytes().split()[1]) * _PAGE
+    return 0
 
 
 def _may_raise_priority() -> bool:

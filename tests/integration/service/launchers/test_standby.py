@@ -124,7 +124,8 @@ def variables(listed: str) -> dict[str, str]:
 
 PER_ATTEMPT = {
     "MASTER_PORT", "RATCHET_AGENT_PID", "RATCHET_ATTEMPT", "RATCHET_ATTEMPT_DIR", "RATCHET_FORK_PLANS_FD",
-    "RATCHET_FORK_REPORT_FD", "RATCHET_LAUNCH_FILE", "RATCHET_NODE_DIR", "RATCHET_STORE_FD", "TORCHELASTIC_RESTART_COUNT",
+    "RATCHET_FORK_REPORT_FD", "RATCHET_LAUNCH_FILE", "RATCHET_NODE_DIR", "RATCHET_START", "RATCHET_STORE_FD",
+    "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_RUN_ID",
 }  # fmt: skip
 
@@ -321,6 +322,97 @@ def test_changed_library_is_not_taken_from_memory(machine: Make, tmp_path: Path)
     assert made.start(second) == pid
     log = second.ref.paths.log(0).read_text()
     assert "a file that the parked process has imported was changed since" in log
+    assert made.dumps(second.ref)[0]["environ"][env_vars.START].startswith("cold: a file that")
+
+
+WITH_PACKAGE = """
+import sys
+advance = {name for name in ("rich.table", "torchmetrics") if name in sys.modules}
+import rich.table, hidden
+import os
+CHANGE
+import torchmetrics
+""" + DUMP.replace('"cwd":', '"advance": sorted(advance), "hidden": hidden.__file__, "cwd":')
+
+
+def packages_plan(made: Machine, attempt: int, script: str = "with_package.py", change: str = "") -> LaunchPlan:
+    code = made.home.code / DIGEST
+    (code / script).write_text(WITH_PACKAGE.replace("CHANGE", change))
+    (code / "hidden.py").write_text("")
+    return made.plan(attempt=attempt, script=[script])
+
+
+def test_packages_that_the_first_attempt_has_imported_are_imported_in_advance_for_the_same_code(
+    machine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(standby, "_DELAY_SECONDS", 1.0)
+    made = machine()
+    first, second = packages_plan(made, 1), packages_plan(made, 2)
+    made.start(first)
+    assert first.ref.paths.imports_file.read_text().split()[-1] == "torchmetrics"
+    pid = made.wait_parked(first.ref)
+    made.end(first.ref)
+    assert made.start(second) == pid and made.was_parked(second.ref)
+    cold, parked = made.dumps(first.ref), made.dumps(second.ref)
+    assert [one["advance"] for one in cold] == [[], []]
+    assert [one["advance"] for one in parked] == [["rich.table", "torchmetrics"]] * 2
+    for one, other in zip(cold, parked, strict=True):
+        # how many ranks have connected to rank 0 by now differs
+        sides = [{**each, "advance": 0, "fds": [fd for fd in each["fds"] if fd != "socket"]} for each in (one, other)]
+        same_start(sides[0], sides[1], ("1", "2"))
+    pid = made.wait_parked(second.ref)
+    third = packages_plan(made, 3, "other.py")
+    assert made.start(third) == pid and made.was_parked(third.ref), "other code: parked without the packages"
+    assert [each["advance"] for each in made.dumps(third.ref)] == [[], []]
+
+
+def test_package_imported_after_a_change_of_the_environment_is_not_imported_in_advance(machine: Make) -> None:
+    made = machine()
+    plan = packages_plan(made, 1, change="os.environ['COLOUR'] = 'blue'")
+    made.start(plan)
+    names = plan.ref.paths.imports_file.read_text().split()
+    assert "rich.table" in names and "torchmetrics" not in names
+
+
+def test_cold_start_says_why(machine: Make) -> None:
+    made = machine()
+    first, other = made.plan(), made.plan("job-00000000000b", seed=9)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    made.start(other)
+    starts = [made.dumps(ref)[1]["environ"][env_vars.START] for ref in (first.ref, other.ref)]
+    assert starts[0] == "cold: no agent of this kind is parked yet"
+    assert starts[1] == "cold: no agent of this kind is parked yet (another environment, owner or seed)"
+    assert f"start: {starts[1]}" in other.ref.paths.node(0).agent_log.read_text()
+    again = made.plan(attempt=2)
+    assert made.start(again) == pid
+    assert {one["environ"][env_vars.START] for one in made.dumps(again.ref)} == {"parked"}
+
+
+def test_fork_server_that_has_called_cuda_forks_no_rank(machine: Make, tmp_path: Path) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    text = "import os\nif 'RATCHET_FORK_PLANS_FD' in os.environ and 'RATCHET_PARKED' in os.environ:\n"
+    (library / "sitecustomize.py").write_text(f"{text}    import torch.cuda\n    torch.cuda._initialized = True\n")
+    made = machine(PYTHONPATH=str(library))
+    first, second = made.plan(), made.plan(attempt=2)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    assert made.start(second) == pid
+    starts = {one["environ"][env_vars.START] for one in made.dumps(second.ref)}
+    assert starts == {"cold: an import has called CUDA's driver"}
+
+
+def test_jobs_on_gpus_are_parked_for_any_gpu(machine: Make) -> None:
+    made = machine()
+    plans = [made.plan(world={"ranks_per_node": 1, "device": "cuda"}) for _ in range(2)]
+    on_gpus = [
+        replace(plan, launch=plan.launch.model_copy(update={"gpus": [gpu], "resolved": plan.launch.resolved.model_copy(
+            update={"device": "cuda", "backend": "nccl"})}))
+        for gpu, plan in enumerate(plans)
+    ]  # fmt: skip
+    kinds = [standby.kind_of(plan, {}) for plan in (*on_gpus, made.plan())]
+    assert kinds[0] == kinds[1] is not None and kinds[2] != kinds[0]
 
 
 def test_number_is_bounded_and_running_jobs_come_first(machine: Make) -> None:
@@ -382,6 +474,17 @@ def test_too_large_one_is_ended_and_the_log_names_the_option(machine: Make, capl
     time.sleep(0.1)
     made.poll(first.ref)
     assert not made.launcher.standby._parked, "it would be too large again"
+
+
+def test_no_agent_is_parked_while_memory_is_short(
+    machine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(standby.free_memory, "available", lambda: 2**31 - 1)
+    made = machine()
+    plan = made.plan()
+    made.start(plan)
+    wait_for(lambda: made.poll(plan.ref) and "bytes of memory are free" in caplog.text, "the refusal", 60)
+    assert not made.launcher.standby._parked
 
 
 @full

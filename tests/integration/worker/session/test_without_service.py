@@ -181,7 +181,9 @@ def test_script_interrupted_stopped_and_debugged_resumes_exactly(place: Path, tm
 
     said = tmp_path / "said"
     with said.open("wb") as log:
-        held = RANKS.start([sys.executable, "train.py"], log.fileno(), env=_environ('[["0", 0, 13, "hold"]]'), cwd=place)
+        held = RANKS.start(
+            [sys.executable, "train.py"], log.fileno(), env=_environ('[["0", 0, 13, "hold"]]'), cwd=place
+        )
     try:
         wait_for(lambda: (place / "held").exists() or held.poll() is not None, "the script to be held")
         other = _run(place, "train.py")

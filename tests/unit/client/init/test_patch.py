@@ -163,7 +163,7 @@ def test_patched_script_trains_with_same_result(tmp_path: Path) -> None:
     for _ in range(5):  # torch's own end of a group aborts or hangs now and then
         with said.open("wb") as log, Path("errors").open("wb") as errors:
             plain = RANKS.start(command, log.fileno(), errors=errors.fileno(), env=environment | alone)
-        wait_for(lambda: b"\n" in said.read_bytes() or plain.poll() is not None, "the script's line", 100)
+        wait_for(lambda plain=plain: b"\n" in said.read_bytes() or plain.poll() is not None, "the script's line", 100)
         plain.kill()
         if before := said.read_text():
             break
