@@ -33,7 +33,7 @@ def main() -> None:
     print(f"CPU, one machine: {machine()}; {rounds} interleaved rounds, medians [95 %]")
     with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as folder:
         control_plane(Path(folder), rounds)
-        cold = Service(Path(folder) / "cold")
+        cold = Service(Path(folder) / "cold", "--standby", "off")
         warm = Service(Path(folder) / "warm", "--standby", "on")
         try:
             cold.start(), warm.start()

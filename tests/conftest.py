@@ -8,6 +8,9 @@ from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Parked agents take cores and memory: only tests of theirs have some.
+os.environ.setdefault("RATCHET_STANDBY", "off")
+
 # OpenMP's threads spin while they wait for each other, which takes most of the time of processors that are busy anyway. Set
 # before torch is imported, and what starts processes.
 os.environ["OMP_WAIT_POLICY"] = os.environ.get("OMP_WAIT_POLICY", "passive")

@@ -164,9 +164,9 @@ _RECONCILER: Final = (
     ),
     Option(
         "--standby",
-        "Agents that the local launcher parks for later attempts on CPUs, with the imports already made: off, on, or bounds.",
+        "Agents that the local launcher parks for later attempts, with the imports already made: off, on, or bounds.",
         "off|on|processes=NUMBER,seconds=NUMBER,memory=SIZE",
-        default="off",
+        default="on",
         variable=env_vars.STANDBY,
     ),
     Option(

@@ -10,7 +10,7 @@ from typing import Literal
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.spec.tracking import TrackerName
 from ratchet_service.config.output_limits import DEFAULT_BOUNDS, Bounds
-from ratchet_service.config.standby_bounds import OFF, StandbyBounds
+from ratchet_service.config.standby_bounds import ON, StandbyBounds
 from ratchet_service.db.engine import sqlite_url
 from ratchet_service.isolation.sandbox import NO_LIMITS, Limits, Sandbox, User
 
@@ -47,7 +47,7 @@ class Settings:
     claim_seconds: float = 300.0  # an idempotent request without an answer by then has died with its server
     follow_interval: float = 0.25  # between two polls while following events or logs
     keep_alive_interval: float = 15.0  # between comment lines, by which dead followers are noticed
-    standby: StandbyBounds = OFF  # of agents that the local launcher parks
+    standby: StandbyBounds = ON  # of agents that the local launcher parks
     bounds: Bounds = DEFAULT_BOUNDS  # how much of a job's output is kept
     max_exports: int = 2  # concurrent; each is a process with torch
     export_seconds: float = 1800.0  # for one export; less than the client waits for the first byte

@@ -21,7 +21,8 @@ class StandbyBounds:
 
 
 OFF: Final = StandbyBounds(0)
-_NAMED: Final = {"off": OFF, "on": StandbyBounds()}
+ON: Final = StandbyBounds()
+_NAMED: Final = {"off": OFF, "on": ON}
 
 
 class _Given(BaseModel):

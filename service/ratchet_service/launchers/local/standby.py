@@ -38,7 +38,7 @@ ROOM: Final = 1 << 12
 _MAX_MESSAGE: Final = 1 << 17
 _NICE: Final = 19
 _FREE_FACTOR: Final = 2
-"""An agent is parked only if so many times the memory that it may use is free."""
+"""An agent is parked only if this multiple of the memory that it may use is free."""
 _MAX_IMPORTS: Final = 1 << 14
 _CAP_SYS_NICE: Final = 23
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")

@@ -100,6 +100,7 @@ def test_repeated_options_add_to_the_values_of_their_variable(monkeypatch: pytes
 
 
 def test_defaults_of_options_are_the_defaults_of_the_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(env_vars.STANDBY, raising=False)  # off in tests
     called: list[tuple[Any, ...]] = []
     for name in ("serve", "reconcile"):
         monkeypatch.setattr(serve, name, lambda *arguments: called.append(arguments))
