@@ -73,7 +73,6 @@ ROWS: Final[dict[str, Row]] = {
             40,
             "steps done again are proved, a hidden generator is seen; what a fingerprint costs",
         ),
-        _row("parked", "parked:run", 40, 40, "a job in a parked agent, forked before CUDA is used, against a cold one"),
         _row("hook-memory", "hook_memory:run", 40, 15, "memory of hooks against what pre-flight promises"),
         _row("doctor", "doctor:run", 120, 60, "ratchet doctor --exactness"),
         _row("hook-steps", "hook_steps:run", 40, 50, "a step under each hook beside torch's own"),
