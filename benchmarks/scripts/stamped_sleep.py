@@ -1,5 +1,4 @@
-"""``python stamped_sleep.py OUT SECONDS``: a job that only waits. Its first and its last line write their time into ``OUT``, in Unix
-seconds."""
+"""``python stamped_sleep.py OUT SECONDS``: a job that only waits. Its first and its last line write their times into ``OUT``."""
 
 import sys
 import time
