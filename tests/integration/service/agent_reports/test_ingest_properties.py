@@ -189,6 +189,11 @@ class Link:
     def known(self) -> bool:
         return True
 
+    def watch(self, control: Control, seconds: float) -> None: ...
+
+    def has_news(self) -> bool:
+        return False
+
     def post(self, report: AgentReport, timeout: float | None = None) -> ReportAck:
         if self.away:
             raise Unreachable("away")
