@@ -25,7 +25,7 @@ SHARE: Final = "copy of the share"
 DIGEST: Final = "digest of the share"
 WRITE: Final = "write of the share"
 DIRECT_WRITE: Final = "O_DIRECT write"
-_SLOTS: Final = 6  # ranks that run at a time, on however many cores
+_SLOTS: Final = 10  # ranks that run at a time, on however many cores
 _PATIENCE: Final = 180.0  # seconds in which a job gets on by a round
 
 
