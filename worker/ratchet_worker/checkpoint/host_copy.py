@@ -121,7 +121,7 @@ class _Layout:
         ]
         self._names = [s.name for s in sources]
         self._by_prefix: dict[str, dict[str, _Place]] = {}
-        self._targets: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+        self._targets: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
 
     def with_prefix(self, prefix: str) -> Mapping[str, _Place]:
         """Return the places of sources whose names begin with ``prefix``, by the rest of the name. Not thread-safe."""
@@ -132,9 +132,12 @@ class _Layout:
 
     def boundary_targets(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return a view of ``buffer`` for each source that is copied at the boundary, flat for a part of a tensor."""
-        if self._targets is None or self._targets[0] is not buffer:
-            self._targets = buffer, [self.places[n].view_in(buffer) for n in self.numbers_by_until[Until.BOUNDARY]]
-        return self._targets[1]
+        for known, targets in self._targets:
+            if known is buffer:
+                return targets
+        made = [self.places[n].view_in(buffer) for n in self.numbers_by_until[Until.BOUNDARY]]
+        self._targets = [*self._targets[-1:], (buffer, made)]  # of two buffers that take turns
+        return made
 
 
 class _Place(NamedTuple):
