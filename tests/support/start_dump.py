@@ -1,8 +1,6 @@
 """The script of a job that dumps, as JSON in the attempt's directory, what each rank finds when its script starts, then waits.
 Attempts that start cold and in parked agents are compared by it."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import decimal
@@ -197,6 +195,8 @@ def found() -> dict[str, Any]:
 
 
 def main() -> None:
+    while any(thread.name == "ratchet-resume" for thread in threading.enumerate()):
+        time.sleep(0.01)  # it reads the checkpoint while the script begins
     out = Path(os.environ["RATCHET_ATTEMPT_DIR"], "dump-" + os.environ["RANK"])
     out.with_suffix(".new").write_text(json.dumps(found()))
     out.with_suffix(".new").rename(out)

@@ -15,6 +15,7 @@ from ratchet_contract.errors import RatchetError, UserError
 from ratchet_contract.paths import JobPaths
 from ratchet_contract.phases import NoteType
 from ratchet_contract.plural import pluralize
+from ratchet_contract.processes import available_memory
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_store.write.block_writer import Range
 from ratchet_store.write.rank_file import Piece, Written
@@ -26,7 +27,6 @@ from ratchet_worker.checkpoint.rank_file import RankPart
 from ratchet_worker.checkpoint.save import Save, SaveState
 from ratchet_worker.checkpoint.threads import BackgroundThread
 from ratchet_worker.coordination.reporter import Reporter
-from ratchet_worker.host.available_memory import available_bytes
 from ratchet_worker.host.cpu import rank_cores
 from ratchet_worker.ipc.memory_copies import Board, Result
 from ratchet_worker.ipc.progress_counter import StepCounter
@@ -157,7 +157,7 @@ class MemoryCopies:
     def _require_memory(self, nbytes: int) -> None:
         """Before the first copy, raise ``UserError`` if there is too little memory for two copies of ``nbytes`` on each rank."""
         needed = int(2 * _MARGIN * nbytes * self._world_size)
-        if not self._has_memory and needed > (free := available_bytes()):
+        if not self._has_memory and (free := available_memory.available()) is not None and needed > free:
             raise UserError(
                 f"checkpoint.memory_every_steps: two copies of the state of {pluralize(self._world_size, 'rank')} need "
                 f"{needed / 2**20:.0f} MiB of memory, and {free / 2**20:.0f} MiB are available: remove it, or give the job more "

@@ -17,13 +17,12 @@ from typing import Final
 
 from ratchet_contract import env_vars as names
 from ratchet_contract.api.fleet import ParkedView
-from ratchet_contract.processes import procfs
+from ratchet_contract.processes import available_memory, procfs
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved, TaskSpec
 from ratchet_service.config.standby_bounds import StandbyBounds
 from ratchet_service.isolation import file_access
 from ratchet_service.launchers.base import LaunchPlan
-from ratchet_service.launchers.local import free_memory
 
 log = logging.getLogger(__name__)
 
@@ -238,7 +237,7 @@ class Standby:
             if not surplus:
                 return
             self._end(min(surplus, key=lambda parked: parked.used_at))
-        free = free_memory.available()
+        free = available_memory.available()
         if free is not None and free < _FREE_FACTOR * self._bounds.memory:
             why = f"{free} bytes of memory are free, {_FREE_FACTOR * self._bounds.memory} wanted (--standby memory)"
             log.warning("no agent is parked: %s", why)

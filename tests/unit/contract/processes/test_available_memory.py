@@ -1,4 +1,4 @@
-"""Free memory: of the machine, or less if a control group allows less."""
+"""Available memory: of the machine, or less if a control group allows less."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet_service.launchers.local.free_memory import available
+from ratchet_contract.processes.available_memory import available
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max", 2048000), ("1000000", 700000), ("9000000", 2048000)])
