@@ -105,7 +105,7 @@ def thread_count() -> int:
 
 def uses_cuda() -> bool:
     """True if this process has called CUDA's driver: its forks cannot."""
-    return torch.cuda.is_initialized() or any(file.startswith("/dev/nvidia") for file in _open_files())
+    return torch.cuda.is_initialized() or any(file.startswith("/dev/nvidia") for file in _open_files())  # type: ignore[no-untyped-call]
 
 
 def _open_files() -> list[str]:
