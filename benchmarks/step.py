@@ -1,10 +1,11 @@
-"""What a step costs under Ratchet's loop beyond the same step written by hand, per hook, at two model sizes.
+"""What a step costs under Ratchet's loop beyond the same step written by hand, per hook, at two model sizes; and with everything
+on, which adds a save every 50 steps.
 
 A real job of two ranks under a real service and agent runs ``scripts/step.py``, which alternates blocks of steps of both loops
 in one process. The ratio of a pair of blocks is free of whatever slows the machine for longer than a pair; the median over the
 pairs comes with its 95 % interval, and blocks of one and the same loop against each other show what the method itself sees.
-``RATCHET_BENCH_PAIRS`` (default 40, and 24 for the large model), ``RATCHET_BENCH_BLOCK`` (steps) and ``RATCHET_BENCH_SIZES``
-(``small,large,many``) set the size.
+``RATCHET_BENCH_PAIRS`` (default 40, and 24 for the large model), ``RATCHET_BENCH_BLOCK`` (steps, where nothing is saved) and
+``RATCHET_BENCH_SIZES`` (``small,large,many,everything-small,everything-large``) set the size.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.processes import agent_pid, attempt_paths, cpu_shares, ended, until
+from benchmarks.processes import agent_pid, attempt_paths, cpu_shares, ended, logs, until
 from benchmarks.stats import estimate, machine
-from examples.demo.processes import Service
+from examples.demo.processes import DemoError, Service, spool
 
 SCRIPTS: Final = Path(__file__).with_name("scripts")
 RANKS: Final = 2
@@ -39,22 +40,27 @@ BUCKET_CAP_MB: Final = {"powerSGD": 1024}
 
 @dataclass(frozen=True)
 class Size:
-    """A model and how it is measured. ``batch``: samples per rank; ``block``: steps that are timed together."""
+    """A model and how it is measured. ``batch``: samples per rank; ``block``: steps that are timed together. ``aim``: the lower
+    end of the ratio's interval is to be at most this; each block then has one save, near its start. None: nothing is saved."""
 
     width: int
     depth: int
     batch: int
     block: int
     pairs: int
+    aim: float | None = None
 
 
 SIZES: Final = {
     "small": Size(512, 4, 32, 20, 40),
     "large": Size(2048, 6, 32, 2, 24),
     "many": Size(64, 250, 32, 4, 24),  # 500 small tensors
+    "everything-small": Size(512, 4, 32, 50, 40, 1.03),
+    "everything-large": Size(2048, 6, 32, 50, 40, 1.02),
 }
-ONE_HOOK: Final = {"many": ("allreduce",)}
-"""Sizes that are there for what a step costs by tensors, whatever the hook."""
+ONE_HOOK: Final = dict.fromkeys(("many", "everything-small", "everything-large"), ("allreduce",))
+"""Sizes that are there for what a step costs by tensors or saves, whatever the hook."""
+WARM_UP: Final = 5  # steps before the first block; past START_ITERATION of powerSGD
 
 
 def main() -> None:
@@ -86,13 +92,16 @@ def table(service: Service, folder: Path, sizes: Mapping[str, Size], hooks: Sequ
 def _size(name: str) -> Size:
     size = SIZES[name]
     pairs = int(os.environ.get("RATCHET_BENCH_PAIRS", size.pairs))
-    block = int(os.environ.get("RATCHET_BENCH_BLOCK", size.block))
-    return Size(size.width, size.depth, size.batch, block, pairs)
+    block = int(os.environ.get("RATCHET_BENCH_BLOCK", size.block)) if size.aim is None else size.block
+    return replace(size, block=block, pairs=pairs)
 
 
 def _measure(service: Service, hook: str, size: Size, folder: Path) -> dict[str, Any]:
     """Run one job; what its rank 0 measured, and the CPU seconds of agent and service meanwhile."""
-    arguments = {"hook": hook, **asdict(size), "out": str(folder / "result.json")}
+    # A block has one step that is not timed; the save is after the third.
+    every, warm_up = (None, WARM_UP) if size.aim is None else (size.block + 1, size.block - 2)
+    arguments = {"hook": hook, **asdict(size), "warm-up": warm_up, "out": str(folder / "result.json")}
+    del arguments["aim"]
     if hook in BUCKET_CAP_MB:
         arguments["bucket-cap-mb"] = BUCKET_CAP_MB[hook]
     spec = {
@@ -103,7 +112,7 @@ def _measure(service: Service, hook: str, size: Size, folder: Path) -> dict[str,
         "resources": {"cpus_per_rank": 1},
         "hook": HOOKS[hook],
         "ddp": {"bucket_cap_mb": BUCKET_CAP_MB.get(hook)},
-        "checkpoint": {"every_steps": None},
+        "checkpoint": {"every_steps": every, "first": "off", "keep_last": 2},
     }
     job = service.client.submit(spec)
     attempt = attempt_paths(service, job.id)
@@ -112,7 +121,10 @@ def _measure(service: Service, hook: str, size: Size, folder: Path) -> dict[str,
     pids = {"agent": agent_pid(attempt), "service": service.pid}
     shares = cpu_shares(pids, lambda: until("the measurement to end", out.exists, 1200, attempt))
     until("the job to end", lambda: ended(attempt), 60, attempt)
-    result = {**json.loads(out.read_text()), "cpu": shares}
+    saves = [m["seconds"] for m in spool(attempt, 0) if m["kind"] == "checkpoint" and m["reason"] == "schedule"]
+    if every is not None and len(saves) < size.pairs:
+        raise DemoError(f"{len(saves)} saves in {size.pairs} blocks\n{logs(attempt)}")
+    result = {**json.loads(out.read_text()), "cpu": shares, "saves": saves}
     begun.unlink()
     out.unlink()
     return result
@@ -130,6 +142,10 @@ def _row(name: str, hook: str, size: Size, result: dict[str, Any]) -> None:
     print(_line(title, *map(str, ratios), *times, loads), flush=True)
     made, empty = (estimate([s * 1e6 for s in result["fingerprints"][key]]) for key in ("made", "empty"))
     share = [made.median / each["managed"], made.low / each["managed"], made.high / each["managed"]]
+    if size.aim is not None:
+        verdict = "met" if ratios[0].low <= size.aim else "not met"
+        seconds = statistics.median(result["saves"])
+        print(f"  a save every {size.block} steps, of {seconds:.3f} s; aim: lower end <= {size.aim:.2f}, {verdict}")
     print(
         f"  fingerprint of a step: {made.median:.1f} [{made.low:.1f}, {made.high:.1f}] us, "
         f"{share[0]:.2%} [{share[1]:.2%}, {share[2]:.2%}] of a step; "

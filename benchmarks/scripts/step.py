@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, required=True, help="samples per rank")
     parser.add_argument("--block", type=int, required=True, help="steps")
     parser.add_argument("--pairs", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, required=True, help="steps of Ratchet's loop before the first block")
     parser.add_argument("--bucket-cap-mb", type=float)
     parser.add_argument("--out", required=True, help="JSON for the benchmark, written by rank 0")
     args = parser.parse_args()
@@ -52,7 +53,8 @@ def main() -> None:
         alone = Loop(net(args.width, args.depth), batch)
         session.register(optimizer=managed.optimizer)
         out = Path(args.out)
-        result = measure(session, managed, plain, alone, args.block, args.pairs, out.with_name(f"{out.name}.begun"))
+        begun = out.with_name(f"{out.name}.begun")
+        result = measure(session, managed, plain, alone, args.block, args.pairs, args.warm_up, begun)
         if session.rank == 0:
             result["parameters"] = sum(p.numel() for p in alone.model.parameters())
             temporary = out.with_name(f".{out.name}")
@@ -61,7 +63,7 @@ def main() -> None:
 
 
 def measure(
-    session: Session, managed: Loop, plain: Loop, alone: Loop, block: int, pairs: int, begun: Path
+    session: Session, managed: Loop, plain: Loop, alone: Loop, block: int, pairs: int, warm_up: int, begun: Path
 ) -> dict[str, Any]:
     """Seconds and CPU seconds of every block in order, ``managed``, ``plain`` and ``alone`` (no communication, the limit: every
     fourth pair). ``begun`` is created when the warm-up is over."""
@@ -80,7 +82,8 @@ def measure(
         for _ in range(count):
             alone.step().item()
 
-    for loop in (ours, by_hand, computing):
+    ours(warm_up)
+    for loop in (by_hand, computing):
         loop(WARM_UP)
     blocks: dict[str, list[tuple[float, float]]] = {"managed": [], "plain": [], "alone": []}
     fingerprints = watched_fingerprints(session)
