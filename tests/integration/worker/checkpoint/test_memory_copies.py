@@ -311,7 +311,7 @@ def strike(self, save, *rest):
 
 memory_copies._DescribedPart._write_file = strike
 if HOW == "fill":
-    memory_copies.available_memory.available = lambda: 1 << 20
+    memory_copies.available_memory.available = lambda: 3 << 18
 """
 
 
