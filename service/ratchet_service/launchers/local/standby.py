@@ -264,7 +264,8 @@ class Standby:
         self._parked.append(_Parked(kind, code_of(running.plan), pid, ours, output, now))
 
     def _read(self, parked: _Parked) -> None:
-        """Read what the parked agent has sent. One that has ended, or uses too much memory, is ended and not replaced soon."""
+        """Read what the parked agent has sent. One that has ended during its imports, or uses too much memory, is ended and not
+        replaced soon."""
         for _ in range(4):  # more than it ever sends
             try:
                 word, _, rest = parked.socket.recv(64).decode().partition(" ")
@@ -281,7 +282,12 @@ class Standby:
                     return
             else:
                 said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
-                self._refuse(parked, f"it has ended. {said.decode(errors='replace').strip()}")
+                why = f"it has ended. {said.decode(errors='replace').strip()}"
+                if parked.ready:  # it was killed while it waited: another one is parked
+                    log.warning("a parked agent is not used: %s", why)
+                    self._end(parked)
+                else:
+                    self._refuse(parked, why)
                 return
 
     def _refuse(self, parked: _Parked, why: str) -> None:

@@ -273,6 +273,16 @@ def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signa
     wait_for(lambda: procfs.start_time(pid) is None and procfs.start_time(server) is None, "the parked one's end", 10)
 
 
+def test_agent_that_is_killed_while_it_waits_is_replaced(machine: Make) -> None:
+    made = machine()
+    first = made.plan()
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: procfs.start_time(pid) is None or made.poll(first.ref), "the kill", 10)
+    wait_for(lambda: made.wait_parked(first.ref) != pid, "another parked agent", 60)
+
+
 class _EndsBeforeGo:
     """The launcher's end of the socket to a parked agent; it is closed after the agent has answered."""
 
