@@ -41,6 +41,12 @@ def parked_agent(server: Server) -> int:
     return pid
 
 
+def starts(server: Server, job: str) -> set[tuple[int, str, str | None]]:
+    """How the attempts whose events have arrived began: number, parked or cold, and why."""
+    events = server.call("GET", f"/v1/jobs/{job}/events?type=rank-started").json()["items"]
+    return {(event["attempt"], event["data"]["start"], event["data"].get("why")) for event in events}
+
+
 @AS_ROOT
 @full
 @pytest.mark.slow
@@ -70,9 +76,8 @@ def test_restart_under_run_as_in_a_parked_agent_which_ends_with_a_killed_service
             parked = dumps(attempts[1])
             assert os.getsid(rank_pid(attempts[1], 1)) == rank_pid(attempts[1], 1)
             assert "start: parked" in attempts[1].node(0).agent_log.read_text()
-            events = server.call("GET", f"/v1/jobs/{job}/events?type=rank-started").json()["items"]
-            starts = {(event["attempt"], event["data"]["start"], event["data"].get("why")) for event in events}
-            assert starts == {(1, "cold", "no agent of this kind is parked yet"), (2, "parked", None)}
+            expected = {(1, "cold", "no agent of this kind is parked yet"), (2, "parked", None)}
+            wait_for(lambda: starts(server, job) == expected, f"{expected} in the events", 20)
             for one, other in zip(cold, parked, strict=True):
                 same_start(one, other, ("1", "2"))
                 assert one["process: status"]["Uid"].split() == [str(UID)] * 4
