@@ -437,6 +437,7 @@ def test_number_is_bounded_and_running_jobs_come_first(machine: Make) -> None:
     wait_for(lambda: procfs.start_time(pid) is None, "the end of the first", 10)
 
 
+@full
 def test_as_many_are_parked_as_attempts_of_the_kind_run(machine: Make) -> None:
     made = machine("processes=3")
     plans = [made.plan(f"job-00000000000{name}") for name in "abcd"]

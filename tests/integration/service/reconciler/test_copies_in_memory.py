@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.full_matrix import full
 from tests.support.server import Server, rank_pid
 
 CODE = Path(__file__).parents[3] / "support" / "fault_job"
 
 
-@pytest.fixture(params=["off", "on"], ids=["started", "parked"])
+@pytest.fixture(params=["off", pytest.param("on", marks=full)], ids=["started", "parked"])
 def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
     made = Server(tmp_path / "home", "--standby", request.param, afresh=request.param == "on")
     yield made.start()
