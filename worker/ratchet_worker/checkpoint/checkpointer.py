@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 
@@ -21,8 +21,8 @@ from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_hooks.errors import HookStateError
 from ratchet_store.filesystem.durable_io import NOT_WRITTEN
 from ratchet_worker.checkpoint.checkpoint_content import Content
-from ratchet_worker.checkpoint.copy_sources import Audit, Lister
-from ratchet_worker.checkpoint.host_copy import Staging, size_of
+from ratchet_worker.checkpoint.copy_sources import Audit, Lister, Sources
+from ratchet_worker.checkpoint.host_copy import Staged, Staging, size_of
 from ratchet_worker.checkpoint.manifest_commit import Committer, Order, write_progress
 from ratchet_worker.checkpoint.memory_copies import MemoryCopies, open_copies
 from ratchet_worker.checkpoint.save import Progress, Save, SaveState
@@ -37,6 +37,8 @@ from ratchet_worker.ipc.progress_counter import Stage, StepCounter
 from ratchet_worker.state.model import MODEL
 from ratchet_worker.state.replica_digests import Cuts
 from ratchet_worker.state.snapshot import Snapshot, Until
+
+T = TypeVar("T")
 
 _TICK_SECONDS: Final = 0.25  # seconds between two ticks of the step counter while waiting for a save
 _RETRY_SECONDS: Final = 1.0  # seconds between two attempts to save a job's end
@@ -278,19 +280,13 @@ class Checkpointer:
             Order(self._save_count, step, reason, finished, time.monotonic(), concurrent),
             time.perf_counter(),
         )
-        mine = staged = error = None
-        try:
-            with gc_disabled():  # many small objects would trigger a garbage collection while training waits
-                mine = make_content()
-                slices = self._cuts.plan(mine.snapshot.sizes(), self._world_size)[self._rank]
-                staged = self._staging.stage(self._lister.list_sources(mine.snapshot, slices))
-        except HookStateError as error_:  # recurs with every save: training that cannot be saved is not continued
-            text = f"the state of the hook cannot be saved at step {step}: {error_}"
-            raise UserError(text, code="hook-state-unsupported") from error_
-        except UserError:
-            raise
-        except (RatchetError, OSError, MemoryError, torch.OutOfMemoryError) as error_:
-            mine, error = None, f"rank {self._rank}: {error_}"
+
+        def capture() -> tuple[Content, Staged]:
+            content = make_content()
+            return content, self._staging.stage(self._list_sources(content))
+
+        captured, error = self._capture(step, "saved", capture)
+        mine, staged = captured or (None, None)
         stall = time.perf_counter() - begun
         self._save = Save(order, mine, staged, error, thorough, (stall, None), previous=self._last_progress)
         self._last_progress = self._save.progress
@@ -306,23 +302,36 @@ class Checkpointer:
                 "a tensor changed before it was copied to memory (note.memory-copy-failed)", note=self._rank == 0
             )
         concurrent = self._overlapped and self._audit_done
-        content = sources = error = None
-        files: dict[str, Any] = {}
-        try:
-            with gc_disabled():
-                content, files = make_content()
-                slices = self._cuts.plan(content.snapshot.sizes(), self._world_size)[self._rank]
-                sources = self._lister.list_sources(content.snapshot, slices)
-        except HookStateError as error_:
-            text = f"the state of the hook cannot be copied at step {step}: {error_}"
-            raise UserError(text, code="hook-state-unsupported") from error_
-        except UserError:
-            raise
-        except (RatchetError, OSError, MemoryError, torch.OutOfMemoryError) as error_:
-            content, error = None, f"rank {self._rank}: {error_}"
+
+        def capture() -> tuple[Content, Sources, dict[str, Any]]:
+            content, files = make_content()
+            return content, self._list_sources(content), files
+
+        captured, error = self._capture(step, "copied", capture)
+        content, sources, files = captured or (None, None, {})
         save = copies.begin(step, content, sources, files, error, concurrent=concurrent)
         if not concurrent:
             save.wait_until_copied(Until.STEP)
+
+    def _capture(self, step: int, done: str, capture: Callable[[], T]) -> tuple[T | None, str | None]:
+        """Return what ``capture`` returns, and None; or None, and the error of this rank that fails only this save. ``done``: what
+        is done with the state, for messages. Raises ``UserError`` if the hook's state cannot be captured: training that cannot be
+        saved is not continued."""
+        try:
+            with gc_disabled():  # many small objects would trigger a garbage collection while training waits
+                return capture(), None
+        except HookStateError as error:  # recurs with every save
+            text = f"the state of the hook cannot be {done} at step {step}: {error}"
+            raise UserError(text, code="hook-state-unsupported") from error
+        except UserError:
+            raise
+        except (RatchetError, OSError, MemoryError, torch.OutOfMemoryError) as error:
+            return None, f"rank {self._rank}: {error}"
+
+    def _list_sources(self, content: Content) -> Sources:
+        """Return what this rank copies of the captured state."""
+        slices = self._cuts.plan(content.snapshot.sizes(), self._world_size)[self._rank]
+        return self._lister.list_sources(content.snapshot, slices)
 
     def _wait_for(self, save: Save) -> None:
         """Wait until ``save`` has ended, and tick the step counter meanwhile. Raises ``CheckpointError`` if the save is stuck."""
