@@ -166,18 +166,11 @@ class _Attempt:
             with suppress(Exception):
                 ends = self._supervisor.finish()
             conclusion = _crash_conclusion(error, any_rank=bool(ends))
-        saved = [""]
-        for finish in (
-            self._clean_up,
-            lambda: saved.append(self._save_copies(conclusion.cause)),
-            self._logs.finish,
-            lambda: self._finish_uploads(conclusion.cause),
-        ):
-            try:
-                finish()
-            except Exception:  # such as a disk that fails: without a result the attempt would count as lost
-                traceback.print_exc()
-        result = self._result(conclusion, ends, saved[-1])
+        _print_errors(self._clean_up)
+        saved = _print_errors(lambda: self._save_copies(conclusion.cause)) or ""
+        _print_errors(self._logs.finish)
+        _print_errors(lambda: self._finish_uploads(conclusion.cause))
+        result = self._result(conclusion, ends, saved)
         self._report_result(result)
         return exit_code_of(result.cause)
 
@@ -325,6 +318,16 @@ class _Attempt:
                 if told
                 else "the service was not reached; the result is on the disk"
             )
+
+
+def _print_errors(work: Callable[[], T]) -> T | None:
+    """Return what ``work`` returns; None after an error, such as one of the disk, which is printed: without a result the attempt
+    would count as lost."""
+    try:
+        return work()
+    except Exception:
+        traceback.print_exc()
+        return None
 
 
 def _crash_conclusion(error: Exception, *, any_rank: bool) -> Conclusion:
