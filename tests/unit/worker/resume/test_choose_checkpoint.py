@@ -57,6 +57,13 @@ class Told:
         self.notes.append(f"{type_}: {message}")
 
 
+def launch_file(job: JobPaths, *, lineage: Any = LINEAGE, fork: ForkSource | None = None, node: int = 0) -> LaunchFile:
+    """Of the second attempt."""
+    return LaunchFile.model_construct(
+        job_id=JOB, job_root=str(job.root), attempt_dir=str(job.attempt(2).root), lineage=lineage, fork=fork, node=node
+    )
+
+
 def choose(
     job: JobPaths, ranks: int = 2, *, fork: ForkSource | None = None, nodes: Sequence[int] = (), lineage: Any = LINEAGE
 ) -> tuple[list[Chosen | RatchetError], Told]:
@@ -65,14 +72,7 @@ def choose(
 
     def rank(number: int) -> Chosen | RatchetError:
         threading.current_thread().name = f"rank-{number}"
-        launch = LaunchFile.model_construct(
-            job_id=JOB,
-            job_root=str(job.root),
-            attempt_dir=str(job.attempt(2).root),
-            lineage=lineage,
-            fork=fork,
-            node=nodes[number] if nodes else 0,
-        )
+        launch = launch_file(job, lineage=lineage, fork=fork, node=nodes[number] if nodes else 0)
         try:
             return choose_checkpoint.choose(launch, Exchange(store, number, ranks, 20.0), told)
         except RatchetError as error:
@@ -144,14 +144,7 @@ def test_checkpoint_is_read_in_the_background_and_an_error_is_kept_for_the_calle
         return real(fd, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", late)
-    launch = LaunchFile.model_construct(
-        job_id=JOB,
-        job_root=str(job.root),
-        attempt_dir=str(job.attempt(2).root),
-        lineage=LINEAGE,
-        fork=None,
-        node=0,
-    )
+    launch = launch_file(job)
     begun = choose_checkpoint.choose_in_background(launch, Exchange(HashStore(), 0, 1, 20.0), Told())
     assert not begun.done()  # and this thread goes on
     goes_on.set()
