@@ -314,9 +314,9 @@ class Checkpointer:
             save.wait_until_copied(Until.STEP)
 
     def _capture(self, step: int, done: str, capture: Callable[[], T]) -> tuple[T | None, str | None]:
-        """Return what ``capture`` returns, and None; or None, and the error of this rank that fails only this save. ``done``: what
-        is done with the state, for messages. Raises ``UserError`` if the hook's state cannot be captured: training that cannot be
-        saved is not continued."""
+        """Return what ``capture`` returns, and None; or None, and the error of this rank that fails only this save. ``done``:
+        what is done with the state, for messages. Raises ``UserError`` if the hook's state cannot be captured: training
+        that cannot be saved is not continued."""
         try:
             with gc_disabled():  # many small objects would trigger a garbage collection while training waits
                 return capture(), None
