@@ -15,8 +15,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
-
 from examples.demo.processes import Service, wait_for
 
 SLOTS: Final = 8
@@ -60,7 +58,7 @@ def submit(service: Service, out: Path, seconds: float) -> Any:
 
 
 def stamps(folder: Path, lines: int) -> list[tuple[float, ...]]:
-    """What those jobs have written that have written so many lines."""
+    """What each job has written that has written at least ``lines`` lines."""
     found = [tuple(map(float, path.read_text().splitlines())) for path in folder.glob("job-*")]
     return [times for times in found if len(times) >= lines]
 
@@ -69,16 +67,11 @@ def park(service: Service, folder: Path) -> None:
     """Run as many jobs as there are slots until an agent is parked for each slot. ``folder`` is made."""
     folder.mkdir()
     jobs = [submit(service, folder / f"job-{number}", 3600.0) for number in range(SLOTS)]
-    wait_for("parked agents", lambda: _parked(service) >= SLOTS, _DEADLINE, service.log)
+    wait_for("parked agents", lambda: service.count_parked() >= SLOTS, _DEADLINE, service.log)
     for job in jobs:
         service.client.cancel(job.id)
     ended = ("CANCELLED", "FAILED", "SUCCEEDED")
     wait_for("their end", lambda: all(service.client.job(job.id).phase in ended for job in jobs), 60.0, service.log)
-
-
-def _parked(service: Service) -> float:
-    text = httpx.get(f"{service.url}/metrics").text
-    return float(next(line for line in text.splitlines() if line.startswith("ratchet_parked_agents ")).split()[1])
 
 
 def _run(service: Service, folder: Path, jobs: int) -> tuple[list[tuple[float, ...]], float]:

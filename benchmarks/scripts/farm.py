@@ -100,8 +100,8 @@ class Attempt:
         self._lock = self._paths.lock_file.open("w")  # held until the attempt ends
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         pid = os.getpid()
-        told = AgentFile(pid=pid, start_time=start_time(pid) or 0, host=os.uname().nodename)
-        _write(self._paths.agent_file, told.model_dump_json())
+        agent = AgentFile(pid=pid, start_time=start_time(pid) or 0, host=os.uname().nodename)
+        _write(self._paths.agent_file, agent.model_dump_json())
         self._started_at = datetime.now(UTC).isoformat()
         self._begun = time.monotonic()
         self._phase, self._desired, self._checkpoint_request = "RUNNING", "run", 0
@@ -226,12 +226,12 @@ class Attempt:
             return seconds
         after = parse_seconds((_header(answer, _AFTER) or b"").decode())
         self._turns = periods_to_wait(seconds, PERIOD, self.launch.spec.policy.stop_grace, after)
-        told = json.loads(content)
+        ack = json.loads(content)
         for rank, spool in enumerate(self._spools):
-            acked = told["acked"].get(str(rank), self._acked[rank])
+            acked = ack["acked"].get(str(rank), self._acked[rank])
             del spool[: acked - self._acked[rank]]
             self._acked[rank] = acked
-        control = told["control"]
+        control = ack["control"]
         self._checkpoint_request = control["checkpoint_request"]
         if control["desired"] != self._desired and self._desired == "run":
             stops.write(f"{self.launch.job_id} {time.time():.6f}\n")
@@ -258,7 +258,7 @@ def _write(path: Path, text: str) -> None:
 
 
 async def run(inbox: Path, out: Path, alert_steps: int) -> None:
-    """Take attempts for ever; ``OUT``.count tells how many there are."""
+    """Take attempts for ever; ``OUT``.count has their number."""
     taken, tasks = 0, set[asyncio.Task[None]]()
     with out.with_suffix(".reports").open("a", 1) as reports, out.with_suffix(".stops").open("a", 1) as stops:
         while True:
