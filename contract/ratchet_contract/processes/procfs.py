@@ -122,9 +122,8 @@ def read_environ(pid: int) -> bytes:
 
 def _read(pid: int, name: str) -> bytes:
     """Return the content of ``/proc/PID/name``. Raises ``OSError``."""
-    with open(
-        f"/proc/{pid}/{name}", "rb", buffering=0
-    ) as file:  # ``Path`` takes twice as long, for each of all processes
+    # ``Path`` takes twice as long, for each of all processes
+    with open(f"/proc/{pid}/{name}", "rb", buffering=0) as file:
         return file.read()
 
 

@@ -120,9 +120,8 @@ class Board:
         self._map = mmap.mmap(self._fd, _SLOTS * ranks * (_WORDS + 1) * _WORD, mmap.MAP_SHARED)
         with suppress(AttributeError, OSError):  # a system that lacks it; a forked process would keep the file unsealed
             self._map.madvise(mmap.MADV_DONTFORK)
-        self._words = memoryview(self._map).cast(
-            "Q"
-        )  # a word is written by one instruction, which a kill does not divide
+        # a word is written by one instruction, which a kill does not divide
+        self._words = memoryview(self._map).cast("Q")
 
     def region(self, slot: int) -> Region:
         """Return the place of this rank's slot."""

@@ -66,7 +66,7 @@ class Group:
         self.spool.append(Progress(rank=0, at=AT, step=step))
 
     def reports(self, rounds: int) -> int:
-        """How many of so many rounds sent one; each has new figures."""
+        """The number of reports that ``rounds`` rounds send; each round has new figures."""
         before = len(self.sent)
         for step in range(rounds):
             self.figures(step + 1)
@@ -161,7 +161,7 @@ def test_changed_request_is_learned_while_figures_wait(tmp_path: Path) -> None:
     with over_http(tmp_path) as (service, spool, uplink):
 
         def rounds(number: int) -> int:
-            """How many reports so many rounds bring, each with figures."""
+            """The number of reports that ``number`` rounds send; each round has figures."""
             before = service.requests
             for _ in range(number):
                 spool.append(Metrics(rank=0, at=AT, step=1, values={"loss": 1.0}))
