@@ -3,6 +3,8 @@ process of the control plane and every stand-in rank."""
 
 from __future__ import annotations
 
+import itertools
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,6 +16,7 @@ from ratchet_contract.paths import checkpoint_dir_name
 from ratchet_service.db import leases
 from ratchet_service.launchers.base import AttemptState
 from ratchet_service.launchers.local.launcher import LocalLauncher
+from ratchet_service.launchers.local.standby import Standby
 from ratchet_service.reconciler import supervise
 from ratchet_store.retention.attempt_retention import Keeper
 from tests.support.sim import mutants
@@ -78,9 +81,33 @@ def any_lease() -> None:
     _KEPT.enter_context(mutants.no_token())
 
 
+def descriptor_kept() -> None:
+    """A descriptor stays open after each tenth poll of an attempt."""
+    original, polls = LocalLauncher.poll, itertools.count(1)
+
+    def poll(self: Any, ref: Any) -> AttemptState:
+        if next(polls) % 10 == 0:
+            os.open(os.devnull, os.O_RDONLY)
+        return original(self, ref)
+
+    LocalLauncher.poll = poll  # type: ignore[method-assign]
+
+
+def parked_kept() -> None:
+    """A parked agent is forgotten instead of ended."""
+
+    def end(self: Any, parked: Any) -> None:
+        self._parked.remove(parked)
+
+    Standby._end = end  # type: ignore[method-assign]
+
+
 PLANTED: dict[str, Callable[[], None]] = {
-    made.__name__: made for made in (no_proof, no_fence, newest_deleted, nothing_adopted, counted_twice, any_lease)
-}
+    made.__name__: made
+    for made in (
+        no_proof, no_fence, newest_deleted, nothing_adopted, counted_twice, any_lease, descriptor_kept, parked_kept
+    )
+}  # fmt: skip
 
 
 def plant(name: str) -> None:
