@@ -123,6 +123,8 @@ def serve(options: ServeOptions) -> None:
             server = Server(app, settings.paths, url, tls, Shutdown(health, options.drain_seconds, on_drain))
             deliverer = Deliverer(database, Sender(settings.webhook_networks))
             exporter = Exporter(database, sinks, job_facts(settings.paths))
+            if sinks:
+                log.info("metrics are exported to %s", ", ".join(settings.trackers))
             with (
                 instruments.count_commits(database),
                 handle_signals(server),

@@ -112,7 +112,8 @@ class _Backend(httpcore.NetworkBackend):
         addresses = _look_up(host, port, _left(self._deadline))
         for address in addresses:
             if not is_permitted(address, self._networks):
-                problem = f"{host} is at {address}, which is not public: see the service's --webhook-network"
+                place = host if address == host else f"{host} is at {address}, which"
+                problem = f"{place} is not public: see the service's --webhook-network"
                 continue
             try:
                 left = _left(self._deadline)

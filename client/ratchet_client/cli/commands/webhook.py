@@ -155,3 +155,5 @@ def rotate(ctx: typer.Context, webhook: Id, as_json: JsonFlag = False) -> None:
     with open_client(ctx) as client:
         made = client.rotate_webhook_secret(webhook)
     _show_secret(made, as_json)
+    if not as_json and made.secret is not None:
+        output.note("for 24 hours, each message is signed with the old secret, too")

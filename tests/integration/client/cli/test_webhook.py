@@ -20,8 +20,9 @@ def test_webhook_commands(cli: Cli, idle_server: Server) -> None:
     shown = cli("webhook", "show", webhook_id)
     assert "team=vision" in shown.text and "no delivery" in shown.errors
     assert cli("webhook", "show", webhook_id, "--json").data["webhook"]["types"] == ["job.failed"]
-    assert "which is not public" in cli("webhook", "test", webhook_id, expect=1).errors
-    assert cli("webhook", "rotate", webhook_id).text not in ("", made.text)
+    assert "127.0.0.1 is not public" in cli("webhook", "test", webhook_id, expect=1).errors
+    rotated = cli("webhook", "rotate", webhook_id)
+    assert rotated.text not in ("", made.text) and "24 hours" in rotated.errors
     with RatchetClient(home=idle_server.home) as client:
         assert [one.id for one in client.webhooks()] == [webhook_id]
         slack = client.create_webhook("https://hooks.slack.test/T/B/X", format="slack")
