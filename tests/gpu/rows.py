@@ -52,6 +52,7 @@ ROWS: Final[dict[str, Row]] = {
             30,
             "the survivor of a dead rank aborts its communicators; nothing is left",
         ),
+        _row("parked", "parked_start:run", 60, 60, "an attempt that starts in a parked agent, against a cold start"),
         _row(
             "hooks-mixed",
             "hooks_killed:mixed",

@@ -14,7 +14,7 @@ from typing import Any, Final
 from ratchet_store.read.compare import compare
 from tests.gpu.work import Work
 from tests.support.fork_server import LIBRARIES, RANKS
-from tests.support.server import Server, rank_pid
+from tests.support.server import Server, rank_pid, wait_for
 
 ROOT: Final = Path(__file__).parents[2]
 TWIN: Final = "twin"
@@ -61,13 +61,19 @@ class Ended:
     checkpoint: Path
 
 
-def finished(server: Server, spec: dict[str, Any], kill_at: int | None, seconds: float) -> Ended:
+def finished(
+    server: Server, spec: dict[str, Any], kill_at: int | None, seconds: float, *, parked: bool = False
+) -> Ended:
     """Run a job to its end; each wait may take ``seconds``. With ``kill_at`` its last rank is killed with SIGKILL once it has
-    done that step and what was due by then is saved."""
+    done that step and what was due by then is saved; with ``parked``, once also an agent is parked for the next attempt."""
     job_id = server.submit(spec)
     if kill_at is not None:
         _, paths = server.wait_step(job_id, kill_at, deadline=seconds, saved=True)
-        os.kill(rank_pid(paths, ranks_of(spec) - 1), signal.SIGKILL)
+        last = rank_pid(paths, ranks_of(spec) - 1)
+        if parked:
+            os.kill(last, signal.SIGSTOP)  # imports at the lowest priority get little of cores on which a job trains
+            wait_for(lambda: server.call("GET", "/v1/fleet").json()["parked"]["ready"], "a parked agent", seconds)
+        os.kill(last, signal.SIGKILL)
     job = server.wait_phase(job_id, "SUCCEEDED", deadline=seconds)
     return Ended(server.attempts(job_id), server.paths.job(job_id).checkpoints / str(job["last_checkpoint"]))
 
