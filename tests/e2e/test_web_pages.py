@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_contract import env_vars
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
 from ratchet_service.db.engine import Database, sqlite_url, utc_now
@@ -412,6 +413,30 @@ def test_selected_jobs_are_cancelled_together_after_a_question(chromium: Any, tm
         dialog.get_by_role("button", name="Cancel (2)").click()
         page.get_by_text("Cancel: 2 of 2 done.").wait_for()
         assert [server.job(job)["phase"] for job in (first, second, other)] == ["CANCELLED", "CANCELLED", "QUEUED"]
+        seen.assert_clean()
+    finally:
+        server.stop()
+
+
+@pytest.mark.slow
+def test_fleet_page_has_a_line_on_parked_agents_while_there_are_any(chromium: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(3600)\n")
+    server = Server(tmp_path / "home", afresh=True, variables={env_vars.STANDBY: "processes=1,seconds=2"})
+    try:
+        server.start()
+        seen = watch(chromium, str(server.url))
+        page = seen.open("#/fleet")
+        settle(page)
+        line = page.get_by_text("parked agent")
+        assert line.count() == 0
+        one = {"ranks_per_node": 1, "device": "cpu"}
+        job = server.submit({"name": "waits", "code": {"path": str(tmp_path)}, "script": ["train.py"], "world": one})
+        wait_for(lambda: server.call("GET", "/v1/fleet").json()["parked"]["ready"], "a parked agent", 120)
+        page.reload()
+        line.wait_for()
+        assert re.fullmatch(r"1 parked agent \(fast start\), [1-9]\d\d MB", line.inner_text())
+        server.call("POST", f"/v1/jobs/{job}/cancel")
+        line.wait_for(state="detached", timeout=60_000)
         seen.assert_clean()
     finally:
         server.stop()

@@ -6,7 +6,7 @@ import { SpentBar, partsOf } from "../components/spent.js";
 import { Usage } from "../components/usage.js";
 import { classes, html } from "../dom.js";
 import { counts, hostsOf, slotsOf } from "../fleet.js";
-import { count, duration, number, percent, plural } from "../format.js";
+import { count, duration, number, percent, plural, size } from "../format.js";
 import { useLive } from "../live.js";
 import { ACTIVE, causeText, causeTone } from "../meaning.js";
 import { link, setQuery } from "../route.js";
@@ -32,8 +32,14 @@ export default function Fleet({ route }) {
           ${data.owners.length > 0 && html`<${Owners} owners=${data.owners} days=${days} />`}
           <${Usage} query=${route.query} days=${Number(days)} />
           ${(ends.length > 0 || phases.size > 0) && html`<${Ends} ends=${ends} days=${days} /><${Hosts} hosts=${hostsOf(data)} />`}</div>
-        <div class="stack"><${Resumes} resumes=${counts(data.resumes)} /><${Holders} slots=${slotsOf(data)} /></div></div>`}
+        <div class="stack"><${Resumes} resumes=${counts(data.resumes)} /><${Holders} slots=${slotsOf(data)} />${data.parked && html`<${Parked} parked=${data.parked} />`}</div></div>`}
   </div>`;
+}
+
+/** @param {{parked: NonNullable<Api.Fleet["parked"]>}} props */
+function Parked({ parked }) {
+  const all = parked.ready + parked.starting;
+  return all > 0 && html`<p class="small dim" title="Processes that have made the imports of a start, or still make them, and wait for the next attempt">${plural(all, "parked agent")} (fast start), ${size(parked.memory_bytes)}</p>`;
 }
 
 /** @param {{fleet: Api.Fleet, days: string}} props */
