@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from ratchet_client.cli.doctor.network import service
+from ratchet_client.cli.shared.options import Settings
 from ratchet_contract import env_vars
 from ratchet_contract.api.roles import LOCAL_OWNER, Role
 from ratchet_contract.phases import AttemptPhase, Cause, JobPhase
@@ -419,7 +421,7 @@ def test_selected_jobs_are_cancelled_together_after_a_question(chromium: Any, tm
 
 
 @pytest.mark.slow
-def test_fleet_page_has_a_line_on_parked_agents_while_there_are_any(chromium: Any, tmp_path: Path) -> None:
+def test_parked_agents_are_shown_on_the_fleet_page_and_by_doctor(chromium: Any, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("import time\ntime.sleep(3600)\n")
     server = Server(tmp_path / "home", afresh=True, variables={env_vars.STANDBY: "processes=1,seconds=2"})
     try:
@@ -435,6 +437,8 @@ def test_fleet_page_has_a_line_on_parked_agents_while_there_are_any(chromium: An
         page.reload()
         line.wait_for()
         assert re.fullmatch(r"1 parked agent \(fast start\), [1-9]\d\d MB", line.inner_text())
+        (row,) = (one for one in service(Settings(None, server.home)) if one.name == "parked agents")
+        assert row.status == "ok" and re.fullmatch(r"on, 1 parked, [1-9]\d\d MiB", row.value)
         server.call("POST", f"/v1/jobs/{job}/cancel")
         line.wait_for(state="detached", timeout=60_000)
         seen.assert_clean()

@@ -11,6 +11,7 @@ from ratchet_contract.api.views import GoodputView, View
 from ratchet_contract.phases import Cause, JobPhase
 
 ResumeKind = Literal["exact-proved", "exact", "not-exact", "differs"]
+ParkedObstacle = Literal["memory-short", "too-large", "ended", "not-started"]
 
 
 class SlotHolderView(View):
@@ -55,11 +56,19 @@ class HostEndsView(View):
 
 
 class ParkedView(View):
-    """The parked agents of the launcher `local`."""
+    """The parked agents of the launcher `local`, and the bounds that `--standby` sets."""
 
     ready: int = Field(description="Those with all imports made.")
     starting: int
     memory_bytes: int = Field(description="Resident size of their processes; pages that several share count in part.")
+    max_agents: int = Field(description="Largest number of parked agents. 0: `--standby off`.")
+    max_seconds: float = Field(description="Seconds that one waits after the last attempt of its kind.")
+    max_memory_bytes: int = Field(description="Largest memory of one.")
+    obstacles: list[ParkedObstacle] = Field(
+        description="Why no agent is parked for the next attempts of some kind. memory-short: less than twice "
+        "`max_memory_bytes` is available. too-large: one used more than that. ended: one has ended during its imports. "
+        "not-started: the system refused the process."
+    )
 
 
 class FleetView(View):

@@ -1,5 +1,5 @@
-"""Checks loopback, proxies and the service: whether one runs, whether its version is that of this installation, and whether the
-clocks agree."""
+"""Checks loopback, proxies and the service: whether one runs, whether its version is that of this installation, whether the
+clocks agree, and whether it parks agents."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ratchet_client.cli.shared.options import Settings
 from ratchet_client.http.discovery import SEVERAL, find_target, home_directory, is_loopback, start_hint
 from ratchet_client.http.errors import ServiceUnreachable
 from ratchet_contract import env_vars
+from ratchet_contract.api.fleet import ParkedObstacle, ParkedView
 from ratchet_contract.doctor.findings import Finding, failed, not_checked, ok, warning
 from ratchet_contract.errors import RatchetError
 from ratchet_contract.paths import HomePaths
@@ -124,7 +125,8 @@ def service(settings: Settings) -> list[Finding]:
         ]
     found = [_check_ready(url, ready, is_loopback(url))]
     found.append(_version(health.headers.get(PROTOCOL_HEADER), version))
-    return [*found, _check_clock_skew(health.headers.get("date"), now)]
+    found.append(_check_clock_skew(health.headers.get("date"), now))
+    return [*found, _parked_agents(url, target.token_for(url))] if ready.status_code == 200 else found
 
 
 def _described(path: Path) -> ServiceFile | None:
@@ -226,3 +228,62 @@ def _check_clock_skew(header: str | None, now: datetime) -> Finding:
         )
     # The header's time may be a second old when it is written, and is truncated to whole seconds.
     return ok(name, "agrees" if abs(seconds) <= _EXACT else f"{seconds:+.0f} s", "against this machine")
+
+
+_PARKED: Final = "parked agents"
+_OBSTACLES: Final[dict[ParkedObstacle, tuple[str, str]]] = {
+    "memory-short": (
+        "less than twice the memory that one may use is available to the service",
+        "free memory there, or lower the bound: --standby memory=SIZE (an agent with torch alone takes some 370 MB)",
+    ),
+    "too-large": ("one used more memory than it may", "raise the bound: --standby memory=SIZE"),
+    "ended": ("one ended during its imports", "see in the service's log what it printed"),
+    "not-started": ("the system refused its process", "see the error in the service's log"),
+}
+
+
+def _parked_agents(url: str, token: str | None) -> Finding:
+    """Ask the service at ``url`` for its parked agents, and return the finding on them. May block for some seconds."""
+    import httpx
+
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        answer = httpx.get(f"{url}/v1/fleet?days=1", headers=headers, timeout=SECONDS, trust_env=not is_loopback(url))
+    except httpx.HTTPError as error:
+        detail = f"GET /v1/fleet: {error or type(error).__name__}"
+        return not_checked(_PARKED, "unknown", detail=detail, cure="try again, and see the service's log")
+    if answer.status_code != 200:
+        code, detail = _problem(answer)
+        cure = f"give a token: `ratchet config set token`, or {env_vars.TOKEN}"
+        if answer.status_code not in (401, 403):
+            cure = "see the service's log"
+        return not_checked(_PARKED, "unknown", detail=f"GET /v1/fleet: {code}: {detail}", cure=cure)
+    try:
+        given = answer.json()["parked"]
+        parked = None if given is None else ParkedView.model_validate(given)
+    except (ValueError, KeyError, TypeError):
+        return not_checked(_PARKED, "unknown", detail="GET /v1/fleet answers as another version does", cure=_SAME)
+    return _check_parked(parked)
+
+
+def _check_parked(parked: ParkedView | None) -> Finding:
+    """Return the finding on the parked agents: a warning if something prevents them. None: the service parks none itself."""
+    if parked is None:
+        return ok(_PARKED, "none", "this process of the service starts no agents on its machine")
+    if parked.max_agents == 0:
+        return ok(_PARKED, "off", "each start makes all imports; with `--standby on`, later starts are faster")
+    bounds = (
+        f"at most {parked.max_agents} of {parked.max_memory_bytes / 2**20:.0f} MiB, each for {parked.max_seconds:g} s after "
+        "the last attempt of its kind"
+    )
+    count = parked.ready + parked.starting
+    value = f"on, {count} parked, {parked.memory_bytes / 2**20:.0f} MiB" if count else "on, none parked"
+    if not parked.obstacles:
+        return ok(_PARKED, value, bounds)
+    whys, cures = zip(*(_OBSTACLES[one] for one in parked.obstacles), strict=True)
+    return warning(
+        _PARKED,
+        value,
+        detail=f"the next starts are cold: {'; '.join(whys)}; {bounds}",
+        cure="; ".join([*cures, "or switch them off: --standby off"]),
+    )

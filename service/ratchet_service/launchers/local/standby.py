@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from ratchet_contract import env_vars as names
-from ratchet_contract.api.fleet import ParkedView
+from ratchet_contract.api.fleet import ParkedObstacle, ParkedView
 from ratchet_contract.processes import available_memory, procfs
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved, TaskSpec
@@ -133,6 +133,15 @@ class _Parked:
 
 
 @dataclass(frozen=True)
+class _Refused:
+    """Why no agent of a kind is parked, and until when (monotonic)."""
+
+    until: float
+    obstacle: ParkedObstacle
+    why: str
+
+
+@dataclass(frozen=True)
 class _Running:
     """An attempt that runs, and how an agent is parked for the next one. ``at``: of its start (monotonic)."""
 
@@ -167,7 +176,7 @@ class Standby:
     def __init__(self, bounds: StandbyBounds) -> None:
         self._bounds = bounds
         self._parked: list[_Parked] = []
-        self._refused: dict[Kind, tuple[float, str]] = {}  # until when none is parked (monotonic), and why
+        self._refused: dict[Kind, _Refused] = {}
         self._ended: set[int] = set()  # pids that were killed, and are not reaped yet
         self._running: dict[str, _Running] = {}  # by the attempt's name
         self._active = Counter[Kind]()  # running attempts of each kind
@@ -175,10 +184,17 @@ class Standby:
 
     @property
     def view(self) -> ParkedView:
-        """The number of parked agents, and their memory. Any thread may ask."""
-        parked = list(self._parked)
+        """The number of parked agents, their memory, and what prevents others. Any thread may ask."""
+        parked, bounds = list(self._parked), self._bounds
         ready = sum(each.ready for each in parked)
-        return ParkedView(ready=ready, starting=len(parked) - ready, memory_bytes=sum(map(self._memory, parked)))
+        obstacles = {one.obstacle for one in list(self._refused.values()) if one.until > time.monotonic()}
+        if bounds.processes and not parked and self._memory_short() is not None:
+            obstacles.add("memory-short")
+        return ParkedView(
+            ready=ready, starting=len(parked) - ready, memory_bytes=sum(map(self._memory, parked)),
+            max_agents=bounds.processes, max_seconds=bounds.seconds, max_memory_bytes=bounds.memory,
+            obstacles=sorted(obstacles),
+        )  # fmt: skip
 
     @property
     def ready(self) -> int:
@@ -203,7 +219,7 @@ class Standby:
         parked than attempts run, park one."""
         now = time.monotonic()
         self._reap()
-        self._refused = {kind: (until, why) for kind, (until, why) in self._refused.items() if until > now}
+        self._refused = {kind: one for kind, one in self._refused.items() if one.until > now}
         for parked in list(self._parked):
             self._read(parked)
             if parked in self._parked and now - parked.used_at > self._bounds.seconds:
@@ -238,11 +254,9 @@ class Standby:
             if not surplus:
                 return
             self._end(min(surplus, key=lambda parked: parked.used_at))
-        free = available_memory.available()
-        if free is not None and free < _FREE_FACTOR * self._bounds.memory:
-            why = f"{free} bytes of memory are free, {_FREE_FACTOR * self._bounds.memory} wanted (--standby memory)"
-            log.warning("no agent is parked: %s", why)
-            self._refused[kind] = now + self._bounds.seconds, why
+        if (short := self._memory_short()) is not None:
+            log.warning("no agent is parked: %s", short)
+            self._refused[kind] = _Refused(now + self._bounds.seconds, "memory-short", short)
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("parked", os.MFD_CLOEXEC)
@@ -257,12 +271,19 @@ class Standby:
             log.warning("no agent is parked: %s", error)
             ours.close()
             os.close(output)
-            self._refused[kind] = now + self._bounds.seconds, str(error)
+            self._refused[kind] = _Refused(now + self._bounds.seconds, "not-started", str(error))
             return
         if self._nice is not None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, pid, _NICE)
         self._parked.append(_Parked(kind, code_of(running.plan), pid, ours, output, now))
+
+    def _memory_short(self) -> str | None:
+        """Return why too little memory is free for a parked agent; None if there is enough, or if it is not known."""
+        free, wanted = available_memory.available(), _FREE_FACTOR * self._bounds.memory
+        if free is None or free >= wanted:
+            return None
+        return f"{free} bytes of memory are free, {wanted} wanted (--standby memory)"
 
     def _read(self, parked: _Parked) -> None:
         """Read what the parked agent has sent. One that has ended during its imports, or uses too much memory, is ended and not
@@ -279,7 +300,8 @@ class Standby:
             elif word == "ready":
                 parked.ready = True
                 if self._memory(parked) > self._bounds.memory:
-                    self._refuse(parked, f"it uses more than {self._bounds.memory} bytes of memory (--standby)")
+                    why = f"it uses more than {self._bounds.memory} bytes of memory (--standby)"
+                    self._refuse(parked, "too-large", why)
                     return
             else:
                 said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
@@ -288,13 +310,13 @@ class Standby:
                     log.warning("a parked agent is not used: %s", why)
                     self._end(parked)
                 else:
-                    self._refuse(parked, why)
+                    self._refuse(parked, "ended", why)
                 return
 
-    def _refuse(self, parked: _Parked, why: str) -> None:
+    def _refuse(self, parked: _Parked, obstacle: ParkedObstacle, why: str) -> None:
         """End the parked agent, and park no other of its kind for a while."""
         log.warning("an agent was parked in vain, the next start is cold: %s", why)
-        self._refused[parked.kind] = time.monotonic() + self._bounds.seconds, why
+        self._refused[parked.kind] = _Refused(time.monotonic() + self._bounds.seconds, obstacle, why)
         self._end(parked)
 
     def _memory(self, parked: _Parked) -> int:
@@ -358,7 +380,7 @@ class Standby:
     def _why_none(self, kind: Kind) -> str:
         """Return why no agent of this kind is parked."""
         if kind in self._refused:
-            return f"no agent is parked: {self._refused[kind][1]}"
+            return f"no agent is parked: {self._refused[kind].why}"
         others = len(self._parked)
         if others >= self._bounds.processes:
             return f"{others} agents of other kinds are parked (--standby)"

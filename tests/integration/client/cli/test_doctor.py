@@ -17,6 +17,7 @@ import torch
 from ratchet_client.cli.doctor import probes
 from ratchet_client.cli.doctor.network import service
 from ratchet_client.cli.shared.options import Settings as ClientSettings
+from ratchet_contract import env_vars
 from ratchet_contract.doctor.findings import Finding
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.protocol.messages import ServiceFile
@@ -36,7 +37,10 @@ from tests.support.doctor import (
     fake_service,
     file_digests,
 )  # fmt: skip
+from tests.support.server import Server, token_required_server
 from tests.support.small_disk import on_small_disk
+
+__all__ = ["token_required_server"]
 
 
 @pytest.fixture
@@ -225,6 +229,45 @@ def test_doctor_fails_other_protocol_and_notes_a_killed_service(home: Path) -> N
     HomePaths(home).service_file.write_text(dead.model_dump_json())
     (row,) = service(ClientSettings(None, home))
     assert (row.status, row.value) == ("ok", "not running") and "was killed" in str(row.detail)
+
+
+@pytest.mark.parametrize(
+    ("standby", "status", "value", "said", "cure"),
+    [
+        ("off", "ok", "off", "`--standby on`", None),
+        ("processes=3,seconds=60,memory=1Mi", "ok", "on, none parked", "at most 3 of 1 MiB, each for 60 s", None),
+        (
+            "memory=500Ti",
+            "warning",
+            "on, none parked",
+            "less than twice the memory",
+            "lower the bound: --standby memory=SIZE",
+        ),
+    ],
+)
+def test_doctor_shows_bounds_of_parked_agents_and_why_none_can_be_parked(
+    doctor: Doctor, home: Path, standby: str, status: str, value: str, said: str, cure: str | None
+) -> None:
+    server = Server(home, variables={env_vars.STANDBY: standby})
+    try:
+        server.start()
+        row = doctor.rows()["parked agents"]
+    finally:
+        server.stop()
+    assert (row["status"], row["value"]) == (status, value) and said in row["detail"]
+    assert cure is None or cure in row["cure"]
+
+
+def test_doctor_names_the_token_that_it_lacks_to_see_parked_agents(
+    doctor: Doctor, token_required_server: Server
+) -> None:
+    chosen = ("--home", str(token_required_server.home))
+    row = doctor.rows(*chosen)["parked agents"]
+    assert (row["status"], row["value"]) == ("not-checked", "unknown") and "RATCHET_TOKEN" in row["cure"]
+    token_required_server.use_admin_token()
+    doctor.environment["RATCHET_TOKEN"] = str(token_required_server.token)
+    row = doctor.rows(*chosen)["parked agents"]
+    assert (row["status"], row["value"]) == ("ok", "none") and "starts no agents" in row["detail"]
 
 
 # --- how it is shown -----------------------------------------------------------------------------------------------------

@@ -479,7 +479,7 @@ def test_too_large_one_is_ended_and_the_log_names_the_option(machine: Make, capl
     first = made.plan()
     made.start(first)
     wait_for(lambda: made.poll(first.ref) and "(--standby)" in caplog.text, "the refusal", 60)
-    assert not made.launcher.standby._parked
+    assert not made.launcher.standby._parked and made.launcher.standby.view.obstacles == ["too-large"]
     time.sleep(0.1)
     made.poll(first.ref)
     assert not made.launcher.standby._parked, "it would be too large again"
@@ -494,6 +494,8 @@ def test_no_agent_is_parked_while_memory_is_short(
     made.start(plan)
     wait_for(lambda: made.poll(plan.ref) and "bytes of memory are free" in caplog.text, "the refusal", 60)
     assert not made.launcher.standby._parked
+    monkeypatch.setattr(standby.available_memory, "available", lambda: 2**31)
+    assert made.launcher.standby.view.obstacles == ["memory-short"], "no other is parked for a while"
 
 
 @full
