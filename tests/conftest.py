@@ -62,7 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     every, left = {item.nodeid for item in items}, []
     for item in items:
         api_test = "integration/service/api" in item.path.as_posix()
-        if isinstance(item, pytest.Function) and (api_test or item.get_closest_marker("takes_turns")):
+        turns = api_test or item.get_closest_marker("takes_turns")
+        if isinstance(item, pytest.Function) and turns and not item.get_closest_marker("both_databases"):
             ours, other = ENGINES if zlib.crc32(item.originalname.encode()) % 2 else reversed(ENGINES)
             if other in item.nodeid and item.nodeid.replace(other, ours) in every:
                 left.append(item)
