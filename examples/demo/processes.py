@@ -116,9 +116,9 @@ class Service:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """This process's variables without those that would lead the service elsewhere. torch's compiler makes a directory for its
-    cache as soon as it is imported: it goes with ``home``, where nobody has said otherwise."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
+    """This process's variables without those that would lead the service elsewhere (RATCHET_STANDBY does not). torch's compiler
+    makes a directory for its cache as soon as it is imported: it goes with ``home``, where nobody has said otherwise."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_") or k == env_vars.STANDBY}
     return {"TORCHINDUCTOR_CACHE_DIR": str(home / "torchinductor"), **kept}
 
 

@@ -51,6 +51,7 @@ def environ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[st
     with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         with variables(None) as found:
+            found["RATCHET_STANDBY"] = os.environ["RATCHET_STANDBY"]
             yield found
         assert processes_below(Path(folder)) == []
         assert list(Path(folder).iterdir()) == []

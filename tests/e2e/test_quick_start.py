@@ -51,6 +51,7 @@ class Reader:
             self.variables |= {k: v for k, v in os.environ.items() if k.startswith("PIP_") or k.endswith("_proxy")}
         else:  # the packages are there; hatchling is this environment's
             self.variables |= {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "PIP_CONFIG_FILE": os.devnull}
+            self.variables["RATCHET_STANDBY"] = os.environ["RATCHET_STANDBY"]
         self.shells: list[Shell] = []
         self.typed: set[str] = set()
 

@@ -103,7 +103,8 @@ class Running:
 
 
 def variables(**more: str) -> dict[str, str]:
-    return {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")} | more
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_") or k == "RATCHET_STANDBY"}
+    return kept | more
 
 
 @contextmanager

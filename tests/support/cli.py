@@ -55,6 +55,7 @@ class Cli:
         self.cwd = cwd
         self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
         self.environment |= {"RATCHET_HOME": str(home), "RATCHET_CONFIG": str(cwd / "ratchet.json"), "COLUMNS": "200"}
+        self.environment["RATCHET_STANDBY"] = os.environ["RATCHET_STANDBY"]
 
     def command(self, *arguments: str) -> list[str]:
         return [str(EXECUTABLE), *arguments]

@@ -42,8 +42,9 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float, period: f
 
 
 def without_ratchet_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of ``environ`` without the RATCHET_ variables, which may configure another service."""
-    return {name: value for name, value in environ.items() if not name.startswith("RATCHET_")}
+    """Return a copy of ``environ`` without the RATCHET_ variables, which may configure another service. RATCHET_STANDBY is kept:
+    it says how many processes this machine can spare."""
+    return {n: value for n, value in environ.items() if not n.startswith("RATCHET_") or n == env_vars.STANDBY}
 
 
 def start_service(paths: HomePaths, environ: Mapping[str, str], *options: str) -> subprocess.Popen[bytes]:

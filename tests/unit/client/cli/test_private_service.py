@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ratchet_client.cli.run.private_service import COMMAND_FILE, unfinished_elsewhere
-from ratchet_client.cli.shared.service_process import kill_attempts
+from ratchet_client.cli.shared.service_process import kill_attempts, without_ratchet_variables
 from ratchet_contract import env_vars
 from ratchet_contract.paths import HomePaths
 
@@ -23,6 +23,16 @@ def test_only_other_commands_of_the_same_job_name_are_unfinished_elsewhere(tmp_p
     (tmp_path / "train-55555555").mkdir()  # its job has ended
     own = HomePaths(tmp_path / "train-0a1b2c3d")
     assert unfinished_elsewhere(own, "train") == ["train-11111111", "train-22222222"]
+
+
+def test_service_of_a_command_gets_the_bounds_of_parked_agents_and_no_other_setting() -> None:
+    environ = {
+        "RATCHET_STANDBY": "off",
+        "RATCHET_HOME": "/elsewhere",
+        "RATCHET_DATABASE_URL": "postgresql://x",
+        "PATH": "/bin",
+    }
+    assert without_ratchet_variables(environ) == {"RATCHET_STANDBY": "off", "PATH": "/bin"}
 
 
 @pytest.mark.processes
