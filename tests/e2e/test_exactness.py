@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.exactness import KILLS, Kill, line, run_case
+from tests.e2e.exactness import KILLS, Kill, line, run_case, run_undisturbed
 from tests.support.exact_cells import HOOKS, ON_ENGINES, Cell
 from tests.support.server import Server
 
@@ -20,7 +20,7 @@ CASES = [(ON_ENGINES, CHOSEN), *((hook, ONCE) for hook in HOOKS if os.environ.ge
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
+def unforked_server(tmp_path: Path) -> Iterator[Server]:
     """One whose every process is started as a user's: nothing of it is forked from a process of the tests."""
     server = Server(tmp_path / "home", afresh=True)
     try:
@@ -31,8 +31,12 @@ def server(tmp_path: Path) -> Iterator[Server]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("hook", "kinds"), CASES, ids=[hook for hook, _ in CASES])
-def test_interrupted_job_resumes_exactly(server: Server, hook: str, kinds: tuple[Kill, ...]) -> None:
+def test_interrupted_job_resumes_exactly(
+    unforked_server: Server, server: Server, hook: str, kinds: tuple[Kill, ...]
+) -> None:
+    """Compared with an undisturbed job whose processes are forked."""
     cell = Cell(hook, "many", 2, "digits")
-    outcome, _ = run_case(server, cell, seed=11, reference=None, kinds=kinds)
+    reference = run_undisturbed(server, cell.spec("reference"))
+    outcome, _ = run_case(unforked_server, cell, seed=11, reference=reference, kinds=kinds)
     print(line(cell, outcome))
     assert not outcome.problems

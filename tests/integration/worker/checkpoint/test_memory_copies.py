@@ -222,11 +222,12 @@ def finished(held: Held, base: int) -> Attempt:
     return last
 
 
-@pytest.fixture
-def undisturbed(hold: Callable[..., Held]) -> Job:
-    job = hold(name="undisturbed", memory_every_steps=None).job
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    job = Held(tmp_path_factory.mktemp("undisturbed") / "job", [], memory_every_steps=None).job
     assert job.launch().wait(180).cause is Cause.COMPLETED
-    return job
+    yield job
+    job.close()
 
 
 def test_copy_is_used_without_a_write_per_step_and_nothing_is_left(hold: Callable[..., Held], undisturbed: Job) -> None:
