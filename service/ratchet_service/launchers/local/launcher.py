@@ -239,16 +239,15 @@ class LocalLauncher:
             paths.root.mkdir(parents=True, exist_ok=True)
             log = os.open(paths.agent_log, _APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         try:
-            kind = kind_of(plan, self._environ) if self._parks else None
-            never = "no agent is parked for such a job (docs/launchers.md)"
-            taken = never if kind is None else self.standby.take(kind, plan, log)
+            kind = kind_of(plan, self._environ) if self._parks else ""
+            taken = kind if isinstance(kind, str) else self.standby.take(kind, plan, log)
             if isinstance(taken, int):
                 pid = taken
             else:
                 cold = {names.START: f"cold: {taken}"} if self._parks else {}
                 with self._sandbox.command(argv, {**env, **cold}, cwd="/") as command:
                     pid = _spawn(command.argv, command.env, log, command.fds)
-            if kind is not None:
+            if not isinstance(kind, str):
                 inherited = {name: value for name, value in env.items() if name not in plan.env}
                 self.standby.started(plan, kind, partial(self._park, inherited))
         finally:

@@ -54,18 +54,19 @@ class Kind:
     like: str = field(repr=False)
 
 
-def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | None:
-    """Return the kind of the attempt; None if no agent can be parked for it. ``environ``: what agents inherit."""
+def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | str:
+    """Return the kind of the attempt, or why no agent can be parked for it. ``environ``: what agents inherit."""
     launch, spec = plan.launch, plan.launch.spec
-    if plan.owner is None or launch.spec.world.nodes != 1:
-        return None
+    if plan.owner is None:
+        return "the job's owner is not known"
+    if spec.world.nodes != 1:
+        return "none is parked for a job on several nodes"
     if spec.environment is not None:
-        return None  # its ranks have an interpreter of their own, which the agent makes
-    # a parked process must not import from the job's directories
-    if "PYTHONPATH" in spec.env or not all(
-        Path(part).is_absolute() for part in environ.get("PYTHONPATH", "/").split(os.pathsep)
-    ):
-        return None
+        return "none is parked for a job with an `environment`, whose interpreter the agent makes"
+    if "PYTHONPATH" in spec.env:
+        return "none is parked for a job whose `env` sets PYTHONPATH"
+    if not all(Path(part).is_absolute() for part in environ.get("PYTHONPATH", "/").split(os.pathsep)):
+        return "the service was started with a relative directory in PYTHONPATH"  # in a parked agent: the job's
     like = LaunchFile(
         job_id="",
         attempt=0,
@@ -87,7 +88,7 @@ def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | None:
         service_file="",
     ).model_dump_json()
     if len(like) > _MAX_MESSAGE:
-        return None
+        return f"the job's `env` has more than {_MAX_MESSAGE} bytes"
     return Kind(plan.owner, launch.job_id if spec.secrets or spec.secret_env else None, like)
 
 

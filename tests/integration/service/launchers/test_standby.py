@@ -231,9 +231,23 @@ def test_another_kind_of_attempt_starts_cold(machine: Make, other: dict[str, Any
     first, second = made.plan(env={"COLOUR": "blue"}), made.plan(**{"attempt": 2, "env": {"COLOUR": "blue"}, **other})
     environ: dict[str, str] = {}
     kinds = [standby.kind_of(plan, environ) for plan in (first, second)]
-    assert kinds[0] is not None and kinds[0] != kinds[1]
+    assert not isinstance(kinds[0], str) and kinds[0] != kinds[1]
     assert kinds[0] == standby.kind_of(made.plan(attempt=9, env={"COLOUR": "blue"}), environ)
-    assert standby.kind_of(first, {"PYTHONPATH": "src"}) is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "environ", "why"),
+    [
+        ({}, {"PYTHONPATH": "/lib:src"}, "the service was started with a relative directory in PYTHONPATH"),
+        ({"env": {"PYTHONPATH": "/code"}}, {}, "a job whose `env` sets PYTHONPATH"),
+        ({"environment": {"requirements": ["tqdm"]}}, {}, "a job with an `environment`"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_why_no_agent_can_be_parked_is_named(
+    machine: Make, spec: dict[str, Any], environ: dict[str, str], why: str
+) -> None:
+    assert why in str(standby.kind_of(machine().plan(**spec), environ))
 
 
 def test_secrets_are_parked_for_their_job_alone(machine: Make) -> None:
@@ -420,7 +434,7 @@ def test_jobs_on_gpus_are_parked_for_any_gpu(machine: Make) -> None:
         for gpu, plan in enumerate(plans)
     ]  # fmt: skip
     kinds = [standby.kind_of(plan, {}) for plan in (*on_gpus, made.plan())]
-    assert kinds[0] == kinds[1] is not None and kinds[2] != kinds[0]
+    assert kinds[0] == kinds[1] != kinds[2] and not isinstance(kinds[0], str)
 
 
 def test_number_is_bounded_and_running_jobs_come_first(machine: Make) -> None:
