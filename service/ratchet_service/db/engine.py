@@ -32,6 +32,9 @@ _POSTGRES_FORM: Final = (
     "or omit :PASSWORD, and set PGPASSWORD or PGPASSFILE, where nothing is escaped"
 )
 _READ_ONLY: Final = "ratchet_read_only"
+_IS_DIRECT: Final = "ratchet_is_direct"
+_PREPARE_AFTER: Final = 5
+"""Executions of a statement on one connection after which it is prepared on the PostgreSQL server."""
 _SQLITE_OPTIONS: Final[dict[str, Any]] = {
     "pool_size": 10,
     "max_overflow": 40,
@@ -99,7 +102,6 @@ def first_line(error: Exception) -> str:
 
 def _postgres_options(url: URL) -> dict[str, Any]:
     """Return the engine options for PostgreSQL."""
-    # not prepared: behind pgbouncer in transaction mode, the next statement may use another connection
     connect: dict[str, Any] = {"connect_timeout": 10, "prepare_threshold": None}
     if "application_name" not in url.query:
         connect["application_name"] = f"ratchet/{os.getpid()}"
@@ -133,9 +135,8 @@ class Database:
             hide_parameters=True,  # error messages are logged, and rows hold secret values
             **options,
         )
-        if self.is_sqlite:
-            event.listen(self.engine, "connect", _sqlite_connect)
-            event.listen(self.engine, "begin", _sqlite_begin)
+        event.listen(self.engine, "connect", _postgres_connect if postgres else _sqlite_connect)
+        event.listen(self.engine, "begin", _postgres_begin if postgres else _sqlite_begin)
         self.session_class = type("DatabaseSession", (Session,), {})
         """Session class of write transactions, separate for each database so that listeners receive only its commits."""
         self._write_lock = threading.Lock()
@@ -173,11 +174,13 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Context manager for a session for reading; on SQLite it sees one snapshot. Changes are discarded. Raises
+        """Context manager for a session for reading; on SQLite it sees one snapshot. Changes of objects are discarded. Raises
         ``RuntimeError`` within ``as_owner``."""
         raise_if_impersonating()
         with Session(self._read_engine, expire_on_commit=False, autoflush=False, info=self._session_info) as session:
             yield session
+            session.expunge_all()  # so that no change of an object is written
+            session.commit()  # not rolled back: psycopg would prepare the connection's statements again
 
     def ping(self) -> None:
         """Check that the database answers. Raises SQLAlchemy's errors if it does not."""
@@ -210,3 +213,20 @@ def _sqlite_begin(connection: Connection) -> None:
     """Start a SQLite transaction: deferred for a session that only reads, immediate for one that writes."""
     read_only = connection.get_execution_options().get(_READ_ONLY, False)
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+
+def _postgres_connect(connection: Any, record: Any) -> None:
+    """Note whether a new connection always uses the same server process."""
+    connection.autocommit = True
+    (pid,) = connection.execute("SELECT pg_backend_pid()").fetchone()
+    connection.autocommit = False
+    # pgbouncer, whose next transaction may use another server process, gives its clients made-up pids
+    record.info[_IS_DIRECT] = pid == connection.info.backend_pid
+
+
+def _postgres_begin(connection: Connection) -> None:
+    """Let a transaction that writes prepare its statements on the server, if later transactions use the same server process.
+    Statements that only read are planned for their values each time: lists of jobs need that."""
+    prepares = connection.info[_IS_DIRECT] and not connection.get_execution_options().get(_READ_ONLY, False)
+    driver: Any = connection.connection.driver_connection
+    driver.prepare_threshold = _PREPARE_AFTER if prepares else None

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
@@ -130,9 +131,22 @@ def test_process_opens_at_most_20_postgresql_connections(database: Database, mon
 
 
 @one_database
-def test_postgresql_connections_use_no_prepared_statements(database: Database) -> None:
-    """A pooler in transaction mode gives the next transaction another connection."""
-    with database.read() as session:
+@pytest.mark.parametrize("pooler", [False, True])
+def test_statements_are_prepared_only_without_a_pooler(
+    database: Database, monkeypatch: pytest.MonkeyPatch, pooler: bool
+) -> None:
+    """A pooler in transaction mode gives the next transaction another connection; to clients it names a made-up process."""
+    if pooler:
+        monkeypatch.setattr(psycopg.ConnectionInfo, "backend_pid", -1)
+    own = Database(database.url.render_as_string(hide_password=False))
+    prepared, query = (
+        sa.text("SELECT count(*) FROM pg_prepared_statements"),
+        sa.text("SELECT id FROM jobs WHERE id = :id"),
+    )
+    for enter in (own.read, own.write):
         for _ in range(20):
-            session.scalar(sa.text("SELECT count(*) FROM jobs WHERE id = :id"), {"id": "job-000000000001"})
-        assert session.scalar(sa.text("SELECT count(*) FROM pg_prepared_statements")) == 0
+            with enter() as session:
+                session.execute(query, {"id": "job-000000000001"})
+        with own.read() as session:
+            assert session.scalar(prepared) == (0 if pooler or enter == own.read else 1)
+    own.dispose()
