@@ -24,7 +24,8 @@ def sanitize_text(text: str) -> str:
     shortened to that length, which includes a note at its end."""
     if len(text) > MAX_TEXT:
         text = text[: MAX_TEXT - len(_CUT)] + _CUT
-    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+    text = text.replace("\0", "\ufffd")
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def sanitize_json(value: Any, depth: int = 0) -> Any:
