@@ -108,8 +108,10 @@ def _postgres_options(url: URL) -> dict[str, Any]:
     if "options" not in url.query:
         connect["options"] = " ".join(f"-c {name}={value}" for name, value in _POSTGRES_SESSION.items())
     return {
-        # at most 20, so that a few processes can share a server's usual 100
-        "pool_size": 5, "max_overflow": 15, "pool_timeout": 30, "pool_pre_ping": True, "pool_recycle": 1800,
+        # at most 20, so that a few processes can share a server's usual 100; all stay open, since opening one takes as much
+        # processor time as several reports
+        "pool_size": 20, "max_overflow": 0, "pool_use_lifo": True, "pool_timeout": 30, "pool_pre_ping": True,
+        "pool_recycle": 1800,
         "connect_args": connect,
     }  # fmt: skip
 
