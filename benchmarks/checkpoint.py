@@ -82,7 +82,9 @@ def run(parts: list[str], service: Service, folder: Path) -> None:
         for measured in sorted(grown, key=lambda m: (m.setup.ranks, m.nbytes)):
             print(checkpoint_tables.growth_row(measured), flush=True)
     if "every_step" in parts:
-        print("\na checkpoint at every step of bytelm, 2 ranks and 1, beside the same job without")
+        print(
+            "\na checkpoint, or a copy in memory, at every step of bytelm, against the limit and the same job without"
+        )
         checkpoint_steps.table(service, folder)
     if "store" in parts:
         print("\nthe store alone")

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-import numpy as np
 import torch
 import xxhash
 from save_state import Copy, buffer_for, live_tensors
-from save_ways import write_synced
 from torch import nn
 
+from ratchet_hooks.torch_compat import foreach_copy_
 from ratchet_worker.checkpoint.threads import BackgroundThread, Call
-from ratchet_worker.state.live_memory import live_bytes
 from ratchet_worker.task import Parts, TaskContext
 from ratchet_worker.tasks.bytelm import ByteLMTask
+
+_PAGE: Final = 4096  # bytes; a write past the page cache is a multiple of it
 
 
 class Blocks(ByteLMTask):
@@ -69,16 +70,20 @@ class Blocks(ByteLMTask):
 
 
 class _Limit:
-    """One of Ratchet's quiet threads copies the rank's share, makes one digest of it, writes and syncs it, while
-    the next step changes what it copies: no checkpoint, since nothing is handed over, waited for or committed. ``beside``: where
-    it writes; None: it does not."""
+    """A thread copies the rank's share, makes one digest of it, writes and syncs it, while the next step changes what it copies:
+    no checkpoint, since nothing is handed over, waited for or committed. Each is one call of C code, which runs without Python's
+    lock: the thread needs the lock only between these calls. ``beside``: where it writes; None: it does not."""
 
     def __init__(self, live: dict[str, torch.Tensor], rank: int, ranks: int, beside: Path | None) -> None:
         tensors = list(live.values())
         nbytes = sum(tensor.nbytes for tensor in tensors)
         self._copy = Copy(tensors, buffer_for(nbytes // ranks + 1), rank, ranks)
-        self._moves = [(live_bytes(to), live_bytes(origin)) for to, origin in self._copy.pairs]
-        self._places = [beside.with_name(f"limit-{rank}-{number}") for number in range(2)] if beside is not None else []
+        moved = [pair for pair in self._copy.pairs if pair[0].numel()]
+        self._targets, self._origins = [to for to, _ in moved], [origin for _, origin in moved]
+        self._pages = self._copy.bytes[: self._copy.nbytes // _PAGE * _PAGE]
+        flags = os.O_WRONLY | os.O_CREAT | os.O_DIRECT
+        places = [beside.with_name(f"limit-{rank}-{number}") for number in range(2)] if beside is not None else []
+        self._files = [os.open(place, flags, 0o644) for place in places]
         self._aside = BackgroundThread("limit", quiet=True)
         self._call: Call[None] | None = None
 
@@ -86,13 +91,13 @@ class _Limit:
         """Behind the one before. Raises what that raised."""
         if self._call is not None:
             self._call.result()
-        self._places.reverse()
+        self._files.reverse()
         self._call = self._aside.submit(self._write)
 
     def _write(self) -> None:
-        for target, origin in self._moves:
-            np.copyto(target, origin)
+        foreach_copy_(self._targets, self._origins)
         xxhash.xxh3_128_digest(self._copy.bytes)
-        if self._places:
-            self._places[0].unlink(missing_ok=True)
-            write_synced(self._places[0], self._copy.bytes, direct=True)
+        if self._files:
+            if os.pwrite(self._files[0], self._pages, 0) < len(self._pages):
+                raise OSError("a short write")
+            os.fsync(self._files[0])
