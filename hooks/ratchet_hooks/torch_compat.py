@@ -139,8 +139,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def tensor_hooks(tensor: torch.Tensor) -> list[Callable[..., Any]]:
     """Return the hooks that are registered on a tensor for its gradient. Empty if there is none."""
-    tables = (getattr(tensor, name, None) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
-    return [hook for table in tables if table for hook in table.values()]
+    before, after = getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
+    return [*(before.values() if before else ()), *(after.values() if after else ())]
 
 
 def in_backward() -> bool:

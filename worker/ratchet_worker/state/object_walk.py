@@ -18,7 +18,7 @@ import warnings
 from argparse import Namespace
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -77,6 +77,13 @@ _CONSTANTS: Final = (
 _CONTAINERS: Final[dict[Kind, tuple[type, ...]]] = {
     "list": (list, deque), "tuple": (tuple,), "dict": (dict,), "set": (set, frozenset)
 }  # fmt: skip
+_PYTHON_TYPES: Final[dict[type, Kind]] = {
+    **{kind: name for name, kinds in _CONTAINERS.items() for kind in kinds}, OrderedDict: "dict", bytearray: "bytes",
+    MethodType: "bound", partial: "bound",
+}  # fmt: skip
+"""The kind of all objects of exactly this class: found without a check of every other class."""
+_NOT_CONSTANTS: Final = frozenset({*_PYTHON_TYPES, *PLAIN_TENSORS, FunctionType, ModuleType} - {tuple})
+"""Classes; ``is_constant`` returns False for objects of exactly one of these."""
 _EXCLUDED_PACKAGES: Final = frozenset({
     "torch", "lightning", "pytorch_lightning", "lightning_utilities", "accelerate", "ratchet_worker", "ratchet_hooks",
     "ratchet_contract", "ratchet_store", "ratchet",
@@ -109,7 +116,7 @@ _CHECKED_BEFORE_MODULES: Final = (
 )  # fmt: skip
 """Classes whose objects have a ``Kind`` of their own, or one for which ``_kind`` looks at the object."""
 _MODULE_STATE_ATTRIBUTES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
-_MODULE_HOOK_ATTRIBUTES: Final = _MODULE_ATTRIBUTES - _MODULE_STATE_ATTRIBUTES
+_MODULE_HOOK_ATTRIBUTES: Final = tuple(sorted(_MODULE_ATTRIBUTES - _MODULE_STATE_ATTRIBUTES))
 _MAX_OBJECTS: Final = 200_000
 """Largest number of objects that a walk visits."""
 _LARGE_ITEMS: Final = 20_000
@@ -218,17 +225,17 @@ class _Walker:
     def run(self, region: Region, roots: Mapping[str, Any]) -> None:
         """Visit what can be reached from ``roots`` in ``region``; in ``shared``, also from the objects collected for it. An
         object that raises is added to ``failed``."""
-        covered = region == "own"
-        self._queue.extend(
+        covered, queue, paths, excluded_ids = region == "own", self._queue, self.result.paths, self.excluded_ids
+        queue.extend(
             _Found(path, item, covered=covered and isinstance(item, nn.Module)) for path, item in roots.items()
         )
-        while self.result.complete and (self._queue or (region == "shared" and self.shared)):
-            if not self._queue:
-                self._queue.extend(_Found(path, item) for path, item in self.shared.items())
+        while self.result.complete and (queue or (region == "shared" and self.shared)):
+            if not queue:
+                queue.extend(_Found(path, item) for path, item in self.shared.items())
                 self.shared.clear()
-            one = self._queue.popleft()
-            known = id(one.item) in self.result.paths or id(one.item) in self.excluded_ids
-            if not known and not self._is_ignored(one.path):
+            one = queue.popleft()
+            number = id(one.item)
+            if number not in paths and number not in excluded_ids and not self._is_ignored(one.path):
                 try:
                     self._visit(one, region)
                 except Exception:  # a user's property, a dead proxy, a structure too deep
@@ -251,7 +258,7 @@ class _Walker:
         users = one.from_user and (kind != "object" or isinstance(item, _TORCH_TYPES) or is_user_class(its_class))
         children = _children(item, kind, covered=one.covered)
         if kind == "dict":
-            children = {self._address_key(key): child for key, child in children.items()}
+            children = {self._address_key(key) if type(key) is int else key: child for key, child in children.items()}
         if isinstance(item, Optimizer) and region == "own":
             children |= self._inner_optimizer_state(item)
         if names := self._covered_attributes.get(path):
@@ -261,16 +268,14 @@ class _Walker:
                 k: child for k, child in children.items() if not self._is_ignored(f"{path}{path_step(kind, k)}")
             }
         self.result.paths[id(item)] = path
-        hooks = [*_hooks(item)] if kind == "object" and region != "registered" else []
+        hooks = _hooks(item) if kind == "object" and region != "registered" else []
         mark = None if region == "registered" else _mark(item, kind, hooks)
         self.result.nodes[path] = Node(item, kind, mark, children, users, region)
         if one.covered:
             self._visit_parts(path, item)
-        self._queue.extend(
-            _Found(f"{path}{path_step(kind, key)}", child, users)
-            for key, child in children.items()
-            if not is_constant(child) and not isinstance(child, ModuleType)
-        )
+        for key, child in children.items():
+            if type(child) not in _PLAIN and not is_constant(child) and not isinstance(child, ModuleType):
+                self._queue.append(_Found(f"{path}{path_step(kind, key)}", child, users))
         if kind == "set" and (several := _unordered(item)):
             found = [_Found(f"{path}{UNORDERED}{n}", child, users) for n, child in enumerate(several)]
             if region == "own":
@@ -286,13 +291,13 @@ class _Walker:
     def _visit_parts(self, path: str, module: nn.Module) -> None:
         """Add nodes for a covered module's parameters. Also add nodes for its buffers, unless their table is a root of the walk.
         The module's parts go to the front of the queue."""
-        for name, tensor in _own_tensors(module, "_parameters"):
+        for name, tensor in _own_tensors(module, "_parameters", "named_parameters"):
             self._cover(f"{path}.{name}", tensor)
         if id(own_buffers(module)) not in self.root_ids:
-            for name, tensor in _own_tensors(module, "_buffers"):
+            for name, tensor in _own_tensors(module, "_buffers", "named_buffers"):
                 self._cover(f"{path}.{name}", tensor)
-        parts = (_Found(f"{path}.{name}", part, covered=True) for name, part in module.named_children())
-        self._queue.extendleft(reversed([*parts]))
+        parts = [_Found(f"{path}.{name}", part, covered=True) for name, part in module.named_children()]
+        self._queue.extendleft(reversed(parts))
 
     def _cover(self, path: str, tensor: torch.Tensor) -> None:
         """Add the node of a tensor that is saved separately, unless it has one, and queue its hooks and attributes."""
@@ -300,8 +305,9 @@ class _Walker:
         if id(tensor) in found.paths:
             return
         found.paths[id(tensor)] = path
-        hooks = [(f"hooks[{number}]", hook) for number, hook in enumerate(tensor_hooks(tensor))]
-        mark, kept = {name: hook for name, hook in hooks if is_user_code(hook)}, _attributes_of_tensor(tensor)
+        registered, kept = tensor_hooks(tensor), _attributes_of_tensor(tensor)
+        hooks = [(f"hooks[{number}]", hook) for number, hook in enumerate(registered)] if registered else []
+        mark = {name: hook for name, hook in hooks if is_user_code(hook)} if hooks else {}
         found.nodes[path] = Node(tensor, "tensor", mark, kept, from_user=False, region="own", covered=True)
         if tensor.layout is torch.strided and tensor.numel():
             found.storage_paths.setdefault(storage_id(tensor), path)
@@ -320,9 +326,9 @@ class _Walker:
             return {}
         return {name: held[name] for name in ("state", "param_groups") if name in held}
 
-    def _address_key(self, key: Any) -> Any:
+    def _address_key(self, key: int) -> Any:
         """Return ``key``; if it is the ``id`` of a visited object, a key with that object's path instead."""
-        path = self.result.paths.get(key) if type(key) is int else None
+        path = self.result.paths.get(key)
         return key if path is None else AddressKey(path)
 
     def _is_ignored(self, path: str) -> bool:
@@ -370,9 +376,12 @@ class AddressKey:
 def is_constant(item: Any) -> bool:
     """True for an object of the classes ``_CONSTANTS`` (number, string, None, enum member ...), and for a plain tuple of such.
     False for one with attributes of its own, except an enum member."""
-    if type(item) in _PLAIN:
+    its_class = type(item)
+    if its_class in _PLAIN:
         return True
-    if type(item) is tuple:
+    if its_class in _NOT_CONSTANTS:
+        return False
+    if its_class is tuple:
         try:
             return all(map(is_constant, item))
         except RecursionError:  # nested tuples: they are visited one by one
@@ -388,7 +397,10 @@ def class_path(item: Any) -> str:
 def _kind(item: Any, region: Region) -> Kind:
     """Return the kind of ``item`` (see ``Kind``). Some classes of frameworks are entered as objects only in the region
     ``registered``."""
-    its_class = cast(type, type(item))
+    its_class: type = type(item)
+    known = _PYTHON_TYPES.get(its_class)
+    if known is not None:
+        return known
     if _is_plain_module(its_class):
         return "object"
     if isinstance(item, torch.Tensor):
@@ -459,31 +471,41 @@ def _owner_of(generator: GeneratorType[Any, Any, Any]) -> str:
     )
 
 
-def _own_tensors(module: nn.Module, table: Literal["_parameters", "_buffers"]) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the parameters or buffers of ``module``, without those of its parts, by name."""
-    method = {"_parameters": "named_parameters", "_buffers": "named_buffers"}[table]
+def _own_tensors(
+    module: nn.Module, table: str, method: Literal["named_parameters", "named_buffers"]
+) -> Iterable[tuple[str, torch.Tensor]]:
+    """Return the parameters or buffers of ``module``, without those of its parts, by name. ``table``: the attribute with them;
+    ``method``: the method that returns them, which is called only if the module, or its class, has another than torch's."""
     held, kind = vars(module), cast(type, type(module))
-    plain = all(n not in held and getattr(kind, n) is getattr(nn.Module, n) for n in (method, "_named_members"))
-    if not plain or not isinstance(tensors := held.get(table), dict):  # a traced module has no such attribute
+    tensors = held.get(table)  # a traced module has no such attribute
+    if (
+        not isinstance(tensors, dict)
+        or method in held
+        or "_named_members" in held
+        or getattr(kind, method) is not getattr(nn.Module, method)
+        or kind._named_members is not nn.Module._named_members  # type: ignore[attr-defined]
+    ):
         return getattr(module, method)(recurse=False)  # type: ignore[no-any-return]
-    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None]
+    return [(name, tensor) for name, tensor in tensors.items() if tensor is not None] if tensors else ()
 
 
-def _hooks(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, function) for each hook of a module or an optimizer, such as ``_forward_hooks[0]``; nothing for other
+def _hooks(item: Any) -> list[tuple[str, Any]]:
+    """Return (name, function) for each hook of a module or an optimizer, such as ``_forward_hooks[0]``; nothing for other
     objects."""
-    names = (
-        _MODULE_HOOK_ATTRIBUTES
-        if isinstance(item, nn.Module)
-        else _optimizer_attributes()
-        if isinstance(item, Optimizer)
-        else ()
-    )
-    attributes_of_item = vars(item) if names else {}
+    names: Iterable[str] = ()
+    if isinstance(item, nn.Module):
+        names = _MODULE_HOOK_ATTRIBUTES
+    elif isinstance(item, Optimizer):
+        names = _optimizer_attributes()
+    else:
+        return []
+    found: list[tuple[str, Any]] = []
+    tables = vars(item)
     for name in names:
-        held = attributes_of_item.get(name)
-        if isinstance(held, OrderedDict) and held:
-            yield from ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
+        held = tables.get(name)
+        if held and isinstance(held, OrderedDict):  # most are empty
+            found += ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
+    return found
 
 
 def _registered_code(item: Any, hooks: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -560,7 +582,10 @@ def _children(item: Any, kind: Kind, *, covered: bool) -> Children:
         return dict(enumerate([*item]))
     if kind == "dict":
         held = enumerate(item.items())
-        return {key if is_constant(key) else ObjectKey(number, key): value for number, (key, value) in held}
+        return {
+            key if type(key) in _PLAIN or is_constant(key) else ObjectKey(number, key): value
+            for number, (key, value) in held
+        }
     if kind == "set":
         objects = [one for one in item if not is_constant(one)]
         return dict(enumerate(objects)) if len(objects) == 1 else {}
@@ -606,7 +631,8 @@ def _held_objects(item: Any) -> Children:
 
 def _attributes_of_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     """Return the attributes that were set on a tensor, by name, without those of torch's compiler."""
-    return {name: value for name, value in vars(tensor).items() if not name.startswith("_dynamo_")}
+    held = vars(tensor)
+    return {name: value for name, value in held.items() if not name.startswith("_dynamo_")} if held else {}
 
 
 def _tensor_state(tensor: torch.Tensor) -> Children:
@@ -813,4 +839,4 @@ def is_same(old: Any, new: Any) -> bool:
 
 def are_same_children(old: Children, new: Children) -> bool:
     """True if both have the same keys in the same order, and ``is_same`` holds for the values under each key."""
-    return [*old] == [*new] and all(is_same(old[key], value) for key, value in new.items())
+    return [*old] == [*new] and all(map(is_same, old.values(), new.values()))
