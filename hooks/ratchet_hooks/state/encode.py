@@ -186,6 +186,9 @@ class _Encoder:
         """Return ``[key, value]`` in JSON for each item of a mapping, in its order."""
         pairs: list[JsonValue] = []
         for key, item in value.items():
+            if _is_json(key) and _is_json(item):
+                pairs.append([key, item])  # type: ignore[list-item]
+                continue
             plain = type(key) is str and key.isidentifier()
             inner = (*path, f".{key}" if plain else f"[{key!r}]")
             pairs.append([self._key(key, inner), self.value(item, inner)])
