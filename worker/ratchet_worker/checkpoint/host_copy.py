@@ -14,7 +14,7 @@ import torch
 
 from ratchet_contract.errors import StateError
 from ratchet_hooks.state.files import DTYPE_NAMES
-from ratchet_hooks.torch_compat import version_of
+from ratchet_hooks.torch_compat import foreach_copy_, version_of
 from ratchet_store.format.shard_slices import Slice
 from ratchet_store.write.block_writer import Range
 from ratchet_store.write.rank_file import Piece, file_order
@@ -187,8 +187,13 @@ class Staged:
                 raise StateError(f"{name} has no memory: its storage was emptied before the step's end")
         with self._copy_stream(Until.BOUNDARY), torch.no_grad():
             if self._stream is None:
-                for target, number in zip(self._layout.boundary_targets(self._buffer), numbers, strict=True):
-                    target.copy_(self._elements_to_copy(number))
+                targets = self._layout.boundary_targets(self._buffer)
+                origins = [*map(self._elements_to_copy, numbers)]
+                if {*map(type, origins)} <= {torch.Tensor}:
+                    foreach_copy_(targets, origins)
+                else:  # a subclass may implement ``copy_`` only
+                    for target, origin in zip(targets, origins, strict=True):
+                        target.copy_(origin)
             else:
                 for number in numbers:
                     self._copy(number, self._tensors[number])
