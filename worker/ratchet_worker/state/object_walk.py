@@ -503,7 +503,7 @@ def _hooks(item: Any) -> list[tuple[str, Any]]:
     tables = vars(item)
     for name in names:
         held = tables.get(name)
-        if held and isinstance(held, OrderedDict):  # most are empty
+        if isinstance(held, OrderedDict) and held:
             found += ((f"{name}[{n}]", hook) for n, hook in enumerate(held.values()) if callable(hook))
     return found
 
