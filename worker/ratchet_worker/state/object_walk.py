@@ -477,14 +477,11 @@ def _own_tensors(
     """Return the parameters or buffers of ``module``, without those of its parts, by name. ``table``: the attribute with them;
     ``method``: the method that returns them, which is called only if the module, or its class, has another than torch's."""
     held, kind = vars(module), cast(type, type(module))
-    tensors = held.get(table)  # a traced module has no such attribute
-    if (
-        not isinstance(tensors, dict)
-        or method in held
-        or "_named_members" in held
-        or getattr(kind, method) is not getattr(nn.Module, method)
-        or kind._named_members is not nn.Module._named_members  # type: ignore[attr-defined]
-    ):
+    tensors: Any = held.get(table)  # a traced module has no such attribute
+    plain = isinstance(tensors, dict)
+    for name in (method, "_named_members"):
+        plain = plain and name not in held and getattr(kind, name) is getattr(nn.Module, name)
+    if not plain:
         return getattr(module, method)(recurse=False)  # type: ignore[no-any-return]
     return [(name, tensor) for name, tensor in tensors.items() if tensor is not None] if tensors else ()
 
