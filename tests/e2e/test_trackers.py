@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from ratchet_contract.phases import JobPhase
-from ratchet_service.db.engine import Database
 from tests.support.control_plane import Plane
 from tests.support.mlflow_server import histories, mlflow_server
 from tests.support.server import wait_for
@@ -26,7 +25,10 @@ SEED = int(os.environ.get("RATCHET_TEST_SEED", "1"))
 STEPS, EVERY = 60, 10
 PER_JOB, JOBS = 3, min(4, KILLS // 3)
 """Kills of a job's ranks and agents; jobs at the same time, whose service is killed once."""
-pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(60 + 30 * KILLS)]
+pytestmark = [
+    pytest.mark.slow, pytest.mark.processes, pytest.mark.timeout(60 + 30 * KILLS),
+    pytest.mark.parametrize("migrated_database", ["sqlite", *(["postgresql"] if KILLS > FEW else [])], indirect=True),
+]  # fmt: skip
 
 
 class Tracker(NamedTuple):
@@ -37,9 +39,7 @@ class Tracker(NamedTuple):
 
 
 @pytest.fixture
-def trackers(tmp_path: Path, database: Database) -> Iterator[dict[str, Tracker]]:
-    """All; with few kills and PostgreSQL, TensorBoard alone, as others take seconds to start."""
-
+def trackers(tmp_path: Path) -> Iterator[dict[str, Tracker]]:
     def in_wandb(job: str) -> Points:
         [directory] = (tmp_path / "wandb" / job).glob("offline-run-*")
         points: Points = {}
@@ -56,9 +56,6 @@ def trackers(tmp_path: Path, database: Database) -> Iterator[dict[str, Tracker]]
         {"RATCHET_TRACKER_TENSORBOARD_DIR": str(tmp_path / "runs")},
         lambda job: read_tensorboard(tmp_path / "runs" / "ratchet" / job)[0],
     )
-    if KILLS <= FEW and not database.is_sqlite:
-        yield {"tensorboard": board}
-        return
     with mlflow_server(tmp_path) as server:
         yield {
             "tensorboard": board,
@@ -89,7 +86,6 @@ def test_killed_jobs_have_one_run_with_each_step_once(
     trackers: dict[str, Tracker],
     tmp_path: Path,
     control_plane: Plane,
-    database: Database,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draw, killed = random.Random(SEED), 0

@@ -37,13 +37,13 @@ _IMPORTED = (
     "rich.live",
     "rich.progress",
 )
-# Variables that mean nothing to the imports, beside RATCHET_...
+# Variables that mean nothing to the imports, beside RATCHET_... and SLURM_...
 _OWN = ("COLUMNS", "HOME", "NO_COLOR", "PYTEST_CURRENT_TEST", "TERM", "XDG_RUNTIME_DIR")
 
 
 def import_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What of an environment an interpreter's start or an import may look at."""
-    return {k: v for k, v in environment.items() if not k.startswith("RATCHET_") and k not in _OWN}
+    return {k: v for k, v in environment.items() if not k.startswith(("RATCHET_", "SLURM_")) and k not in _OWN}
 
 
 class Forks:
