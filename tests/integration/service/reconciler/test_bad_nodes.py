@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from ratchet_contract.phases import Cause, JobPhase
 from ratchet_service.launchers.base import LaunchPlan
 from ratchet_service.launchers.local.launcher import LocalLauncher
 from tests.support.control_plane import Plane, trainer_launcher
+
+pytestmark = pytest.mark.takes_turns
 
 DIES_TWICE = {"steps": 25, "epochs": {str(n): {"at": 20 + n, "do": "kill-agent"} for n in (1, 2)}}
 

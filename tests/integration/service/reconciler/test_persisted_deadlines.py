@@ -44,6 +44,8 @@ from tests.support.api import FakeSubmission, spec
 from tests.support.control_plane import Plane
 from tests.support.server import wait_for
 
+pytestmark = pytest.mark.takes_turns
+
 LIFE = 4
 """Rounds of one reconciler, a second between two."""
 DEADLINE = 10.0

@@ -20,6 +20,8 @@ from ratchet_service.scheduling import queue_queries
 from tests.support.control_plane import Plane
 from tests.support.queue_harness import Queue
 
+pytestmark = pytest.mark.takes_turns
+
 LONG = {"steps": 60, "every": 25, "epochs": {"1": {"at": 30, "do": "wait"}}}
 """Its first attempt trains until it is stopped."""
 ENDLESS = {"steps": 100_000, "every": 100_000, "pause": 0.02}
@@ -310,6 +312,7 @@ def test_job_that_cannot_be_launched_holds_no_slot_and_shows_the_reason(
     assert queue.job(broken).reason is None
 
 
+@pytest.mark.both_databases
 def test_preemption_skips_a_victim_whose_row_is_locked(tmp_path: Path, database: Database) -> None:
     """It may wait for a row that the round holds, as another reconciler does that renews its leases."""
     if database.is_sqlite:

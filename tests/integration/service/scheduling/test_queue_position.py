@@ -19,6 +19,8 @@ from ratchet_service.usecases import queue as shown
 from tests.support.api import Api
 from tests.support.queue_harness import Queue
 
+pytestmark = pytest.mark.takes_turns
+
 
 @pytest.fixture
 def queue(tmp_path: Path, database: Database) -> Queue:
