@@ -63,7 +63,7 @@ def run(name: str, environ: dict[str, str]) -> Result:
     return result
 
 
-ELSEWHERE = ("jobs", "hooks-gloo", "hooks-mixed", "hook-steps", "throughput", "dead-rank", "parked")
+ELSEWHERE = ("jobs", "hooks-gloo", "hooks-mixed", "hook-steps", "throughput", "dead-rank", "parked", "replay-proof")
 """Rows of which other tests show what they show on the CPU."""
 
 
