@@ -54,7 +54,10 @@ _OF_RANKS: Final = {
 }  # fmt: skip
 _CLONE_NEWNET: Final = 0x40000000
 _PADDING: Final = 1 << 15  # bytes that a program's variables may take beyond those of the forking process
-_AGENTS: Final = (["-P", "-m", "ratchet_worker.agent"], ["-P", "-m", "tests.support.fake_trainer"])
+_AGENTS: Final = tuple(
+    ["-P", "-m", module]
+    for module in ("ratchet_worker.agent", "ratchet_worker.agent.parked", "tests.support.fake_trainer")
+)
 _SERVICE: Final = (
     "ratchet_service.commands.serve", "ratchet_service.__main__", "uvicorn.protocols.http.auto", "alembic.command",
     "ratchet_worker.agent.main",
@@ -206,7 +209,7 @@ class Interpreter:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(f"{self._directory}/socket")
             listener.listen(128)
-            padding = "x" * 4096
+            padding = "x" * 8192
             process = subprocess.Popen(
                 [sys.executable, "-P", __file__, str(listener.fileno()), str(owner), self._kind, padding],
                 env=self._environment | {"PADDING": "x" * _PADDING}, pass_fds=[listener.fileno(), owner],
@@ -246,8 +249,10 @@ def request_fork(
     cwd: Path,
     agents: str | None = None,
     errors: int | None = None,
+    fds: Sequence[int] = (),
 ) -> tuple[int, int] | None:
-    """Have ``command`` forked: its pid, and the descriptor where its exit code will be read. None: it must be started afresh."""
+    """Have ``command`` forked: its pid, and the descriptor where its exit code will be read. None: it must be started afresh.
+    ``fds``: descriptors that it inherits."""
     net = None
     if Path(command[0]).name == "nsenter" and command[1].startswith("--net=") and command[2] == "--":
         net, command = command[1].removeprefix("--net="), command[3:]
@@ -257,8 +262,15 @@ def request_fork(
     try:
         connection.connect(address)
         assert connection.recv(32) == b"ready"
-        request = {"command": list(command), "env": dict(env), "cwd": str(cwd), "agents": agents, "net": net}
-        _send(connection, request, [log, log if errors is None else errors])
+        request = {
+            "command": list(command),
+            "env": dict(env),
+            "cwd": str(cwd),
+            "agents": agents,
+            "net": net,
+            "fds": list(fds),
+        }
+        _send(connection, request, [log, log if errors is None else errors, *fds])
         told = connection.recv(32)
     except OSError:
         told = b""
@@ -268,12 +280,14 @@ def request_fork(
     return int(told[4:]), connection.detach()
 
 
-def fork_agent(address: str, argv: Sequence[str], env: Mapping[str, str], log: Path | int) -> int | None:
-    """The agent's pid, or None where it must be started afresh. ``log``: its place, or a descriptor."""
+def fork_agent(
+    address: str, argv: Sequence[str], env: Mapping[str, str], log: Path | int, fds: Sequence[int] = ()
+) -> int | None:
+    """The agent's pid, or None where it must be started afresh. ``log``: its place, or a descriptor. ``fds``: inherited."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     descriptor = os.dup(log) if isinstance(log, int) else os.open(log, flags, 0o600)
     try:
-        found = request_fork(address, argv, descriptor, env, Path.cwd())
+        found = request_fork(address, argv, descriptor, env, Path.cwd(), fds=fds)
     finally:
         os.close(descriptor)
     if found is None:
@@ -288,7 +302,7 @@ def fork_agents(address: str) -> None:
 
     start_afresh = launcher._spawn
     launcher._spawn = lambda argv, env, log, fds=(): (
-        (None if fds else fork_agent(address, argv, env, log)) or start_afresh(argv, env, log, fds)
+        fork_agent(address, argv, env, log, fds) or start_afresh(argv, env, log, fds)
     )
 
 
@@ -367,13 +381,14 @@ class _Server:
         if received is None:
             connection.close()
             return None
-        request, (log, errors) = received
+        request, (log, errors, *inherited) = received
         env = request["env"]
         if _early_variables(env) != self._early or len(_block(env)) > _field_size("environ"):
             with suppress(OSError):
                 connection.send(b"afresh")
             connection.close()
-            os.close(log), os.close(errors)
+            for descriptor in (log, errors, *inherited):
+                os.close(descriptor)
             return None
         parent, pid = os.getpid(), os.fork()
         if pid == 0:
@@ -383,7 +398,7 @@ class _Server:
             _enter(request["net"])
             for other in (self._listener, *self._connections.values(), *self._children.values()):
                 other.detach()  # nobody is to close a number that will be somebody else's
-            _become_program(request, log, {2: errors}, told)
+            _become_program(request, log, {2: errors, **dict(zip(request["fds"], inherited, strict=True))}, told)
             if request["agents"] is not None:
                 fork_agents(request["agents"])
             command: list[str] = request["command"]
@@ -393,7 +408,8 @@ class _Server:
                 _slow_down(float(seconds))
             return (command[1:4] in _AGENTS and _fork_spare_child(self._environment, set_by_imports)) or command
         self._children[pid] = connection
-        os.close(log), os.close(errors)
+        for descriptor in (log, errors, *inherited):
+            os.close(descriptor)
         return None
 
     def _collect(self) -> None:
