@@ -53,9 +53,12 @@ class Cli:
 
     def __init__(self, home: Path, cwd: Path) -> None:
         self.cwd = cwd
-        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_")}
-        self.environment |= {"RATCHET_HOME": str(home), "RATCHET_CONFIG": str(cwd / "ratchet.json"), "COLUMNS": "200"}
-        self.environment["RATCHET_STANDBY"] = os.environ["RATCHET_STANDBY"]
+        kept = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_") or k == "RATCHET_STANDBY"}
+        self.environment = kept | {
+            "RATCHET_HOME": str(home),
+            "RATCHET_CONFIG": str(cwd / "ratchet.json"),
+            "COLUMNS": "200",
+        }
 
     def command(self, *arguments: str) -> list[str]:
         return [str(EXECUTABLE), *arguments]
