@@ -40,7 +40,7 @@ class Size:
     ranks: int = 2
 
 
-_WIDE: Final = {"width": 256, "layers": 4}
+_WIDE: Final = {"width": 256, "layers": 4, "grams": 6550}
 SIZES: Final = {
     "11 MB, 1 rank": Size(before=4, count=16, pairs=12, task={}, ranks=1),
     "11 MB, 2 ranks": Size(before=4, count=16, pairs=12, task={}),
@@ -66,7 +66,7 @@ def table(service: Service, folder: Path, sizes: dict[str, Size] = SIZES) -> Non
         took = f"{1e3 * statistics.median(saves):.1f}"
         for name, ours, limit, last in ((title, save, save_limit, took), ("  in memory", copy, copy_limit, "")):
             (wall, cpu), beside, alone = (_ratios(*two) for two in ((ours, limit), (ours, without), (limit, without)))
-            aim = f"{AIM:.2f}, {'met' if wall.median <= AIM else 'not met'}"
+            aim = f"{AIM:.2f}, {'met' if wall.high <= AIM else 'not met'}"
             ms = [f"{1e3 * statistics.median(s for s, _ in one) / size.count:.1f}" for one in (ours, limit, without)]
             ratios = [str(one) for one in (*beside, *alone)]
             print(_line(name, str(wall), str(cpu), aim, *ratios, *ms, last, f"{nbytes / 1e6:.1f}"), flush=True)
