@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.full_matrix import full
-from tests.support.server import Server, rank_pid
+from tests.support.server import Server, rank_pid, wait_for
 
 CODE = Path(__file__).parents[3] / "support" / "fault_job"
 
@@ -36,6 +36,9 @@ def test_killed_rank_is_continued_from_its_copies(service: Server, tmp_path: Pat
     )
     _, paths = service.wait_step(job_id, 20)
     os.kill(rank_pid(paths, 1), signal.SIGKILL)
+    wait_for(
+        lambda: service.attempts(job_id)[0]["cause"], "the end of the first attempt, which finishes no further step", 60
+    )
     (tmp_path / "go.21").touch()
     service.wait_phase(job_id, "SUCCEEDED")
     first, second = service.attempts(job_id)
