@@ -44,7 +44,9 @@ from tests.support.chaos.run import Run, Wanted
 from tests.support.chaos.schedule import Log, read_log
 from tests.support.chaos.world import Engine, World
 
-DISK = "192m"
+DISK_MIB = 192
+"""Of the run directory, with what real jobs need in addition."""
+REAL_JOB_MIB = 8
 SHOWN = 5
 _MARK = "RATCHET_CHAOS_DISK"
 
@@ -156,7 +158,8 @@ def _one(engine: Engine, wanted: Wanted, planted: str | None, log: Path) -> Verd
         home.mkdir(mode=0o700)
         disk = bool(os.environ[_MARK])
         if disk:
-            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "none", str(home)], check=True)
+            size = DISK_MIB + REAL_JOB_MIB * wanted.reals
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}m", "none", str(home)], check=True)
         try:
             run, verdict, lines = chaos(Path(name), engine, wanted, planted=planted, disk=disk, log=log)
         finally:
