@@ -21,7 +21,7 @@ class StagingBuffer:
     in memory that it is, not page-locked; None: memory of this process. One save at a time uses it."""
 
     def __init__(self, *, pinned: bool, region: Region | None = None) -> None:
-        self._pinned, self.region = pinned, region
+        self._pinned, self._region = pinned, region
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._touched = 0  # bytes from its start whose pages are allocated
         self._acquired = False  # by a save: its contents must not be touched any more
@@ -50,13 +50,13 @@ class StagingBuffer:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old one first
         try:
-            if self.region is not None:
-                self._buffer = _pages_of(self.region, nbytes)
+            if self._region is not None:
+                self._buffer = _pages_of(self._region, nbytes)
             else:
                 self._buffer = _pinned_pages(nbytes) if self._pinned else _pages(nbytes)
         except (RuntimeError, OSError) as error:  # from torch and from the system
             raise MemoryError(f"no memory for a copy of {nbytes} bytes: {error}") from error
-        self._touched = 0 if self.region is None and not self._pinned else nbytes
+        self._touched = 0 if self._region is None and not self._pinned else nbytes
 
     def _touch_next_pages(self) -> bool:
         """Allocate the next pages. False if all are allocated or a save has taken the buffer."""

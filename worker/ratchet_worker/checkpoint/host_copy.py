@@ -62,9 +62,8 @@ class Staging:
         """Copy the ``sources`` due at the boundary, and return an object that copies the others later. ``number``: of the buffer.
         Raises ``StateError`` for a tensor that cannot be stored, and ``MemoryError``."""
         layout = self.lay_out(sources)
-        kept = self._staging_buffers[number]
-        buffer = kept.acquire(layout.nbytes)
-        staged = Staged(sources, layout, buffer, self._stream, self._cores, self._reader, kept.region)
+        buffer = self._staging_buffers[number].acquire(layout.nbytes)
+        staged = Staged(sources, layout, buffer, self._stream, self._cores, self._reader)
         staged.copy_at_boundary()
         return staged
 
@@ -162,20 +161,12 @@ class Staged:
     stays unchanged. ``error``: set if a tensor has changed too early or could not be copied."""
 
     def __init__(
-        self,
-        sources: Sources,
-        layout: _Layout,
-        buffer: torch.Tensor,
-        stream: Any,
-        cores: int,
-        reader: SafeReader,
-        region: Region | None,
+        self, sources: Sources, layout: _Layout, buffer: torch.Tensor, stream: Any, cores: int, reader: SafeReader
     ) -> None:
         live = sources.live_tensors
         self._sources, self._tensors = sources.entries, live.tensors
         self._addresses, self._versions = live.addresses, live.versions
         self._layout, self._buffer, self._stream, self._reader = layout, buffer, stream, reader
-        self._region = region  # the part of a file that the buffer is
         self._bytes: Bytes = buffer.numpy()
         self._single_core = cores < 2
         self._copied = set[Until]()  # the kinds that no thread need wait for any more
@@ -253,10 +244,7 @@ class Staged:
                 else:
                     memory = self._memory_of(number)[begin:end]
                     target = self._bytes[place.offset + begin : place.offset + end]
-                    if self._region is not None and not direct:  # one copy instead of two
-                        self._reader.write(memory, self._region.fd, self._region.offset + place.offset + begin)
-                    else:
-                        _copy_bytes(memory, target, None if direct else self._reader)
+                    _copy_bytes(memory, target, None if direct else self._reader)
             except BufferError:
                 lost = True
             except RuntimeError as error:  # from torch, for a view of a storage that is too small, or from the device

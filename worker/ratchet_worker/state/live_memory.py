@@ -133,22 +133,15 @@ class SafeReader:
         """Yield copies of consecutive blocks of ``memory``, each valid until the next is requested. Raises ``BufferError`` if it
         was freed."""
         for begin in range(0, memory.size, _WINDOW):
-            block = memory[begin : begin + _WINDOW]
-            self.write(block, self._file, 0)
+            block, done = memory[begin : begin + _WINDOW], 0
+            while done < block.size:
+                try:
+                    done += os.pwrite(self._file, block[done:].data, done)
+                except OSError as error:
+                    if error.errno != errno.EFAULT:
+                        raise
+                    raise BufferError("the memory was freed") from error
             yield self._window[: block.size]
-
-    @staticmethod
-    def write(memory: Bytes, file: int, offset: int) -> None:
-        """Write ``memory`` at ``offset`` of the file with the descriptor ``file``. Raises ``BufferError``, perhaps after a part,
-        if ``memory`` was freed, and ``OSError``."""
-        done = 0
-        while done < memory.size:
-            try:
-                done += os.pwrite(file, memory[done:].data, offset + done)
-            except OSError as error:
-                if error.errno != errno.EFAULT:
-                    raise
-                raise BufferError("the memory was freed") from error
 
     def copy(self, memory: Bytes, target: Bytes) -> None:
         """Copy ``memory`` to ``target`` of the same size. Raises ``BufferError``, perhaps after a part, if ``memory`` was
