@@ -55,7 +55,7 @@ ENDING_INTERVAL: Final = 0.03
 end. The first pauses are shorter, since most agents end at once."""
 _FIRST_ENDING_INTERVAL: Final = 0.003
 IDLE_INTERVAL: Final = 1.0
-_MAX_POLL_SHARE: Final = 0.1
+_MAX_POLL_SHARE: Final = 0.2
 """Share of the time for polling attempts, once a poll of all takes long, as with some hundred attempts: a pause of at most
 ``_MAX_POLL_PAUSE`` seconds follows it. That does not delay agents' reports to the service."""
 _MAX_POLL_PAUSE: Final = 2.0
