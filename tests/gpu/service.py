@@ -71,7 +71,7 @@ def finished(
         _, paths = server.wait_step(job_id, kill_at, deadline=seconds, saved=True)
         last = rank_pid(paths, ranks_of(spec) - 1)
         if parked:
-            os.kill(last, signal.SIGSTOP)  # imports at the lowest priority get little of cores on which a job trains
+            os.kill(last, signal.SIGSTOP)  # imports at a low priority get little of cores on which a job trains
             wait_for(lambda: server.call("GET", "/v1/fleet").json()["parked"]["ready"], "a parked agent", seconds)
         os.kill(last, signal.SIGKILL)
     job = server.wait_phase(job_id, "SUCCEEDED", deadline=seconds)

@@ -61,13 +61,15 @@ class ParkedView(View):
     ready: int = Field(description="Those with all imports made.")
     starting: int
     memory_bytes: int = Field(description="Resident size of their processes; pages that several share count in part.")
-    max_agents: int = Field(description="Largest number of parked agents. 0: `--standby off`.")
-    max_seconds: float = Field(description="Seconds that one waits after the last attempt of its kind.")
-    max_memory_bytes: int = Field(description="Largest memory of one.")
+    max_agents: int = Field(default=0, description="Largest number of parked agents. 0: `--standby off`.")
+    max_seconds: float = Field(default=0.0, description="Seconds that one waits after the last attempt of its kind.")
+    max_memory_bytes: int = Field(default=0, description="Largest memory of one.")
     obstacles: list[ParkedObstacle] = Field(
+        default=[],
         description="Why no agent is parked for the next attempts of some kind. memory-short: less than twice "
-        "`max_memory_bytes` is available. too-large: one used more than that. ended: one has ended during its imports. "
-        "not-started: the system refused the process."
+        "`max_memory_bytes` was available; looked at again after a minute. "
+        "too-large: one used more than that. ended: one has ended during its imports. "
+        "not-started: the system refused the process.",
     )
 
 

@@ -1,4 +1,5 @@
-"""Room in the pages of the table of jobs, so that a new version of a row is in the old one's page and no index changes."""
+"""Room in the pages of the table of jobs, so that a new version of a row is in the old one's page and no index changes.
+Pages that exist already get the room when they are rewritten (VACUUM FULL)."""
 
 from __future__ import annotations
 

@@ -33,6 +33,9 @@ _POSTGRES_FORM: Final = (
 )
 _READ_ONLY: Final = "ratchet_read_only"
 _IS_DIRECT: Final = "ratchet_is_direct"
+_PREPARES: Final = "ratchet_prepares"
+_NO_PREPARE: Final = "prepare_threshold"
+"""With the value ``none`` in a URL's query: no statement is prepared on the server."""
 _PREPARE_AFTER: Final = 5
 """Executions of a statement on one connection after which it is prepared on the PostgreSQL server."""
 _SQLITE_OPTIONS: Final[dict[str, Any]] = {
@@ -71,6 +74,8 @@ def normalise_url(url: str) -> URL:
     if parsed.drivername.startswith("postgres") and url.count("@") > 1:
         raise ValueError(f"the database URL has more than one @: {_POSTGRES_FORM}")
     if parsed.drivername in ("postgres", "postgresql", "postgresql+psycopg"):
+        if parsed.query.get(_NO_PREPARE, "none") != "none":
+            raise ValueError(f"{_NO_PREPARE} in the database URL can only be none")
         return parsed.set(drivername="postgresql+psycopg")
     if parsed.drivername in ("sqlite", "sqlite+pysqlite"):
         if not parsed.database or parsed.database == ":memory:":
@@ -131,10 +136,12 @@ class Database:
         self.url = normalise_url(url)
         postgres = self.url.drivername.startswith("postgresql")
         options = _postgres_options(self.url) if postgres else _SQLITE_OPTIONS
+        prepares = postgres and _NO_PREPARE not in self.url.query
         self.engine: Engine = sa.create_engine(
             self.url,
             json_serializer=_strict_json,
             hide_parameters=True,  # error messages are logged, and rows hold secret values
+            execution_options={_PREPARES: prepares},
             **options,
         )
         event.listen(self.engine, "connect", _postgres_connect if postgres else _sqlite_connect)
@@ -214,6 +221,8 @@ def _sqlite_connect(connection: Any, _record: Any) -> None:
 def _sqlite_begin(connection: Connection) -> None:
     """Start a SQLite transaction: deferred for a session that only reads, immediate for one that writes."""
     read_only = connection.get_execution_options().get(_READ_ONLY, False)
+    driver: Any = connection.connection.driver_connection
+    driver.execute(f"PRAGMA query_only = {int(read_only)}")
     connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
 
@@ -227,8 +236,11 @@ def _postgres_connect(connection: Any, record: Any) -> None:
 
 
 def _postgres_begin(connection: Connection) -> None:
-    """Let a transaction that writes prepare its statements on the server, if later transactions use the same server process.
-    Statements that only read are planned for their values each time: lists of jobs need that."""
-    prepares = connection.info[_IS_DIRECT] and not connection.get_execution_options().get(_READ_ONLY, False)
+    """Make the transaction of a session that reads read-only. Let one that writes prepare its statements on the server, if later
+    transactions use the same server process. Statements that only read are planned for their values each time: lists of jobs need
+    that."""
+    options = connection.get_execution_options()
     driver: Any = connection.connection.driver_connection
+    driver.read_only = read_only = bool(options.get(_READ_ONLY, False))
+    prepares = options[_PREPARES] and connection.info[_IS_DIRECT] and not read_only
     driver.prepare_threshold = _PREPARE_AFTER if prepares else None

@@ -233,10 +233,11 @@ def _check_clock_skew(header: str | None, now: datetime) -> Finding:
 _PARKED: Final = "parked agents"
 _OBSTACLES: Final[dict[ParkedObstacle, tuple[str, str]]] = {
     "memory-short": (
-        "less than twice the memory that one may use is available to the service",
-        "free memory there, or lower the bound: --standby memory=SIZE (an agent with torch alone takes some 370 MB)",
+        "when one was to be parked, less than twice the memory that one may use was available to the service",
+        "free memory there (it is looked at again after a minute), or lower `memory` of --standby (an agent with torch alone "
+        "takes some 370 MB)",
     ),
-    "too-large": ("one used more memory than it may", "raise the bound: --standby memory=SIZE"),
+    "too-large": ("one used more memory than it may", "raise `memory` of --standby"),
     "ended": ("one ended during its imports", "see in the service's log what it printed"),
     "not-started": ("the system refused its process", "see the error in the service's log"),
 }
@@ -284,6 +285,6 @@ def _check_parked(parked: ParkedView | None) -> Finding:
     return warning(
         _PARKED,
         value,
-        detail=f"the next starts are cold: {'; '.join(whys)}; {bounds}",
-        cure="; ".join([*cures, "or switch them off: --standby off"]),
+        detail=f"starts of some jobs are cold: {'; '.join(whys)}; {bounds}",
+        cure="; ".join([*cures, "or switch them off: --standby off (--standby is an option of `ratchet serve`)"]),
     )

@@ -39,6 +39,8 @@ _NICE: Final = 10
 """Beside ranks that use all cores, about a tenth of one: with 19, a hundredth, the imports take minutes."""
 _FREE_FACTOR: Final = 2
 """An agent is parked only if this multiple of the memory that it may use is free."""
+_MEMORY_SECONDS: Final = 60.0
+"""Seconds until the free memory is looked at again."""
 _MAX_IMPORTS: Final = 1 << 14
 _CAP_SYS_NICE: Final = 23
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
@@ -257,7 +259,7 @@ class Standby:
             self._end(min(surplus, key=lambda parked: parked.used_at))
         if (short := self._memory_short()) is not None:
             log.warning("no agent is parked: %s", short)
-            self._refused[kind] = _Refused(now + self._bounds.seconds, "memory-short", short)
+            self._refused[kind] = _Refused(now + min(_MEMORY_SECONDS, self._bounds.seconds), "memory-short", short)
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("parked", os.MFD_CLOEXEC)
@@ -276,7 +278,7 @@ class Standby:
             return
         if self._nice is not None:
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, pid, _NICE)
+                os.setpriority(os.PRIO_PROCESS, pid, max(_NICE, self._nice))
         self._parked.append(_Parked(kind, code_of(running.plan), pid, ours, output, now))
 
     def _memory_short(self) -> str | None:

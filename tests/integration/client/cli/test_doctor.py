@@ -241,7 +241,7 @@ def test_doctor_fails_other_protocol_and_notes_a_killed_service(home: Path) -> N
             "warning",
             "on, none parked",
             "less than twice the memory",
-            "lower the bound: --standby memory=SIZE",
+            "lower `memory` of --standby",
         ),
     ],
 )

@@ -213,3 +213,19 @@ def test_token_command_does_not_migrate_the_database(
         session.execute(sa.text("UPDATE alembic_version SET version_num = '9999'"))
     assert main(command) == 2 and "newer version" in capsys.readouterr().err
     assert not (tmp_path / "home").exists()
+
+
+def test_session_that_reads_stores_nothing(empty: Database) -> None:
+    upgrade(empty)
+    with empty.write() as session:
+        session.add(job())
+    with empty.read() as session:
+        session.get_one(Job, "job-000000000001").name = "changed"
+    with pytest.raises(sa.exc.DBAPIError, match=r"readonly database|read-only transaction"), empty.read() as session:
+        session.execute(sa.update(Job).values(name="changed"))
+    with empty.write() as session:  # the same connection
+        found = session.get_one(Job, "job-000000000001")
+        assert found.name == "a"
+        found.name = "b"
+    with empty.read() as session:
+        assert session.scalar(sa.select(Job.name)) == "b"

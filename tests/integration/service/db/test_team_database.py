@@ -131,14 +131,15 @@ def test_process_opens_at_most_20_postgresql_connections(database: Database, mon
 
 
 @one_database
-@pytest.mark.parametrize("pooler", [False, True])
+@pytest.mark.parametrize("pooler", [None, "found", "stated"])
 def test_statements_are_prepared_only_without_a_pooler(
-    database: Database, monkeypatch: pytest.MonkeyPatch, pooler: bool
+    database: Database, monkeypatch: pytest.MonkeyPatch, pooler: str | None
 ) -> None:
     """A pooler in transaction mode gives the next transaction another connection; to clients it names a made-up process."""
-    if pooler:
+    if pooler == "found":
         monkeypatch.setattr(psycopg.ConnectionInfo, "backend_pid", -1)
-    own = Database(database.url.render_as_string(hide_password=False))
+    more = {"prepare_threshold": "none"} if pooler == "stated" else {}
+    own = Database(database.url.update_query_dict(more).render_as_string(hide_password=False))
     prepared, query = (
         sa.text("SELECT count(*) FROM pg_prepared_statements"),
         sa.text("SELECT id FROM jobs WHERE id = :id"),
@@ -147,6 +148,9 @@ def test_statements_are_prepared_only_without_a_pooler(
         for _ in range(20):
             with enter() as session:
                 session.execute(query, {"id": "job-000000000001"})
-        with own.read() as session:
-            assert session.scalar(prepared) == (0 if pooler or enter == own.read else 1)
+            with own.read() as session:  # its end keeps what is prepared
+                count = session.scalar(prepared)
+        assert count == (0 if pooler or enter == own.read else 1)
     own.dispose()
+    with pytest.raises(ValueError, match="prepare_threshold in the database URL can only be none"):
+        Database(database.url.update_query_dict({"prepare_threshold": "5"}).render_as_string(hide_password=False))

@@ -98,7 +98,8 @@ Make = Callable[..., Machine]
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Makes machines. Agents that are not parked are forked, with torch imported; ``cold``: they import it."""
+    """Makes machines. Agents are forked by the tests' fork server, with torch imported; ``cold``: the launcher starts them, as in
+    a service."""
     made: list[Machine] = []
 
     def make(bounds: str = "", *, cold: bool = False, **environ: str) -> Machine:
@@ -266,10 +267,10 @@ def test_secrets_are_parked_for_their_job_alone(machine: Make) -> None:
     assert {one["environ"]["KEY"] for one in made.dumps(second.ref)} == {"value-of-the-secret"}
 
 
-def parked_for_second_attempt(machine: Make) -> tuple[Machine, LaunchPlan, int, int]:
+def parked_for_second_attempt(machine: Make, *, cold: bool = False) -> tuple[Machine, LaunchPlan, int, int]:
     """Start an attempt, and wait until an agent is parked. Return the machine, the plan of the second attempt, and the pids of
     the parked agent and of its fork server."""
-    made = machine()
+    made = machine(cold=cold)
     first, second = made.plan(), made.plan(attempt=2)
     made.start(first)
     pid = made.wait_parked(first.ref)
@@ -280,7 +281,7 @@ def parked_for_second_attempt(machine: Make) -> tuple[Machine, LaunchPlan, int, 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=full)])
 def test_dead_or_stopped_parked_agent_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
-    made, second, pid, server = parked_for_second_attempt(machine)
+    made, second, pid, server = parked_for_second_attempt(machine, cold=True)
     os.kill(pid, how)
     assert made.start(second) != pid
     assert not made.was_parked(second.ref)
@@ -327,7 +328,7 @@ def test_handover_that_ends_after_the_answer_starts_the_attempt_once(machine: Ma
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=full)])
 def test_dead_or_stopped_fork_server_costs_no_attempt(machine: Make, how: signal.Signals) -> None:
-    made, second, pid, server = parked_for_second_attempt(machine)
+    made, second, pid, server = parked_for_second_attempt(machine, cold=True)
     os.kill(server, how)
     assert made.start(second) == pid
     log = second.ref.paths.node(0).agent_log.read_text()
@@ -514,7 +515,7 @@ def test_no_agent_is_parked_while_memory_is_short(
 
 @full
 def test_restarts_leave_no_process_descriptor_or_file(machine: Make) -> None:
-    made = machine()
+    made = machine(cold=True)
     counts, names = [], []
     for attempt in range(1, 5):
         plan = made.plan(attempt=attempt)
