@@ -11,7 +11,7 @@ from ratchet_contract.api.views import GoodputView, View
 from ratchet_contract.phases import Cause, JobPhase
 
 ResumeKind = Literal["exact-proved", "exact", "not-exact", "differs"]
-ParkedObstacle = Literal["memory-short", "too-large", "ended", "not-started"]
+ParkedObstacle = Literal["memory-short", "too-large", "ended", "not-started", "relative-pythonpath"]
 
 
 class SlotHolderView(View):
@@ -69,7 +69,8 @@ class ParkedView(View):
         description="Why no agent is parked for the next attempts of some kind. memory-short: less than twice "
         "`max_memory_bytes` was available; looked at again after a minute. "
         "too-large: one used more than that. ended: one has ended during its imports. "
-        "not-started: the system refused the process.",
+        "not-started: the system refused the process. "
+        "relative-pythonpath: the service was started with a relative directory in PYTHONPATH.",
     )
 
 

@@ -316,8 +316,8 @@ def _warn_about_settings(spec: JobSpec, resolved: Resolved, report: Report) -> N
         report.warn("/policy/timeout", "shorter-than-grace", text)
     saves = spec.checkpoint.every_steps is not None or spec.checkpoint.every_seconds is not None
     if not saves and unmanaged_script.WARNING not in {w.code for w in report.warnings}:
+        lost = "an attempt whose agent is killed" if spec.checkpoint.memory_every_steps else "a killed attempt"
         text = (
-            "without scheduled checkpoints a killed attempt loses all its steps, and several such attempts in a row "
-            "end the job"
+            f"without scheduled checkpoints {lost} loses all its steps, and several such attempts in a row end the job"
         )
         report.warn("/checkpoint/every_steps", "no-schedule", text)

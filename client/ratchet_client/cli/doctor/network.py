@@ -237,9 +237,16 @@ _OBSTACLES: Final[dict[ParkedObstacle, tuple[str, str]]] = {
         "free memory there (it is looked at again after a minute), or lower `memory` of --standby (an agent with torch alone "
         "takes some 370 MB)",
     ),
-    "too-large": ("one used more memory than it may", "raise `memory` of --standby"),
+    "too-large": (
+        "one used more memory than it may",
+        "raise `memory` of --standby (an agent with torch alone takes some 370 MB; the service's log has the size)",
+    ),
     "ended": ("one ended during its imports", "see in the service's log what it printed"),
     "not-started": ("the system refused its process", "see the error in the service's log"),
+    "relative-pythonpath": (
+        "the service was started with a relative directory in PYTHONPATH, where each job would find another one",
+        "start the service without it, or with absolute directories",
+    ),
 }
 
 

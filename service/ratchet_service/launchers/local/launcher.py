@@ -29,7 +29,7 @@ from ratchet_service.isolation.file_access import as_owner
 from ratchet_service.isolation.sandbox import NO_SANDBOX, Sandbox
 from ratchet_service.launchers import attempt_files as files
 from ratchet_service.launchers.base import AttemptRef, AttemptState, LaunchError, LaunchPlan
-from ratchet_service.launchers.local.standby import MODULE, ROOM, Standby, kind_of
+from ratchet_service.launchers.local.standby import MODULE, ROOM, Standby, has_relative_path, kind_of
 from ratchet_service.launchers.plan import agent_environment, rank_commands, secret_sources
 
 _MIN_RANK_BYTES = 2**29
@@ -100,7 +100,7 @@ class LocalLauncher:
         self._agent = agent or (sys.executable, *AGENT)
         self._environ = dict(os.environ if environ is None else environ)
         self._children: dict[str, set[int]] = {}  # attempt's name -> pids
-        self.standby = Standby(standby)
+        self.standby = Standby(standby, relative_path=has_relative_path(self._environ))
         self._parks = standby.processes > 0 and self._agent[1:] == AGENT
 
     def check(self, spec: JobSpec) -> tuple[list[Warning_], list[FieldProblem]]:

@@ -67,8 +67,8 @@ def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | str:
         return "none is parked for a job with an `environment`, whose interpreter the agent makes"
     if "PYTHONPATH" in spec.env:
         return "none is parked for a job whose `env` sets PYTHONPATH"
-    if not all(Path(part).is_absolute() for part in environ.get("PYTHONPATH", "/").split(os.pathsep)):
-        return "the service was started with a relative directory in PYTHONPATH"  # in a parked agent: the job's
+    if has_relative_path(environ):
+        return "the service was started with a relative directory in PYTHONPATH"
     like = LaunchFile(
         job_id="",
         attempt=0,
@@ -92,6 +92,11 @@ def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | str:
     if len(like) > _MAX_MESSAGE:
         return f"the job's `env` has more than {_MAX_MESSAGE} bytes"
     return Kind(plan.owner, launch.job_id if spec.secrets or spec.secret_env else None, like)
+
+
+def has_relative_path(environ: Mapping[str, str]) -> bool:
+    """True if PYTHONPATH has a relative directory: for a parked agent and for a job's ranks, that is not the same one."""
+    return not all(Path(part).is_absolute() for part in environ.get("PYTHONPATH", "/").split(os.pathsep))
 
 
 def code_of(plan: LaunchPlan) -> str | None:
@@ -176,8 +181,9 @@ class _Running:
 class Standby:
     """The parked agents of one launcher, which uses it in one thread."""
 
-    def __init__(self, bounds: StandbyBounds) -> None:
-        self._bounds = bounds
+    def __init__(self, bounds: StandbyBounds, *, relative_path: bool = False) -> None:
+        """``relative_path``: agents inherit a relative directory in PYTHONPATH, so that none can be parked."""
+        self._bounds, self._relative_path = bounds, relative_path
         self._parked: list[_Parked] = []
         self._refused: dict[Kind, _Refused] = {}
         self._ended: set[int] = set()  # pids that were killed, and are not reaped yet
@@ -193,6 +199,8 @@ class Standby:
         obstacles = {one.obstacle for one in list(self._refused.values()) if one.until > time.monotonic()}
         if bounds.processes and not parked and self._memory_short() is not None:
             obstacles.add("memory-short")
+        if bounds.processes and self._relative_path:
+            obstacles.add("relative-pythonpath")
         return ParkedView(
             ready=ready, starting=len(parked) - ready, memory_bytes=sum(map(self._memory, parked)),
             max_agents=bounds.processes, max_seconds=bounds.seconds, max_memory_bytes=bounds.memory,
@@ -386,8 +394,9 @@ class Standby:
             return f"no agent is parked: {self._refused[kind].why}"
         others = len(self._parked)
         if others >= self._bounds.processes:
-            return f"{others} agents of other kinds are parked (--standby)"
-        return "no agent of this kind is parked yet" + " (another environment, owner or seed)" * bool(others)
+            return f"{others} agents of other kinds are parked (--standby processes={self._bounds.processes})"
+        other_kind = " (another environment, owner or seed, or the last one was used just now)"
+        return "no agent of this kind is parked yet" + other_kind * bool(others)
 
     def _raise_priority(self, parked: _Parked) -> None:
         """Give all threads of the parked agent and its fork server the priority of this process. Raises ``OSError``."""

@@ -405,7 +405,10 @@ def test_cold_start_says_why(machine: Make) -> None:
     made.start(other)
     starts = [made.dumps(ref)[1]["environ"][env_vars.START] for ref in (first.ref, other.ref)]
     assert starts[0] == "cold: no agent of this kind is parked yet"
-    assert starts[1] == "cold: no agent of this kind is parked yet (another environment, owner or seed)"
+    assert (
+        starts[1]
+        == "cold: no agent of this kind is parked yet (another environment, owner or seed, or the last one was used just now)"
+    )
     assert f"start: {starts[1]}" in other.ref.paths.node(0).agent_log.read_text()
     again = made.plan(attempt=2)
     assert made.start(again) == pid
