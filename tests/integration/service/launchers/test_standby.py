@@ -251,6 +251,11 @@ def test_why_no_agent_can_be_parked_is_named(
     assert why in str(standby.kind_of(machine().plan(**spec), environ))
 
 
+def test_relative_python_path_of_the_service_is_seen_before_the_first_job(machine: Make) -> None:
+    assert machine(PYTHONPATH="/lib:src").launcher.standby.view.obstacles == ["relative-pythonpath"]
+    assert machine(PYTHONPATH="/lib").launcher.standby.view.obstacles == []
+
+
 def test_secrets_are_parked_for_their_job_alone(machine: Make) -> None:
     made = machine("processes=1", SOURCE="value-of-the-secret")
     secrets = {"secrets": {"KEY": {"from_env": "SOURCE"}}}
