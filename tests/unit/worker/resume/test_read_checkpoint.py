@@ -63,14 +63,14 @@ def test_a_rank_alone_on_two_cores_reads_two_blocks_at_a_time(tmp_path: Path, mo
 
 
 def test_tensor_to_read_into_is_not_filled_under_deterministic_algorithms() -> None:
-    """Memory of this size is new, so it has zeros until something fills it."""
+    """Memory of this size is new, or has what earlier tests left: it is not all NaN until something fills it."""
     torch.use_deterministic_algorithms(True)
     try:
         made, control = empty("F32", (1 << 12, 1 << 12)), torch.empty(1 << 12, 1 << 12)
     finally:
         torch.use_deterministic_algorithms(False)
     assert made.shape == control.shape and made.stride() == control.stride()
-    assert not made.isnan().any() and control.isnan().all()
+    assert not made.isnan().all() and control.isnan().all()
     assert empty("BF16", ()).shape == () and empty("I64", (0, 7)).shape == (0, 7)
 
 
