@@ -183,8 +183,8 @@ class Database:
 
     @contextmanager
     def read(self) -> Iterator[Session]:
-        """Context manager for a session for reading; on SQLite it sees one snapshot. Changes of objects are discarded. Raises
-        ``RuntimeError`` within ``as_owner``."""
+        """Context manager for a session for reading; on SQLite it sees one snapshot. Changes of objects are discarded, statements
+        that write are refused. Raises ``RuntimeError`` within ``as_owner``."""
         raise_if_impersonating()
         with Session(self._read_engine, expire_on_commit=False, autoflush=False, info=self._session_info) as session:
             yield session
