@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from ratchet_client.cli.run.private_service import RunService
+from ratchet_client.cli.shared.service_process import without_ratchet_variables
 from ratchet_client.resources.client import RatchetClient
 from ratchet_contract.paths import HomePaths, JobPaths
 from ratchet_contract.phases import JobPhase
@@ -103,8 +104,7 @@ class Running:
 
 
 def variables(**more: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_") or k == "RATCHET_STANDBY"}
-    return kept | more
+    return without_ratchet_variables(os.environ) | more
 
 
 @contextmanager

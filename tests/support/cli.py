@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from ratchet_client.cli.shared.service_process import without_ratchet_variables
 from tests.support.forked_cli import Command, Forks
 from tests.support.server import Server
 
@@ -53,8 +54,7 @@ class Cli:
 
     def __init__(self, home: Path, cwd: Path) -> None:
         self.cwd = cwd
-        kept = {k: v for k, v in os.environ.items() if not k.startswith("RATCHET_") or k == "RATCHET_STANDBY"}
-        self.environment = kept | {
+        self.environment = without_ratchet_variables(os.environ) | {
             "RATCHET_HOME": str(home),
             "RATCHET_CONFIG": str(cwd / "ratchet.json"),
             "COLUMNS": "200",
