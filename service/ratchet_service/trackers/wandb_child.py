@@ -134,6 +134,7 @@ def main() -> None:
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
     os.write(asked["answer"], json.dumps(answer).encode())
+    os._exit(0)  # the package's exit hooks would finish a refused run, and wait for its server without a limit
 
 
 if __name__ == "__main__":

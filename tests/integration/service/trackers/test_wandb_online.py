@@ -295,7 +295,7 @@ def test_a_server_whose_history_is_behind_its_summary_gets_nothing_yet(tmp_path:
         TrackerError, match="W&B has 15 rows of it, but goes on at step 20: either W&B is still storing"
     ):
         sink.export(RUN, state, later)
-    assert (len(fake.run.history), fake.refused) == (15, [])
+    assert (len(fake.run.history), fake.run.state, fake.refused) == (15, "running", [])
     fake.run.history += behind
     sink.export(RUN, state, later)
     assert rows_of(fake.run) == rows_in(made)
