@@ -71,6 +71,17 @@ def fds() -> list[str]:
     return sorted(found)
 
 
+def agent_fds(agent: Path) -> list[str]:
+    """Targets of the agent's descriptors, once ten listings in turn are equal: it opens and closes some while ranks start."""
+    last: list[list[str]] = []
+    while len(last) < 10 or any(found != last[0] for found in last):
+        with suppress(FileNotFoundError):
+            found = sorted(str(entry.readlink()).partition(":[")[0] for entry in (agent / "fd").iterdir())
+            last = [*last[-9:], found]
+        time.sleep(0.03)
+    return last[0]
+
+
 def process() -> dict[str, Any]:
     """What the kernel knows of the process."""
     libc = ctypes.CDLL(None, use_errno=True)
@@ -187,7 +198,7 @@ def found() -> dict[str, Any]:
         "agent directory": str((agent / "cwd").readlink()),
         "agent limits": read(agent / "limits"),
         "agent oom": read(agent / "oom_score_adj"),
-        "agent fds": sorted(str(entry.readlink()).partition(":[")[0] for entry in (agent / "fd").iterdir()),
+        "agent fds": agent_fds(agent),
         "agent status": [
             line for line in status if line.startswith(("SigB", "SigI", "SigC", "Cap", "Umask", "Groups"))
         ],

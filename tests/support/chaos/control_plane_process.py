@@ -49,6 +49,8 @@ CLAIM: Final = 60.0
 """Seconds until a request whose process was killed may be made again; processes are stopped for less."""
 STANDBY: Final = StandbyBounds(seconds=15.0)
 """Of a parked agent after its job has ended; so long none is parked again, too, after one has been killed."""
+PARKED_BY: Final = "TEST_PARKED_BY"
+"""Variable of agents: ``Options.listening`` of the process that has started them."""
 Role = Literal["service", "api", "reconciler"]
 
 
@@ -97,7 +99,12 @@ class MixedLauncher(LocalLauncher):
     which a service with ``standby`` starts as in earnest."""
 
     def __init__(self, home: HomePaths, options: Options) -> None:
-        environ = {**os.environ, "PYTHONPATH": ROOT, env_vars.ENDS_WITH: options.ends_with}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": ROOT,
+            env_vars.ENDS_WITH: options.ends_with,
+            PARKED_BY: options.listening,
+        }
         super().__init__(home, environ=environ, standby=STANDBY if options.standby else OFF)
         self.standby = StruckStandby(STANDBY if options.standby else OFF, Path(options.hand_over))
 

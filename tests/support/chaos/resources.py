@@ -13,6 +13,7 @@ from typing import Final
 
 from ratchet_contract.processes import procfs
 from ratchet_service.launchers.local.standby import MODULE
+from tests.support.chaos.control_plane_process import PARKED_BY
 from tests.support.chaos.world import Part, World, wait_until
 from tests.support.server import processes_below
 
@@ -66,7 +67,7 @@ def parked(part: Part) -> list[int]:
     """Agents that this process of the control plane has parked."""
     if part.process is None or not part.alive:
         return []
-    found = procfs.live_descendants(part.process.pid)
+    found = procfs.pids_with_variable(PARKED_BY, str(part.told))
     return [pid for pid in found if MODULE.encode() in _read(pid, "cmdline") and procfs.stat(pid) is not None]
 
 

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, Final
 
 from ratchet_contract import env_vars as names
 from ratchet_worker.agent.rank_starter import Child, RankPlan, RankProcess, Starter, start_process
+from ratchet_worker.ipc.fork_server_messages import FORK_AGENT, OTHER_CODE, PING, SAME_CODE
 from ratchet_worker.ipc.log_lines import log_message
 
 _ANSWER_SECONDS: Final = 1.0
@@ -43,22 +44,52 @@ class Preload:
     code: Sequence[str] = ()
 
 
-class ParkedStarter:
-    """Starts the fork server before there are plans, with the environment ``env`` and the command ``command``. If the plans then
-    do not fit it, ``cold`` starts the ranks. ``same_code``: the plans are of the code that has imported the packages. Raises
-    ``OSError``."""
+@dataclass(frozen=True)
+class ParkedServer:
+    """A fork server without plans. ``socket``: to it; ``report``: the pipe of its reports; ``output``: file of what its imports
+    print."""
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], preload: Preload, cold: Starter) -> None:
+    process: Child
+    socket: socket.socket
+    report: int
+    output: int
+
+    @classmethod
+    def start(cls, command: Sequence[str], env: Mapping[str, str], preload: Preload) -> ParkedServer:
+        """Start a server with the environment ``env`` and the command ``command``. Raises ``OSError``."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        output = os.memfd_create("output", os.MFD_CLOEXEC)
+        with theirs:
+            parked = {**env, names.AGENT_PID: str(os.getpid()), names.PARKED: " " * _LISTING_BYTES}
+            plan = RankPlan(0, command, Path("/"), parked, Path(f"/proc/self/fd/{output}"))
+            process, report = _start_server(plan, theirs.fileno())
+        ours.send(json.dumps(asdict(preload)).encode())
+        return cls(process, ours, report, output)
+
+    @classmethod
+    def inherited(cls, control: int, report: int, output: int, pid: int) -> ParkedServer:
+        """Return the server ``pid``, which was forked as a child of this process before this process's program was executed
+        (``rank.fork_server``). The others are inherited descriptors."""
+        for fd in (control, report, output):
+            os.set_inheritable(fd, False)
+        return cls(Child(0, pid), socket.socket(fileno=control), report, output)
+
+    def fork_agent(self, fds: Sequence[int], agent: Mapping[str, Any]) -> None:
+        """Have the server fork another parked agent, with a server like this one. ``fds``: its socket to the launcher, and its
+        output; ``agent``: its ``command``, ``room`` (the last argument), ``env`` and ``cwd``. Raises ``OSError``."""
+        with _memory_file(agent) as file:
+            socket.send_fds(self.socket, [FORK_AGENT], [*fds, file.fileno()])
+
+
+class ParkedStarter:
+    """Starts ranks by ``server``, whose environment is ``env``. If their plans do not fit it, ``cold`` starts them.
+    ``same_code``: the plans are of the code that has imported the packages."""
+
+    def __init__(self, server: ParkedServer, env: Mapping[str, str], cold: Starter) -> None:
         self.same_code = False
-        self._cold = cold
-        self._env = {**env, names.AGENT_PID: str(os.getpid())}
-        self._socket, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._output = Path(f"/proc/self/fd/{os.memfd_create('output', os.MFD_CLOEXEC)}")
-        with server_end:
-            parked = {**self._env, names.PARKED: " " * _LISTING_BYTES}
-            plan = RankPlan(0, command, Path("/"), parked, self._output)
-            self._process, self._report = _start_server(plan, server_end.fileno())
-        self._socket.send(json.dumps(asdict(preload)).encode())
+        self._cold, self._env = cold, env
+        self._process, self._socket, self._report = server.process, server.socket, server.report
+        self._output = Path(f"/proc/self/fd/{server.output}")
         self._ready = False
 
     @property
@@ -87,7 +118,13 @@ class ParkedStarter:
             if misfit is None:
                 with _plans_file(plans, []) as file:
                     passed = [fd for plan in plans for fd in plan.pass_fds]
-                    socket.send_fds(self._socket, [b"1" if self.same_code else b"0"], [file.fileno(), *passed])
+                    message = SAME_CODE if self.same_code else OTHER_CODE
+                    socket.send_fds(self._socket, [message], [file.fileno(), *passed])
+                # an answer that is unread when the socket is closed would reset the connection before the plans are read
+                with suppress(OSError):  # the server has ended
+                    self._socket.shutdown(socket.SHUT_RD)
+                    while self._socket.recv(16):
+                        pass
                 return _forked(self._process, self._report, plans)
         log_message(f"start of the ranks: cold: {misfit}")
         os.close(self._report)
@@ -102,7 +139,7 @@ class ParkedStarter:
         if self._ready:  # else it still makes its imports
             self._socket.settimeout(_ANSWER_SECONDS)
             try:
-                self._socket.send(b"?")
+                self._socket.send(PING)
                 self._socket.recv(16)
             except OSError:
                 return "the parked process does not answer"
@@ -233,8 +270,13 @@ def _start_server(plan: RankPlan, plans_fd: int) -> tuple[Child, int]:
 
 def _plans_file(plans: Sequence[RankPlan], modules: Sequence[str]) -> BinaryIO:
     """Return a file with the plans and modules for the server; the caller closes it. Raises ``OSError``."""
+    return _memory_file([[_as_dict(plan) for plan in plans], list(modules)])
+
+
+def _memory_file(content: object) -> BinaryIO:
+    """Return a file with ``content`` as JSON; the caller closes it. Raises ``OSError``."""
     file = os.fdopen(os.memfd_create("plans", os.MFD_CLOEXEC), "wb")  # contains secrets: never on a disk
-    file.write(json.dumps([[_as_dict(plan) for plan in plans], list(modules)]).encode())
+    file.write(json.dumps(content).encode())
     file.flush()
     return file
 

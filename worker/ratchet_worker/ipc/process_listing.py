@@ -14,6 +14,12 @@ _ARGUMENTS: Final = (
 _ENVIRONMENT: Final = 47
 
 
+def start_environment() -> dict[str, str]:
+    """Return the environment that this process was started with: start-up files of the interpreter may have changed it since."""
+    entries = map(os.fsdecode, Path("/proc/self/environ").read_bytes().split(b"\0"))
+    return {name: value for name, is_set, value in (entry.partition("=") for entry in entries) if is_set}
+
+
 def show_variables(reserved: str, variables: Mapping[str, str]) -> bool:
     """Write ``variables`` over the variable ``reserved`` in ``/proc/self/environ``. Return False, and change nothing, if they are
     longer. The process must have been started with ``reserved``, and must have removed it from ``os.environ``."""

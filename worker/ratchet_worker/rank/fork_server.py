@@ -21,13 +21,12 @@ from ratchet_worker.host import huge_pages
 from ratchet_worker.host.cpu import gc_disabled
 from ratchet_worker.ipc import stack_dump
 from ratchet_worker.ipc.child_processes import die_with_parent
+from ratchet_worker.ipc.fork_server_messages import FORK_AGENT, OTHER_CODE, PING
 from ratchet_worker.ipc.log_lines import print_to_log
-from ratchet_worker.ipc.process_listing import show_variables
+from ratchet_worker.ipc.process_listing import show_variables, start_environment
 
 _MAX_MESSAGE: Final = 1 << 16
 _MAX_FDS: Final = 8
-_OTHER_CODE: Final = b"0"
-"""The message with the plans of an attempt of other code than that whose packages the agent has named."""
 _TASKS: Final = Path("/proc/self/task")
 
 
@@ -37,7 +36,7 @@ def fork_ranks() -> None:
     die_with_parent(int(os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     stack_dump.install_handlers()
-    started = _start_environment()
+    started = start_environment()
     report = int(os.environ.pop(names.FORK_REPORT_FD))
     source = int(os.environ.pop(names.FORK_PLANS_FD))
     if os.environ.pop(names.PARKED, None) is None:
@@ -45,7 +44,7 @@ def fork_ranks() -> None:
         forkable = _import(modules) and _is_single_threaded()
         gc.freeze()  # the collector does not scan frozen objects, so their pages stay shared
     else:
-        plans, forkable = _wait_for_plans(source, started)
+        report, plans, forkable = _wait_for_plans(source, report, started)
     pids = []
     for plan in plans:
         birth = _Birth()
@@ -68,12 +67,6 @@ def fork_ranks() -> None:
     os._exit(0)
 
 
-def _start_environment() -> dict[str, str]:
-    """Return the environment that this process was started with: start-up files of the interpreter may have changed it since."""
-    entries = map(os.fsdecode, Path("/proc/self/environ").read_bytes().split(b"\0"))
-    return {name: value for name, is_set, value in (entry.partition("=") for entry in entries) if is_set}
-
-
 def _read_plans(fd: int) -> Any:
     """Return what the agent has written to the file ``fd``, and close it."""
     with open(fd, "rb") as file:
@@ -81,27 +74,37 @@ def _read_plans(fd: int) -> Any:
         return json.load(file)
 
 
-def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, Any]], bool]:
-    """Import what the agent names on the socket ``fd``, then wait for the plans. Return them, and whether the ranks can be
-    forked. Exits the process if the agent sends no plans. ``started``: the environment at the start."""
-    with socket.socket(fileno=fd) as agent:
-        given = json.loads(agent.recv(_MAX_MESSAGE))
-        forkable = _import(given["modules"]) and _is_single_threaded()
-        gc.freeze()
-        huge_pages.collapse()
-        with_packages = forkable and _fork_with_packages(given["packages"], given["code"])
-        gc.freeze()
-        files = _imported_paths()
-        states = [_state(path) for path in files]
-        message, fds = b"?", list[int]()
-        while message == b"?":  # at first, and when the agent asks again
+def _wait_for_plans(fd: int, report: int, started: dict[str, str]) -> tuple[int, list[dict[str, Any]], bool]:
+    """Import what the agent names on the socket ``fd``, then wait for the plans. Return the pipe for this process's reports,
+    ``report`` or that of a forked server, the plans, and whether the ranks can be forked. Exits the process if the agent sends no
+    plans. ``started``: the environment at the start."""
+    agent = socket.socket(fileno=fd)
+    given = json.loads(agent.recv(_MAX_MESSAGE))
+    forkable = _import(given["modules"]) and _is_single_threaded()
+    gc.freeze()
+    huge_pages.collapse()
+    with_packages = forkable and _fork_with_packages(given["packages"], given["code"])
+    gc.freeze()
+    files = _imported_paths()
+    states = [_state(path) for path in files]
+    message, fds = PING, list[int]()
+    while True:
+        if message == PING:
             with suppress(OSError):  # the agent has ended: there is nothing to receive
                 agent.send(b"ready" if forkable else b"unfit")
-            if with_packages and agent.recv(1, socket.MSG_PEEK) == _OTHER_CODE:
-                from ratchet_worker.rank import preload
+        if with_packages and agent.recv(1, socket.MSG_PEEK) == OTHER_CODE:
+            from ratchet_worker.rank import preload
 
-                os._exit(preload.OTHER_CODE)  # the process that has forked this one takes the attempt
-            message, fds, _, _ = socket.recv_fds(agent, 1, _MAX_FDS)
+            os._exit(preload.OTHER_CODE)  # the process that has forked this one takes the attempt
+        message, fds, _, _ = socket.recv_fds(agent, 1, _MAX_FDS)
+        if message == FORK_AGENT:
+            is_current = forkable and [_state(path) for path in files] == states
+            if (forked := _fork_agent(agent, report, fds, is_current)) is not None:
+                agent, report = forked
+                message = PING
+        elif message != PING:
+            break
+    agent.close()
     if not fds:
         os._exit(0)
     plans, _ = _read_plans(fds[0])
@@ -128,7 +131,76 @@ def _wait_for_plans(fd: int, started: dict[str, str]) -> tuple[list[dict[str, An
         _report_not_forked(why)
         for plan in plans:
             plan["env"][names.START] = f"cold: {why}"
-    return plans, why is None
+    return report, plans, why is None
+
+
+def _fork_agent(
+    agent: socket.socket, report: int, fds: list[int], is_current: bool
+) -> tuple[socket.socket, int] | None:
+    """Fork a process that becomes another parked agent, and a fork server for it, which has the imports of this one. Return None
+    in this process, and in the new server its socket to the new agent and the pipe for its reports. ``agent``, ``report``: those
+    of this process. ``fds``: of the new agent: its socket to the launcher, its output, and a file with its command, environment
+    and directory. They are closed here: the launcher then sees if no agent was forked. ``is_current``: False if none can be."""
+    try:
+        if is_current:
+            between = os.fork()
+            if between == 0:
+                try:
+                    if os.fork() != 0:
+                        os._exit(0)  # the new agent is no child of this server, whose own agent may end before it
+                    agent.close()
+                    os.close(report)
+                    return _become_agent(*fds)
+                except OSError as error:
+                    print_to_log(f"ratchet: no parked agent is forked: {error}")
+                    os._exit(1)
+            os.waitpid(between, 0)
+    except OSError as error:
+        print_to_log(f"ratchet: no parked agent is forked: {error}")
+    finally:
+        for fd in fds:
+            os.close(fd)
+    return None
+
+
+def _become_agent(launcher: int, output: int, file: int) -> tuple[socket.socket, int]:
+    """In the new agent's process: fork its server, in which this returns as ``_fork_agent``. After the launcher's first message,
+    execute the agent's command. Raises ``OSError``."""
+    os.setsid()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    reports, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    os.set_blocking(report, True)
+    agent = os.getpid()
+    server = os.fork()
+    if server == 0:
+        os.setsid()
+        die_with_parent(agent)
+        ours.close()
+        os.close(reports)
+        return theirs, report
+    try:
+        with socket.socket(fileno=os.dup(launcher)) as channel:
+            channel.send(f"forked {agent}".encode())
+            channel.recv(1, socket.MSG_PEEK)  # the start of an interpreter waits until the launcher's own work is done
+        with open(file, "rb") as plan:
+            plan.seek(0)
+            new = json.load(plan)
+        os.chdir(new["cwd"])
+        imports_output = os.dup(1)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        passed = launcher, ours.fileno(), reports, imports_output
+        for fd in passed:
+            os.set_inheritable(fd, True)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by Python
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
+        os.execve(new["command"][0], [*new["command"], ",".join(map(str, (*passed, server))), new["room"]], new["env"])
+    except OSError as error:
+        print_to_log(f"ratchet: the parked agent is not started: {error}")
+    finally:
+        os._exit(1)
 
 
 def _fork_with_packages(packages: list[str], code: list[str]) -> bool:

@@ -317,9 +317,15 @@ class LocalLauncher:
 
 
 def _spawn(argv: Sequence[str], env: dict[str, str], log: int, fds: Sequence[int] = ()) -> int:
-    """Start a detached process and return its pid. ``log``: descriptor for its output. ``fds``: descriptors that it inherits.
-    Raises ``OSError``."""
+    """Start a detached process and return its pid. ``log``: descriptor for its output. ``fds``: descriptors that it inherits, and
+    no others: this process may have inherited some from a shell. Raises ``OSError``."""
+    strays = [
+        fd
+        for fd in (int(entry.name) for entry in Path("/proc/self/fd").iterdir())
+        if fd > 2 and fd not in fds and _is_inheritable(fd)
+    ]
     actions = [
+        *((os.POSIX_SPAWN_CLOSE, fd) for fd in strays),
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, log, 1),
         (os.POSIX_SPAWN_DUP2, 1, 2),
@@ -327,3 +333,11 @@ def _spawn(argv: Sequence[str], env: dict[str, str], log: int, fds: Sequence[int
     ]
     default = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD]
     return os.posix_spawn(argv[0], list(argv), env, file_actions=actions, setsid=True, setsigmask=[], setsigdef=default)
+
+
+def _is_inheritable(fd: int) -> bool:
+    """True if the descriptor is open and is passed on to new programs."""
+    try:
+        return os.get_inheritable(fd)
+    except OSError:
+        return False

@@ -1,5 +1,6 @@
 """Parked agents: processes of this machine that have made an agent's and its ranks' imports, and wait for an attempt. They know
-no job and no token. They end with this process: their socket's other end closes with it."""
+no job and no token. They end with this process: their socket's other end closes with it. The first of a kind imports torch; the
+others are forked from one that is parked."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ log = logging.getLogger(__name__)
 MODULE: Final = "ratchet_worker.agent.parked"
 _DELAY_SECONDS: Final = 3.0
 """Seconds after the start of an attempt until one is parked for the next: its own start does not share the cores with that."""
-_IMPORTS: Final = len(os.sched_getaffinity(0))
-"""The most parked agents of a kind that make their imports at once: with more than cores, the first would be ready later."""
+_FORK: Final = b"fork"
+"""With a socket and an output: a parked agent has another one forked (``ratchet_worker.agent.parked``)."""
 _ANSWER_SECONDS: Final = 1.0
 ROOM: Final = 1 << 12
 """Bytes for an attempt's paths in what /proc shows of the process."""
@@ -122,17 +123,33 @@ returns the pid. Raises ``OSError``."""
 
 @dataclass(eq=False)
 class _Parked:
-    """A parked agent. ``used_at``: when an attempt of its kind last ran (monotonic). ``output``: file of what it
-    prints. ``code``: of the attempt whose packages it imports (``code_of``). ``server``: pid of its fork server."""
+    """A parked agent. ``code``: of the attempt whose packages it imports (``code_of``); None: it imports none. ``socket``: to it;
+    ``output``: file of what it prints. ``used_at``: when an attempt of its kind last ran; ``made_at``: when it was started or
+    forked (monotonic). ``source``: that it is forked from. ``pid``: 0 until it has been forked; ``started``: the process's start
+    time. ``given``: message with what it starts with, until it is sent. ``server``: pid of its fork server."""
 
     kind: Kind
     code: str | None
-    pid: int
     socket: socket.socket
     output: int
     used_at: float
+    made_at: float
+    source: _Parked | None = None
+    pid: int = 0
+    started: int | None = None
+    given: bytes = b""
     server: int | None = None
     ready: bool = False
+
+    def fits(self, code: str | None) -> bool:
+        """True if an attempt of ``code`` can start in it: a forked one has no server without the packages."""
+        return self.code in (None, code) or self.source is None
+
+    def begin(self) -> None:
+        """Send what it starts with, if that was not sent yet."""
+        given, self.given = self.given, b""
+        if given:
+            self.socket.send(given)
 
     def close(self) -> None:
         """Close this process's descriptors of the parked agent."""
@@ -232,6 +249,9 @@ class Standby:
         self._reap()
         self._refused = {kind: one for kind, one in self._refused.items() if one.until > now}
         for parked in list(self._parked):
+            if now - parked.made_at > _DELAY_SECONDS:
+                with suppress(OSError):  # it has ended
+                    parked.begin()
             self._read(parked)
             if parked in self._parked and now - parked.used_at > self._bounds.seconds:
                 self._end(parked)
@@ -245,21 +265,37 @@ class Standby:
         if not alive:
             self._forget(name or "")
             return
-        importing = sum(not parked.ready for parked in mine)
-        wanted = len(mine) < self._active[kind] and importing < _IMPORTS and kind not in self._refused
-        if wanted and running.seconds_quiet() > _DELAY_SECONDS:
-            self._park(running, now)
+        code = code_of(running.plan)
+        fitting = [parked for parked in mine if parked.fits(code)]
+        source = next((parked for parked in fitting if parked.ready), None)
+        wanted = self._active[kind]
+        if source is not None and source.code is not None:
+            # one more, and one of them not forked: it serves attempts of other code
+            wanted += 1
+            if all(parked.source is not None for parked in mine):
+                source = None
+        importing = any(not parked.ready and parked.source is None for parked in mine)
+        if source is None and importing:
+            return
+        if len(fitting) < wanted and kind not in self._refused and running.seconds_quiet() > _DELAY_SECONDS:
+            self._park(running, source, now)
 
     def _of(self, kind: Kind) -> list[_Parked]:
         """Return the parked agents of this kind."""
         return [parked for parked in self._parked if parked.kind == kind]
 
-    def _park(self, running: _Running, now: float) -> None:
-        """Park an agent for the next attempt like ``running``. If there are too many, end one that no running attempt needs, or,
-        for a kind without any, one of a kind with several: the least recently used. If there is no such agent, park none."""
+    def _park(self, running: _Running, source: _Parked | None, now: float) -> None:
+        """Park an agent for the next attempt like ``running``, forked from ``source`` if there is one. If there are too many, end
+        one that no running attempt needs, or, for a kind without any, one of a kind with several: the least recently used. If
+        there is no such agent, park none."""
         kind = running.kind
         if len(self._parked) >= self._bounds.processes:
-            surplus = [parked for parked in self._parked if parked.kind not in self._active]
+            needs = {(one.kind, code_of(one.plan)) for one in self._running.values()}
+            surplus = [
+                parked
+                for parked in self._parked
+                if not any(kind == parked.kind and parked.fits(code) for kind, code in needs)
+            ]
             if not surplus and not self._of(kind):
                 surplus = [parked for parked in self._parked if len(self._of(parked.kind)) > 1]
             if not surplus:
@@ -269,25 +305,44 @@ class Standby:
             log.warning("no agent is parked: %s", short)
             self._refused[kind] = _Refused(now + min(_MEMORY_SECONDS, self._bounds.seconds), "memory-short", short)
             return
+        if source is not None:
+            self._fork(source, now)
+            return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("parked", os.MFD_CLOEXEC)
+        packages = running.packages()
+        code = code_of(running.plan) if packages else None
+        parked = _Parked(kind, code, ours, output, now, now)
         try:
             ours.setblocking(False)
-            packages = running.packages()
             given = {"like": json.loads(kind.like), "packages": packages, "code": _code_folders(running.plan)}
             ours.send(json.dumps(given).encode())
             with theirs:
                 pid = running.spawn({names.PARKED: " " * ROOM}, theirs, output)
         except OSError as error:
             log.warning("no agent is parked: %s", error)
-            ours.close()
-            os.close(output)
+            parked.close()
             self._refused[kind] = _Refused(now + self._bounds.seconds, "not-started", str(error))
             return
+        self._set_pid(parked, pid)
+        self._parked.append(parked)
+
+    def _fork(self, source: _Parked, now: float) -> None:
+        """Have a parked agent fork another one, which starts when ``_Parked.begin`` is called."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        output = os.memfd_create("parked", os.MFD_CLOEXEC)
+        given = json.dumps({"like": json.loads(source.kind.like), "packages": [], "code": []}).encode()
+        self._parked.append(_Parked(source.kind, source.code, ours, output, now, now, source, given=given))
+        with theirs, suppress(OSError):  # else the source has ended, and the other end is closed
+            socket.send_fds(source.socket, [_FORK], [theirs.fileno(), output])
+
+    def _set_pid(self, parked: _Parked, pid: int) -> None:
+        """Record the process. Running ranks come before its imports, if this process can raise its priority again."""
+        parked.pid, parked.started = pid, procfs.start_time(pid)
         if self._nice is not None:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, pid, max(_NICE, self._nice))
-        self._parked.append(_Parked(kind, code_of(running.plan), pid, ours, output, now))
 
     def _memory_short(self) -> str | None:
         """Return why too little memory is free for a parked agent; None if there is enough, or if it is not known."""
@@ -299,30 +354,51 @@ class Standby:
     def _read(self, parked: _Parked) -> None:
         """Read what the parked agent has sent. One that has ended during its imports, or uses too much memory, is ended and not
         replaced soon."""
-        for _ in range(4):  # more than it ever sends
+        while parked in self._parked:
             try:
-                word, _, rest = parked.socket.recv(64).decode().partition(" ")
+                message = parked.socket.recv(64).decode()
             except BlockingIOError:
                 return
             except ConnectionError:
-                word = rest = ""
-            if word == "started" and rest.isdigit():
-                parked.server = int(rest)
-            elif word == "ready":
-                parked.ready = True
-                if self._memory(parked) > self._bounds.memory:
-                    why = f"it uses more than {self._bounds.memory} bytes of memory (--standby)"
-                    self._refuse(parked, "too-large", why)
-                    return
+                message = ""
+            self._note(parked, message)
+
+    def _receive(self, parked: _Parked) -> str:
+        """Wait for the next message, record and return it. Raises ``OSError``."""
+        message = parked.socket.recv(64).decode()
+        self._note(parked, message)
+        if parked not in self._parked:
+            raise ConnectionError("it has ended")
+        return message
+
+    def _note(self, parked: _Parked, message: str) -> None:
+        """Record what the parked agent has sent; empty: it has ended."""
+        word, _, rest = message.partition(" ")
+        if word == "forked":
+            self._set_pid(parked, int(rest))
+        elif word == "started":
+            parked.server = int(rest)
+        elif word == "ready":
+            parked.ready = True
+            if self._memory(parked) > self._bounds.memory:
+                self._refuse(
+                    parked, "too-large", f"it uses more than {self._bounds.memory} bytes of memory (--standby)"
+                )
+        elif message:  # the answer to an attempt
+            return
+        elif not parked.pid:
+            # it was not forked: the source has ended, or a file that it has imported was changed since
+            self._end(parked)
+            if parked.source in self._parked:
+                self._end(parked.source)
+        else:
+            said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
+            why = f"it has ended. {said.decode(errors='replace').strip()}"
+            if parked.ready or parked.given:  # it was killed while it waited: another one is parked
+                log.warning("a parked agent is not used: %s", why)
+                self._end(parked)
             else:
-                said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
-                why = f"it has ended. {said.decode(errors='replace').strip()}"
-                if parked.ready:  # it was killed while it waited: another one is parked
-                    log.warning("a parked agent is not used: %s", why)
-                    self._end(parked)
-                else:
-                    self._refuse(parked, "ended", why)
-                return
+                self._refuse(parked, "ended", why)
 
     def _refuse(self, parked: _Parked, obstacle: ParkedObstacle, why: str) -> None:
         """End the parked agent, and park no other of its kind for a while."""
@@ -336,13 +412,14 @@ class Standby:
 
     def _pids(self, parked: _Parked) -> list[int]:
         """Return the pids of the parked agent and its fork server with that one's fork."""
-        return [parked.pid, *procfs.live_descendants(parked.pid)]
+        return [parked.pid, *procfs.live_descendants(parked.pid)] if parked.pid else []
 
     def _end(self, parked: _Parked) -> None:
         """Kill the parked agent, with which its fork server dies."""
         self._parked.remove(parked)
         parked.close()
-        procfs.kill(parked.pid)
+        if parked.started is not None and procfs.is_alive(parked.pid, parked.started):
+            procfs.kill(parked.pid)
         self._ended.add(parked.pid)
         self._reap()
 
@@ -360,29 +437,36 @@ class Standby:
         for one in self._of(kind):
             self._read(one)
         code = code_of(plan)
-        parked = max(self._of(kind), key=lambda one: (one.ready, one.code == code), default=None)
+        fitting = [one for one in self._of(kind) if one.fits(code)]
+        parked = max(fitting, key=lambda one: (one.ready, one.code == code, one.source is not None), default=None)
         if parked is None:
             return self._why_none(kind)
-        if parked.server is None:
+        if parked.server is None and parked.source is None:
             self._end(parked)
             return "the parked agent had not made its own imports yet"
         try:
-            self._raise_priority(parked)
             parked.socket.settimeout(_ANSWER_SECONDS)
+            parked.begin()
+            if not parked.pid:
+                self._receive(parked)
+            self._raise_priority(parked)
+            others = any(one is not parked and (one.ready or one.source is not None) for one in fitting)
+            if (parked.ready or parked.source is not None) and parked.code in (None, code) and not others:
+                self._fork(parked, time.monotonic())
             message = {
                 "launch_file": str(plan.ref.paths.launch_file),
                 "attempt_dir": plan.launch.attempt_dir,
-                "same_code": parked.code == code,
+                "same_code": parked.code in (None, code),
             }
             socket.send_fds(parked.socket, [json.dumps(message).encode()], [log_fd])
-            while (answer := parked.socket.recv(64)) == b"ready":
-                pass
-            if answer != b"taken":
-                raise ConnectionError("it cannot run the attempt")
+            while (answer := self._receive(parked)) != "taken":
+                if answer == "unfit":
+                    raise ConnectionError("it cannot run the attempt")
             parked.socket.send(b"go")
         except OSError as error:
             log.warning("a parked agent is not used: %s", error)
-            self._end(parked)
+            if parked in self._parked:
+                self._end(parked)
             return f"the parked agent does not answer: {error}"
         self._parked.remove(parked)
         parked.close()
@@ -392,6 +476,8 @@ class Standby:
         """Return why no agent of this kind is parked."""
         if kind in self._refused:
             return f"no agent is parked: {self._refused[kind].why}"
+        if self._of(kind):
+            return "only agents with the packages of other code are parked"
         others = len(self._parked)
         if others >= self._bounds.processes:
             return f"{others} agents of other kinds are parked (--standby processes={self._bounds.processes})"

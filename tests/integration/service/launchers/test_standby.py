@@ -341,11 +341,39 @@ def test_dead_or_stopped_fork_server_costs_no_attempt(machine: Make, how: signal
     wait_for(lambda: procfs.start_time(server) is None, "the server's end", 10)
 
 
+def test_attempts_that_follow_at_once_start_in_agents_that_are_forked_from_each_other(machine: Make) -> None:
+    made = machine("processes=1")
+    plans = [made.plan(attempt=number) for number in range(1, 5)]
+    made.start(plans[0])
+    server = made.wait_parked(plans[0].ref) and made.launcher.standby._parked[0].server
+    agents, sessions = set(), set()
+    for plan in plans[1:]:
+        agents.add(made.start(plan))
+        assert made.was_parked(plan.ref), "there was no time for another import of torch"
+        (parked,) = made.launcher.standby._parked
+        sessions.add(parked.pid)
+        made.end(plan.ref)
+    assert len(agents) == 3
+    wait_for(lambda: server is None or procfs.start_time(server) is None, "the end of the first fork server", 10)
+    assert procfs.start_time(parked.pid) is not None, "the last one waits for the next attempt"
+
+
+def test_source_that_is_killed_while_it_forks_is_replaced(machine: Make) -> None:
+    made, second, pid, server = parked_for_second_attempt(machine)
+    os.kill(server, signal.SIGSTOP)
+    (source,) = made.launcher.standby._parked
+    made.launcher.standby._fork(source, time.monotonic())
+    procfs.kill(pid)
+    wait_for(lambda: made.wait_parked(made.refs[0]) != pid, "another parked agent", 60)
+    wait_for(lambda: procfs.start_time(server) is None, "the server's end", 10)
+    assert made.start(second) != pid and made.was_parked(second.ref)
+
+
 def test_changed_library_is_not_taken_from_memory(machine: Make, tmp_path: Path) -> None:
     library = tmp_path / "library"
     library.mkdir()
     made = machine(PYTHONPATH=str(library))
-    first, second = made.plan(), made.plan(attempt=2)
+    first, second, third = (made.plan(attempt=number) for number in (1, 2, 3))
     made.start(first)
     pid = made.wait_parked(first.ref)
     (library / "upgraded.py").write_text("")
@@ -353,6 +381,9 @@ def test_changed_library_is_not_taken_from_memory(machine: Make, tmp_path: Path)
     log = second.ref.paths.log(0).read_text()
     assert "a file that the parked process has imported was changed since" in log
     assert made.dumps(second.ref)[0]["environ"][env_vars.START].startswith("cold: a file that")
+    pid = made.wait_parked(second.ref)
+    assert made.start(third) == pid and made.was_parked(third.ref), "none is forked from a process with the old file"
+    assert {one["environ"][env_vars.START] for one in made.dumps(third.ref)} == {"parked"}
 
 
 WITH_PACKAGE = """
@@ -380,17 +411,21 @@ def test_packages_that_the_first_attempt_has_imported_are_imported_in_advance_fo
     first, second = packages_plan(made, 1), packages_plan(made, 2)
     made.start(first)
     assert first.ref.paths.imports_file.read_text().split()[-1] == "torchmetrics"
-    pid = made.wait_parked(first.ref)
+    made.wait_parked(first.ref)
+    wait_for(lambda: made.poll(first.ref) and made.launcher.standby.ready == 2, "one that is forked from it", 60)
+    (original,), (copy,) = (
+        [one.pid for one in made.launcher.standby._parked if (one.source is None) is is_first]
+        for is_first in (True, False)
+    )
     made.end(first.ref)
-    assert made.start(second) == pid and made.was_parked(second.ref)
+    assert made.start(second) == copy and made.was_parked(second.ref)
     cold, parked = made.dumps(first.ref), made.dumps(second.ref)
     assert [one["advance"] for one in cold] == [[], []]
     assert [one["advance"] for one in parked] == [["rich.table", "torchmetrics"]] * 2
     for one, other in zip(cold, parked, strict=True):
         same_start({**one, "advance": 0}, {**other, "advance": 0}, ("1", "2"))
-    pid = made.wait_parked(second.ref)
     third = packages_plan(made, 3, "other.py")
-    assert made.start(third) == pid and made.was_parked(third.ref), "other code: parked without the packages"
+    assert made.start(third) == original and made.was_parked(third.ref), "other code: parked without the packages"
     assert [each["advance"] for each in made.dumps(third.ref)] == [[], []]
 
 
