@@ -124,8 +124,8 @@ returns the pid. Raises ``OSError``."""
 @dataclass(eq=False)
 class _Parked:
     """A parked agent. ``code``: of the attempt whose packages it imports (``code_of``); None: it imports none. ``socket``: to it;
-    ``output``: file of what it prints. ``used_at``: when an attempt of its kind last ran; ``made_at``: when it was started or
-    forked (monotonic). ``source``: that it is forked from. ``pid``: 0 until it has been forked; ``started``: the process's start
+    ``output``: file of what it prints. ``used_at``: when an attempt of its kind last ran; ``begins_at``: when ``given`` is sent
+    (monotonic). ``source``: that it is forked from. ``pid``: 0 until it has been forked; ``started``: the process's start
     time. ``given``: message with what it starts with, until it is sent. ``server``: pid of its fork server."""
 
     kind: Kind
@@ -133,7 +133,7 @@ class _Parked:
     socket: socket.socket
     output: int
     used_at: float
-    made_at: float
+    begins_at: float
     source: _Parked | None = None
     pid: int = 0
     started: int | None = None
@@ -249,7 +249,7 @@ class Standby:
         self._reap()
         self._refused = {kind: one for kind, one in self._refused.items() if one.until > now}
         for parked in list(self._parked):
-            if now - parked.made_at > _DELAY_SECONDS:
+            if now >= parked.begins_at:
                 with suppress(OSError):  # it has ended
                     parked.begin()
             self._read(parked)
@@ -306,7 +306,7 @@ class Standby:
             self._refused[kind] = _Refused(now + min(_MEMORY_SECONDS, self._bounds.seconds), "memory-short", short)
             return
         if source is not None:
-            self._fork(source, now)
+            self._fork(source, now, now)
             return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("parked", os.MFD_CLOEXEC)
@@ -327,13 +327,13 @@ class Standby:
         self._set_pid(parked, pid)
         self._parked.append(parked)
 
-    def _fork(self, source: _Parked, now: float) -> None:
-        """Have a parked agent fork another one, which starts when ``_Parked.begin`` is called."""
+    def _fork(self, source: _Parked, now: float, begins_at: float) -> None:
+        """Have a parked agent fork another one, which makes an agent's imports from ``begins_at`` on."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         output = os.memfd_create("parked", os.MFD_CLOEXEC)
         given = json.dumps({"like": json.loads(source.kind.like), "packages": [], "code": []}).encode()
-        self._parked.append(_Parked(source.kind, source.code, ours, output, now, now, source, given=given))
+        self._parked.append(_Parked(source.kind, source.code, ours, output, now, begins_at, source, given=given))
         with theirs, suppress(OSError):  # else the source has ended, and the other end is closed
             socket.send_fds(source.socket, [_FORK], [theirs.fileno(), output])
 
@@ -450,9 +450,12 @@ class Standby:
             if not parked.pid:
                 self._receive(parked)
             self._raise_priority(parked)
-            others = any(one is not parked and (one.ready or one.source is not None) for one in fitting)
-            if (parked.ready or parked.source is not None) and parked.code in (None, code) and not others:
-                self._fork(parked, time.monotonic())
+            forks = (parked.ready or parked.source is not None) and parked.code in (None, code)
+            if (
+                forks and len(fitting) < self._active[kind] + 2
+            ):  # with this attempt, one more is active, and one less is parked
+                now = time.monotonic()
+                self._fork(parked, now, now + _DELAY_SECONDS)
             message = {
                 "launch_file": str(plan.ref.paths.launch_file),
                 "attempt_dir": plan.launch.attempt_dir,

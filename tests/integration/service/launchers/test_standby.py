@@ -194,15 +194,20 @@ def test_parked_attempt_starts_with_all_that_a_cold_one_has(machine: Make, ranks
 
 def test_another_job_of_the_owner_starts_in_it_if_nothing_differs(machine: Make) -> None:
     made = machine()
-    first = made.plan()
-    other = made.plan("job-00000000000b", world={"ranks_per_node": 2, "device": "cpu"}, labels={"a": "b"})
+    world = {"ranks_per_node": 2, "device": "cpu"}
+    first, *others = (
+        made.plan(),
+        *(made.plan(f"job-00000000000{name}", world=world, labels={"a": name}) for name in "bc"),
+    )
     made.start(first)
-    pid = made.wait_parked(first.ref)
-    assert made.start(other) == pid
-    texts = json.dumps(made.dumps(other.ref))
-    assert "job-00000000000a" not in texts and "job-00000000000b" in texts
-    memory = b"".join(_memory(pid))
-    assert b"job-00000000000b" in memory and b"job-00000000000a" not in memory
+    pids = [made.wait_parked(first.ref)]
+    for plan in others:
+        pids.append(made.start(plan))
+        texts = json.dumps(made.dumps(plan.ref))
+        assert plan.ref.job_id in texts and "job-00000000000a" not in texts
+    assert pids[0] == pids[1] != pids[2]
+    memory = b"".join(_memory(pids[2]))  # the other was forked from the tests' fork server, which has seen all attempts
+    assert [f"job-00000000000{name}".encode() in memory for name in "abc"] == [False, False, True]
 
 
 def _memory(pid: int) -> Iterator[bytes]:
@@ -362,7 +367,7 @@ def test_source_that_is_killed_while_it_forks_is_replaced(machine: Make) -> None
     made, second, pid, server = parked_for_second_attempt(machine)
     os.kill(server, signal.SIGSTOP)
     (source,) = made.launcher.standby._parked
-    made.launcher.standby._fork(source, time.monotonic())
+    made.launcher.standby._fork(source, time.monotonic(), 0.0)
     procfs.kill(pid)
     wait_for(lambda: made.wait_parked(made.refs[0]) != pid, "another parked agent", 60)
     wait_for(lambda: procfs.start_time(server) is None, "the server's end", 10)
