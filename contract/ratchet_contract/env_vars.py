@@ -65,7 +65,9 @@ FORK_PLANS_FD: Final = "RATCHET_FORK_PLANS_FD"  # inherited fd of the ranks' pla
 FORK_REPORT_FD: Final = "RATCHET_FORK_REPORT_FD"  # inherited fd of the pipe that reports their pids
 
 # set for an agent, and for its fork server, that are started before there is an attempt
-PARKED: Final = "RATCHET_PARKED"  # a long value, over which /proc then shows the attempt's variables
+PARKED: Final = (
+    "RATCHET_PARKED"  # a long value, over which /proc then shows the attempt's variables; for a server: the agent's pid
+)
 # set by a launcher that parks agents, for the agent, which passes it to its ranks
 START: Final = "RATCHET_START"  # "parked", or "cold: " and why
 

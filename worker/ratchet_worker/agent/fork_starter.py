@@ -60,7 +60,7 @@ class ParkedServer:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = os.memfd_create("output", os.MFD_CLOEXEC)
         with theirs:
-            parked = {**env, names.AGENT_PID: str(os.getpid()), names.PARKED: " " * _LISTING_BYTES}
+            parked = {**env, names.PARKED: str(os.getpid()).ljust(_LISTING_BYTES)}
             plan = RankPlan(0, command, Path("/"), parked, Path(f"/proc/self/fd/{output}"))
             process, report = _start_server(plan, theirs.fileno())
         ours.send(json.dumps(asdict(preload)).encode())

@@ -6,11 +6,13 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -33,13 +35,14 @@ _TASKS: Final = Path("/proc/self/task")
 def fork_ranks() -> None:
     """Fork one process for each rank of the agent's plans. Returns only in ranks' processes; the server exits. Raises
     ``OSError``."""
-    die_with_parent(int(os.environ[names.AGENT_PID]))
+    parked = os.environ.pop(names.PARKED, None)
+    die_with_parent(int(parked or os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     stack_dump.install_handlers()
     started = start_environment()
     report = int(os.environ.pop(names.FORK_REPORT_FD))
     source = int(os.environ.pop(names.FORK_PLANS_FD))
-    if os.environ.pop(names.PARKED, None) is None:
+    if parked is None:
         plans, modules = _read_plans(source)
         forkable = _import(modules) and _is_single_threaded()
         gc.freeze()  # the collector does not scan frozen objects, so their pages stay shared
@@ -145,12 +148,13 @@ def _fork_agent(
         if is_current:
             between = os.fork()
             if between == 0:
+                between = os.getpid()
                 try:
                     if os.fork() != 0:
-                        os._exit(0)  # the new agent is no child of this server, whose own agent may end before it
+                        os._exit(0)
                     agent.close()
                     os.close(report)
-                    return _become_agent(*fds)
+                    return _become_agent(between, *fds)
                 except OSError as error:
                     print_to_log(f"ratchet: no parked agent is forked: {error}")
                     os._exit(1)
@@ -163,9 +167,9 @@ def _fork_agent(
     return None
 
 
-def _become_agent(launcher: int, output: int, file: int) -> tuple[socket.socket, int]:
+def _become_agent(between: int, launcher: int, output: int, file: int) -> tuple[socket.socket, int]:
     """In the new agent's process: fork its server, in which this returns as ``_fork_agent``. After the launcher's first message,
-    execute the agent's command. Raises ``OSError``."""
+    execute the agent's command. ``between``: pid of the process that has forked this one, and ends. Raises ``OSError``."""
     os.setsid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reports, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -177,19 +181,24 @@ def _become_agent(launcher: int, output: int, file: int) -> tuple[socket.socket,
         die_with_parent(agent)
         ours.close()
         os.close(reports)
+        multiprocessing.current_process().authkey = os.urandom(32)
         return theirs, report
     try:
-        with socket.socket(fileno=os.dup(launcher)) as channel:
-            channel.send(f"forked {agent}".encode())
-            channel.recv(1, socket.MSG_PEEK)  # the start of an interpreter waits until the launcher's own work is done
-        with open(file, "rb") as plan:
-            plan.seek(0)
-            new = json.load(plan)
-        os.chdir(new["cwd"])
         imports_output = os.dup(1)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.close(output)
+        # An agent adopts, and ends with its attempt, what its descendants leave behind. The forking one has no attempt yet.
+        while os.getppid() == between:
+            time.sleep(0.001)
+        with socket.socket(fileno=os.dup(launcher)) as channel:
+            channel.send(b"forked")
+            channel.recv(1, socket.MSG_PEEK)  # the start of an interpreter waits until the launcher's own work is done
+        with open(file, "rb") as plan:
+            plan.seek(0)
+            new = json.load(plan)
+        with suppress(OSError):  # it was deleted
+            os.chdir(new["cwd"])
         passed = launcher, ours.fileno(), reports, imports_output
         for fd in passed:
             os.set_inheritable(fd, True)

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import socket
+import struct
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -42,7 +43,10 @@ _FREE_FACTOR: Final = 2
 """An agent is parked only if this multiple of the memory that it may use is free."""
 _MEMORY_SECONDS: Final = 60.0
 """Seconds until the free memory is looked at again."""
+_RETRY_SECONDS: Final = 60.0
+"""If an agent that is younger cannot fork another one, no other is started for a while."""
 _MAX_IMPORTS: Final = 1 << 14
+_CREDENTIALS: Final = struct.Struct("3i")  # pid, uid and gid of a message's sender: unix(7)
 _CAP_SYS_NICE: Final = 23
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
 
@@ -126,7 +130,8 @@ class _Parked:
     """A parked agent. ``code``: of the attempt whose packages it imports (``code_of``); None: it imports none. ``socket``: to it;
     ``output``: file of what it prints. ``used_at``: when an attempt of its kind last ran; ``begins_at``: when ``given`` is sent
     (monotonic). ``source``: that it is forked from. ``pid``: 0 until it has been forked; ``started``: the process's start
-    time. ``given``: message with what it starts with, until it is sent. ``server``: pid of its fork server."""
+    time. ``given``: message with what it starts with, until it is sent. ``server``: pid of its fork server.
+    ``taken``: it is given an attempt."""
 
     kind: Kind
     code: str | None
@@ -140,6 +145,7 @@ class _Parked:
     given: bytes = b""
     server: int | None = None
     ready: bool = False
+    taken: bool = False
 
     def fits(self, code: str | None) -> bool:
         """True if an attempt of ``code`` can start in it: a forked one has no server without the packages."""
@@ -166,14 +172,21 @@ class _Refused:
     why: str
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Running:
-    """An attempt that runs, and how an agent is parked for the next one. ``at``: of its start (monotonic)."""
+    """An attempt that runs, and how an agent is parked for the next one. ``at``: of its start (monotonic). ``code``: of agents
+    that are parked for it (``_Parked.code``), once that ``is_known``."""
 
     kind: Kind
     plan: LaunchPlan
     spawn: Spawn
     at: float
+    code: str | None = None
+    is_known: bool = False
+
+    def needs(self, parked: _Parked) -> bool:
+        """True if the next attempt like this one may start in the parked agent."""
+        return self.kind == parked.kind and (not self.is_known or self.code == parked.code)
 
     def seconds_quiet(self) -> float:
         """Return the seconds since its start or, if that is later, since its rank 0 last imported a package."""
@@ -265,19 +278,22 @@ class Standby:
         if not alive:
             self._forget(name or "")
             return
-        code = code_of(running.plan)
-        fitting = [parked for parked in mine if parked.fits(code)]
-        source = next((parked for parked in fitting if parked.ready), None)
+        if kind in self._refused:
+            return
+        if not running.is_known:
+            if running.seconds_quiet() <= _DELAY_SECONDS:
+                return
+            running.code, running.is_known = code_of(running.plan) if running.packages() else None, True
+        same = [parked for parked in mine if parked.code == running.code]
+        source = next((parked for parked in same if parked.ready), None)
         wanted = self._active[kind]
-        if source is not None and source.code is not None:
+        if running.code is not None:
             # one more, and one of them not forked: it serves attempts of other code
             wanted += 1
-            if all(parked.source is not None for parked in mine):
+            if all(parked.source is not None for parked in same):
                 source = None
-        importing = any(not parked.ready and parked.source is None for parked in mine)
-        if source is None and importing:
-            return
-        if len(fitting) < wanted and kind not in self._refused and running.seconds_quiet() > _DELAY_SECONDS:
+        is_starting = source is None and not all(parked.ready for parked in same)
+        if len(same) < wanted and not is_starting:
             self._park(running, source, now)
 
     def _of(self, kind: Kind) -> list[_Parked]:
@@ -290,12 +306,8 @@ class Standby:
         there is no such agent, park none."""
         kind = running.kind
         if len(self._parked) >= self._bounds.processes:
-            needs = {(one.kind, code_of(one.plan)) for one in self._running.values()}
-            surplus = [
-                parked
-                for parked in self._parked
-                if not any(kind == parked.kind and parked.fits(code) for kind, code in needs)
-            ]
+            attempts = self._running.values()
+            surplus = [parked for parked in self._parked if not any(one.needs(parked) for one in attempts)]
             if not surplus and not self._of(kind):
                 surplus = [parked for parked in self._parked if len(self._of(parked.kind)) > 1]
             if not surplus:
@@ -308,17 +320,12 @@ class Standby:
         if source is not None:
             self._fork(source, now, now)
             return
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        output = os.memfd_create("parked", os.MFD_CLOEXEC)
-        packages = running.packages()
-        code = code_of(running.plan) if packages else None
-        parked = _Parked(kind, code, ours, output, now, now)
+        packages = running.packages() if running.code is not None else []
+        parked, theirs = _new(kind, running.code, packages, _code_folders(running.plan), now)
         try:
-            ours.setblocking(False)
-            given = {"like": json.loads(kind.like), "packages": packages, "code": _code_folders(running.plan)}
-            ours.send(json.dumps(given).encode())
+            parked.begin()
             with theirs:
-                pid = running.spawn({names.PARKED: " " * ROOM}, theirs, output)
+                pid = running.spawn({names.PARKED: " " * ROOM}, theirs, parked.output)
         except OSError as error:
             log.warning("no agent is parked: %s", error)
             parked.close()
@@ -327,15 +334,14 @@ class Standby:
         self._set_pid(parked, pid)
         self._parked.append(parked)
 
-    def _fork(self, source: _Parked, now: float, begins_at: float) -> None:
+    def _fork(self, source: _Parked, now: float, begins_at: float) -> _Parked:
         """Have a parked agent fork another one, which makes an agent's imports from ``begins_at`` on."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        output = os.memfd_create("parked", os.MFD_CLOEXEC)
-        given = json.dumps({"like": json.loads(source.kind.like), "packages": [], "code": []}).encode()
-        self._parked.append(_Parked(source.kind, source.code, ours, output, now, begins_at, source, given=given))
+        parked, theirs = _new(source.kind, source.code, [], [], now)
+        parked.source, parked.begins_at = source, begins_at
+        self._parked.append(parked)
         with theirs, suppress(OSError):  # else the source has ended, and the other end is closed
-            socket.send_fds(source.socket, [_FORK], [theirs.fileno(), output])
+            socket.send_fds(source.socket, [_FORK], [theirs.fileno(), parked.output])
+        return parked
 
     def _set_pid(self, parked: _Parked, pid: int) -> None:
         """Record the process. Running ranks come before its imports, if this process can raise its priority again."""
@@ -356,49 +362,63 @@ class Standby:
         replaced soon."""
         while parked in self._parked:
             try:
-                message = parked.socket.recv(64).decode()
+                self._receive(parked)
             except BlockingIOError:
                 return
-            except ConnectionError:
-                message = ""
-            self._note(parked, message)
 
-    def _receive(self, parked: _Parked) -> str:
-        """Wait for the next message, record and return it. Raises ``OSError``."""
-        message = parked.socket.recv(64).decode()
-        self._note(parked, message)
-        if parked not in self._parked:
-            raise ConnectionError("it has ended")
-        return message
+    def _receive(self, parked: _Parked, until: float | None = None) -> str:
+        """Record and return the next message, for which this waits until ``until`` (monotonic); empty if the agent has ended.
+        Raises ``OSError`` if there is none."""
+        if until is not None:
+            parked.socket.settimeout(max(0.001, until - time.monotonic()))
+        try:
+            data, ancillary, _, _ = parked.socket.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
+        except ConnectionError:
+            data, ancillary = b"", []
+        # not from the message: its sender runs as the jobs' user, and this process may end it as root
+        pid = next((_CREDENTIALS.unpack(sent)[0] for _, kind, sent in ancillary if kind == socket.SCM_CREDENTIALS), 0)
+        message = data.decode(errors="replace")
+        self._note(parked, message, pid)
+        return message if parked in self._parked else ""
 
-    def _note(self, parked: _Parked, message: str) -> None:
-        """Record what the parked agent has sent; empty: it has ended."""
+    def _note(self, parked: _Parked, message: str, sender: int) -> None:
+        """Record what the parked agent has sent; empty: it has ended. ``sender``: the process that has sent it."""
         word, _, rest = message.partition(" ")
-        if word == "forked":
-            self._set_pid(parked, int(rest))
-        elif word == "started":
+        if word == "forked" and parked.source is not None and not parked.pid:
+            self._set_pid(parked, sender)
+        elif word == "started" and rest.isdigit():
             parked.server = int(rest)
         elif word == "ready":
             parked.ready = True
             if self._memory(parked) > self._bounds.memory:
-                self._refuse(
-                    parked, "too-large", f"it uses more than {self._bounds.memory} bytes of memory (--standby)"
-                )
-        elif message:  # the answer to an attempt
-            return
-        elif not parked.pid:
-            # it was not forked: the source has ended, or a file that it has imported was changed since
+                why = f"it uses more than {self._bounds.memory} bytes of memory (--standby)"
+                self._refuse(parked, "too-large", why)
+        elif word not in ("taken", "unfit"):
+            self._note_end(parked)
+
+    def _note_end(self, parked: _Parked) -> None:
+        """End what is left of a parked agent that has ended. One that was ready is replaced; its kind is refused for a while if
+        it has ended during its imports, or if an agent that has just been started cannot fork another one."""
+        said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
+        why = f"it has ended. {said.decode(errors='replace').strip()}"
+        if parked.ready or (parked.pid and parked.given):
+            log.warning("a parked agent is not used: %s", why)
             self._end(parked)
-            if parked.source in self._parked:
-                self._end(parked.source)
+        elif parked.source is None:
+            self._refuse(parked, "ended", why)
         else:
-            said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
-            why = f"it has ended. {said.decode(errors='replace').strip()}"
-            if parked.ready or parked.given:  # it was killed while it waited: another one is parked
-                log.warning("a parked agent is not used: %s", why)
-                self._end(parked)
+            self._end(parked)
+            source = parked.source
+            if source not in self._parked or source.taken:
+                return
+            why = (
+                f"no agent is forked from it: a file that it has imported was changed, or the new one has ended. {why}"
+            )
+            if time.monotonic() - source.begins_at < _RETRY_SECONDS:
+                self._refuse(source, "ended", why)
             else:
-                self._refuse(parked, "ended", why)
+                log.warning("a parked agent is replaced: %s", why)
+                self._end(source)
 
     def _refuse(self, parked: _Parked, obstacle: ParkedObstacle, why: str) -> None:
         """End the parked agent, and park no other of its kind for a while."""
@@ -420,7 +440,8 @@ class Standby:
         parked.close()
         if parked.started is not None and procfs.is_alive(parked.pid, parked.started):
             procfs.kill(parked.pid)
-        self._ended.add(parked.pid)
+        if parked.pid:
+            self._ended.add(parked.pid)
         self._reap()
 
     def _reap(self) -> None:
@@ -445,26 +466,20 @@ class Standby:
             self._end(parked)
             return "the parked agent had not made its own imports yet"
         try:
-            parked.socket.settimeout(_ANSWER_SECONDS)
+            until, parked.taken = time.monotonic() + _ANSWER_SECONDS, True
             parked.begin()
-            if not parked.pid:
-                self._receive(parked)
+            self._wait_forked(parked, until)
             self._raise_priority(parked)
-            forks = (parked.ready or parked.source is not None) and parked.code in (None, code)
-            if (
-                forks and len(fitting) < self._active[kind] + 2
-            ):  # with this attempt, one more is active, and one less is parked
-                now = time.monotonic()
-                self._fork(parked, now, now + _DELAY_SECONDS)
+            self._fork_successor(parked, code, len(fitting), until)
             message = {
                 "launch_file": str(plan.ref.paths.launch_file),
                 "attempt_dir": plan.launch.attempt_dir,
                 "same_code": parked.code in (None, code),
             }
             socket.send_fds(parked.socket, [json.dumps(message).encode()], [log_fd])
-            while (answer := self._receive(parked)) != "taken":
-                if answer == "unfit":
-                    raise ConnectionError("it cannot run the attempt")
+            while (answer := self._receive(parked, until)) != "taken":
+                if answer in ("unfit", ""):
+                    raise ConnectionError("it cannot run the attempt" if answer else "it has ended")
             parked.socket.send(b"go")
         except OSError as error:
             log.warning("a parked agent is not used: %s", error)
@@ -474,6 +489,34 @@ class Standby:
         self._parked.remove(parked)
         parked.close()
         return parked.pid
+
+    def _wait_forked(self, parked: _Parked, until: float) -> None:
+        """Wait until the agent is a process of its own. Raises ``OSError``."""
+        while not parked.pid:
+            if not self._receive(parked, until):
+                raise ConnectionError("it could not be forked")
+
+    def _fork_successor(self, parked: _Parked, code: str | None, fitting: int, until: float) -> None:
+        """Have an agent that an attempt of ``code`` takes fork another one, unless enough are parked or memory is short.
+        ``fitting``: the number of agents that are parked for such attempts. The first one with packages forks none: its place is
+        needed for one that serves other code, too."""
+        enough = (
+            fitting >= self._active[parked.kind] + 2
+        )  # with this attempt, one more is active, and one less is parked
+        if enough or parked.code not in (None, code) or (parked.code is not None and parked.source is None):
+            return
+        if not (parked.ready or parked.source is not None) or self._memory_short() is not None:
+            return
+        now = time.monotonic()
+        successor = self._fork(parked, now, now + _DELAY_SECONDS)
+        # An agent with an attempt adopts, and ends with it, what its descendants leave behind.
+        try:
+            self._wait_forked(successor, until)
+            successor.socket.setblocking(False)
+        except OSError as error:
+            log.warning("no agent is forked: %s", error)
+            if successor in self._parked:
+                self._end(successor)
 
     def _why_none(self, kind: Kind) -> str:
         """Return why no agent of this kind is parked."""
@@ -495,6 +538,18 @@ class Standby:
             for task in Path(f"/proc/{pid}/task").iterdir():
                 with suppress(ProcessLookupError):
                     os.setpriority(os.PRIO_PROCESS, int(task.name), self._nice)
+
+
+def _new(
+    kind: Kind, code: str | None, packages: list[str], folders: list[str], now: float
+) -> tuple[_Parked, socket.socket]:
+    """Return a parked agent that is still to be started or forked, and the other end of its socket. ``folders``: of the job's
+    code."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.setblocking(False)
+    ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+    given = json.dumps({"like": json.loads(kind.like), "packages": packages, "code": folders}).encode()
+    return _Parked(kind, code, ours, os.memfd_create("parked", os.MFD_CLOEXEC), now, now, given=given), theirs
 
 
 def _share(pid: int) -> int:

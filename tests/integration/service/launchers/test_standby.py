@@ -91,6 +91,7 @@ class Machine:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(standby, "_ANSWER_SECONDS", 15.0)  # other tests may run
 
 
 Make = Callable[..., Machine]
@@ -347,20 +348,43 @@ def test_dead_or_stopped_fork_server_costs_no_attempt(machine: Make, how: signal
 
 
 def test_attempts_that_follow_at_once_start_in_agents_that_are_forked_from_each_other(machine: Make) -> None:
-    made = machine("processes=1")
+    made = machine("processes=1", cold=True)
     plans = [made.plan(attempt=number) for number in range(1, 5)]
     made.start(plans[0])
-    server = made.wait_parked(plans[0].ref) and made.launcher.standby._parked[0].server
-    agents, sessions = set(), set()
+    made.wait_parked(plans[0].ref)
+    server = made.launcher.standby._parked[0].server
+    agents = set()
     for plan in plans[1:]:
         agents.add(made.start(plan))
         assert made.was_parked(plan.ref), "there was no time for another import of torch"
         (parked,) = made.launcher.standby._parked
-        sessions.add(parked.pid)
-        made.end(plan.ref)
+        found = procfs.stat(parked.pid)
+        assert found is not None and found.parent not in agents, "an agent ends what is below it"
+        made.launcher.stop(plan.ref, 1.0)
+        wait_for(lambda ref=plan.ref: not made.poll(ref).alive, "the end of the attempt", 30)
     assert len(agents) == 3
-    wait_for(lambda: server is None or procfs.start_time(server) is None, "the end of the first fork server", 10)
+    assert server is not None and procfs.start_time(server) is None
     assert procfs.start_time(parked.pid) is not None, "the last one waits for the next attempt"
+
+
+def test_forked_agent_is_the_process_that_the_kernel_says(machine: Make) -> None:
+    """The launcher may be root, and the parked agent another user's: it does not name the process that the launcher ends."""
+    made = machine()
+    plan = made.plan()
+    kind = standby.kind_of(plan, {})
+    assert not isinstance(kind, str)
+    parked, theirs = standby._new(kind, None, [], [], 0.0)
+    parked.source = parked
+    made.launcher.standby._parked.append(parked)
+    program = f"import os; os.write({theirs.fileno()}, b'forked {os.getpid()}'); os.read(0, 1)"
+    with (
+        theirs,
+        subprocess.Popen([sys.executable, "-c", program], pass_fds=[theirs.fileno()], stdin=subprocess.PIPE) as process,
+    ):
+        wait_for(lambda: made.launcher.standby._read(parked) or parked.pid, "the message", 20)
+        assert parked.pid == process.pid
+        made.launcher.standby._end(parked)
+        assert process.wait() == -signal.SIGKILL
 
 
 def test_source_that_is_killed_while_it_forks_is_replaced(machine: Make) -> None:
@@ -368,10 +392,19 @@ def test_source_that_is_killed_while_it_forks_is_replaced(machine: Make) -> None
     os.kill(server, signal.SIGSTOP)
     (source,) = made.launcher.standby._parked
     made.launcher.standby._fork(source, time.monotonic(), 0.0)
-    procfs.kill(pid)
-    wait_for(lambda: made.wait_parked(made.refs[0]) != pid, "another parked agent", 60)
+    with subprocess.Popen(["sh", "-c", "exit 7"]) as other:
+        procfs.kill(pid)
+        wait_for(lambda: made.wait_parked(made.refs[0]) != pid, "another parked agent", 60)
+        assert other.wait() == 7, "the launcher has reaped what is not its own"
     wait_for(lambda: procfs.start_time(server) is None, "the server's end", 10)
     assert made.start(second) != pid and made.was_parked(second.ref)
+
+
+def test_no_agent_is_forked_while_memory_is_short(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, second, pid, _ = parked_for_second_attempt(machine)
+    monkeypatch.setattr(standby.available_memory, "available", lambda: 2**31 - 1)
+    assert made.start(second) == pid
+    assert not made.launcher.standby._parked
 
 
 def test_changed_library_is_not_taken_from_memory(machine: Make, tmp_path: Path) -> None:
@@ -432,6 +465,25 @@ def test_packages_that_the_first_attempt_has_imported_are_imported_in_advance_fo
     third = packages_plan(made, 3, "other.py")
     assert made.start(third) == original and made.was_parked(third.ref), "other code: parked without the packages"
     assert [each["advance"] for each in made.dumps(third.ref)] == [[], []]
+
+
+def test_packages_are_imported_in_advance_also_after_a_plain_attempt_of_the_kind(machine: Make) -> None:
+    made = machine()
+    plain, first, second = made.plan(), packages_plan(made, 2), packages_plan(made, 3)
+    made.start(plain)
+    made.wait_parked(plain.ref)
+    made.end(plain.ref)
+    made.start(first)
+    assert [one["advance"] for one in made.dumps(first.ref)] == [[], []]
+
+    def with_packages() -> bool:
+        alive = made.poll(first.ref).alive
+        return alive and any(one.ready and one.code is not None for one in made.launcher.standby._parked)
+
+    wait_for(with_packages, "an agent with the packages", 60)
+    made.end(first.ref)
+    made.start(second)
+    assert [one["advance"] for one in made.dumps(second.ref)] == [["rich.table", "torchmetrics"]] * 2
 
 
 def test_package_imported_after_a_change_of_the_environment_is_not_imported_in_advance(machine: Make) -> None:
