@@ -28,15 +28,14 @@ def dumps(attempt: AttemptPaths) -> list[dict[str, Any]]:
 
 def parked_agent(server: Server) -> int:
     """Wait until one has made all imports; its pid."""
-    assert server.process is not None
     text = wait_for(
         lambda: re.search(r"^ratchet_parked_agents 1", server.call("GET", "/metrics").text, re.M), "a parked agent", 90
     )
     assert text
     (pid,) = (
         pid
-        for pid in procfs.live_descendants(server.process.pid)
-        if MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        for pid in procfs.pids()
+        if procfs.runs_as(pid, UID) and MODULE.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
     )
     return pid
 
