@@ -12,9 +12,11 @@ from typing import Any
 
 import hypothesis
 import pytest
+import sqlalchemy as sa
 from hypothesis import strategies as st
 
 from ratchet_contract.phases import AttemptPhase, JobPhase
+from ratchet_service.db.models import Attempt, Checkpoint, Job
 from tests.support.api import TOKEN, Api, checkpoint_message, message, training_message
 
 with warnings.catch_warnings():
@@ -43,31 +45,50 @@ def tar(_context: Any, value: Any) -> bytes:
 
 
 class Population:
-    """Jobs in every phase, with attempts, checkpoints and reports; made again when they are used up."""
+    """Jobs in every phase, with attempts, checkpoints and reports; each is made again when it is used up."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
-        self.jobs: list[str] = []
+        self._made: dict[JobPhase, tuple[str, Any]] = {}
         self.refill()
 
-    def refill(self) -> None:
-        api = self._api
-        self.jobs = [api.submit(name="queued", labels={"team": "x"})]
-        for phase in (JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.SUSPENDED, JobPhase.SUCCEEDED, JobPhase.FAILED):
-            job_id = api.submit(name=phase.value.lower(), world={"ranks_per_node": 2, "device": "cpu"})
-            api.attempt(job_id)
-            said = [
-                training_message(), checkpoint_message(10), message("metrics", step=5, values={"loss": 0.5}),
-                message("progress", step=12), message("note", type="hello", message="world"),
-            ]  # fmt: skip
-            assert api.report(job_id, (0, 1, said)).status_code == 200
-            if not phase.active:
-                from ratchet_service.db.models import Attempt
+    @property
+    def jobs(self) -> list[str]:
+        return [job_id for job_id, _ in self._made.values()]
 
-                with api.database.write() as session:
-                    session.get_one(Attempt, (job_id, 1)).phase = AttemptPhase.ENDED
-            api.set_phase(job_id, phase)
-            self.jobs.append(job_id)
+    def refill(self) -> None:
+        for phase in (
+            JobPhase.QUEUED, JobPhase.RUNNING, JobPhase.STOPPING, JobPhase.SUSPENDED, JobPhase.SUCCEEDED, JobPhase.FAILED,
+        ):  # fmt: skip
+            job_id, state = self._made.get(phase, ("", None))
+            if state is None or self._state(job_id) != state:
+                job_id = self._make(phase)
+                self._made[phase] = job_id, self._state(job_id)
+
+    def _state(self, job_id: str) -> Any:
+        """What calls use up; empty without the job."""
+        with self._api.database.read() as session:
+            job = sa.select(Job.phase, Job.desired, Job.attempt).where(Job.id == job_id)
+            attempts = sa.select(Attempt.number, Attempt.phase).where(Attempt.job_id == job_id)
+            kept = sa.select(Checkpoint.step, Checkpoint.state).where(Checkpoint.job_id == job_id)
+            return [sorted(map(tuple, session.execute(query))) for query in (job, attempts, kept)]
+
+    def _make(self, phase: JobPhase) -> str:
+        api = self._api
+        if phase is JobPhase.QUEUED:
+            return api.submit(name="queued", labels={"team": "x"})
+        job_id = api.submit(name=phase.value.lower(), world={"ranks_per_node": 2, "device": "cpu"})
+        api.attempt(job_id)
+        said = [
+            training_message(), checkpoint_message(10), message("metrics", step=5, values={"loss": 0.5}),
+            message("progress", step=12), message("note", type="hello", message="world"),
+        ]  # fmt: skip
+        assert api.report(job_id, (0, 1, said)).status_code == 200
+        if not phase.active:
+            with api.database.write() as session:
+                session.get_one(Attempt, (job_id, 1)).phase = AttemptPhase.ENDED
+        api.set_phase(job_id, phase)
+        return job_id
 
     def adapt(self, case: Any, draw: random.Random) -> None:
         """Names of things that are there in the place of made-up ones, nine times out of ten."""
