@@ -17,6 +17,8 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 ARGUMENTS = (
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync",
+    # Each window would draw the list below its address bar in processes of its own, which take more than a page of Ratchet does.
+    "--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup,WebUIOmniboxFullPopup,SpareRendererForSitePerProcess",
 )  # fmt: skip
 TIMEOUT = 30_000
 """Milliseconds for which an expectation waits; a loaded machine draws late."""
