@@ -32,6 +32,8 @@ from tests.support.sim.world import Broken, play
 SCHEDULES = int(os.environ.get("RATCHET_TEST_SCHEDULES", "30"))
 RARE = ("nothing_adopted", "restarts_deadlines")
 """Planted faults that take dozens of schedules: ``make simulate`` looks for them."""
+LATE = {"suspend_forgotten": 30, "settled_alive": 27, "backoff_forgotten": 23, "stored_twice": 13}
+"""Schedules that show nothing of these faults, which come first by their seeds."""
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_broken_schedule_reports_seed_rule_and_history(sqlite: SimDatabase, fold
 
 @pytest.mark.parametrize("name", [name for name in MUTANTS if name not in {*RARE, *DIRECTED}])
 def test_simulation_detects_planted_fault(sqlite: SimDatabase, folder: Path, name: str) -> None:
-    assert hunt(sqlite, folder, name, seeds=range(200)).what is not None
+    assert hunt(sqlite, folder, name, seeds=range(LATE.get(name, 0), 200)).what is not None
 
 
 @pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted"])
