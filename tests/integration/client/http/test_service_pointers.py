@@ -18,6 +18,7 @@ from ratchet_client.cli.shared.options import Settings
 from ratchet_contract.paths import HomePaths
 from ratchet_contract.processes import service_pointers
 from tests.support.cli import EXECUTABLE, FORKS, Result
+from tests.support.fork_server import SERVICES, Program
 from tests.support.forked_cli import import_environment
 from tests.support.server import wait_for
 
@@ -37,18 +38,22 @@ class User:
         return self.place / name
 
     @contextmanager
-    def serving(self, name: str) -> Iterator[subprocess.Popen[bytes]]:
-        """``ratchet serve`` in that directory."""
+    def serving(self, name: str, *, command: bool = False) -> Iterator[subprocess.Popen[bytes] | Program]:
+        """The service in that directory; ``command``: started by ``ratchet serve``, and not forked."""
         directory = self.directory(name)
         output = directory / "log"
         with output.open("wb") as log:
-            service = subprocess.Popen(
-                [str(EXECUTABLE), "serve", "--no-reconciler"],
-                cwd=directory,
-                env=self.environment,
-                stdout=log,
-                stderr=log,
-            )
+            if command:
+                service: subprocess.Popen[bytes] | Program = subprocess.Popen(
+                    [str(EXECUTABLE), "serve", "--no-reconciler"],
+                    cwd=directory,
+                    env=self.environment,
+                    stdout=log,
+                    stderr=log,
+                )
+            else:
+                words = [sys.executable, "-P", "-m", "ratchet_service", "serve", "--home", str(directory / ".ratchet")]
+                service = SERVICES.start([*words, "--no-reconciler"], log.fileno(), env=self.environment, cwd=directory)
         try:
             # This line comes after service.json and the pointer.
             wait_for(lambda: "listening on" in output.read_text() or service.poll() is not None, "the service to start")
@@ -76,7 +81,7 @@ def pointers(user: User) -> list[Path]:
 
 
 def test_cli_finds_a_running_service_from_another_directory(user: User) -> None:
-    with user.serving("mine"):
+    with user.serving("mine", command=True):
         home = user.place / "mine" / ".ratchet"
         found = user("elsewhere", "list")
         assert (found.code, found.errors.count(str(home))) == (0, 1), found
