@@ -15,7 +15,10 @@ EVERY = 7
 START = 20  # iterations before PowerSGD compresses
 
 HERE = Path(__file__).parent
-DIGITS = {"entrypoint": "ratchet_worker.tasks.digits:DigitsTask", "args": {"steps": STEPS, "width": 12, "batch_size": 16}}
+DIGITS = {
+    "entrypoint": "ratchet_worker.tasks.digits:DigitsTask",
+    "args": {"steps": STEPS, "width": 12, "batch_size": 16},
+}
 BYTELM = {
     "entrypoint": "ratchet_worker.tasks.bytelm:ByteLMTask",
     "args": {
