@@ -110,11 +110,11 @@ _HOLDERS: Final = (
     MethodType, partial, BuiltinMethodType, MappingProxyType, ContextVar, memoryview, WeakKeyDictionary, WeakValueDictionary,
     WeakSet,
 )  # fmt: skip
-_CHECKED_BEFORE_MODULES: Final = (
+_SPECIAL_TYPES: Final = (
     torch.Tensor, np.ndarray, *get_args(Generator), bytearray, array, *chain.from_iterable(_CONTAINERS.values()), *_HOLDERS,
-    threading.local, type, ModuleType, np.random.SeedSequence, torch.UntypedStorage, io.IOBase,
+    threading.local, FunctionType, type, ModuleType, np.random.SeedSequence, torch.UntypedStorage, io.IOBase, GeneratorType,
 )  # fmt: skip
-"""Classes whose objects have a ``Kind`` of their own, or one for which ``_kind`` looks at the object."""
+"""Classes whose objects have a ``Kind`` of their own, or one for which ``_special_kind`` looks at the object."""
 _MODULE_STATE_ATTRIBUTES: Final = frozenset({"training", "_parameters", "_buffers", "_modules"})
 _MODULE_HOOK_ATTRIBUTES: Final = tuple(sorted(_MODULE_ATTRIBUTES - _MODULE_STATE_ATTRIBUTES))
 _MAX_OBJECTS: Final = 200_000
@@ -401,8 +401,31 @@ def _kind(item: Any, region: Region) -> Kind:
     known = _PYTHON_TYPES.get(its_class)
     if known is not None:
         return known
-    if _is_plain_module(its_class):
+    if _is_ordinary(its_class):
+        if issubclass(its_class, nn.Module):
+            return "object"
+    elif (kind := _special_kind(item)) is not None:
+        return kind
+    if hasattr(type(item), "__next__") and not hasattr(item, "__dict__"):
+        return "other" if hasattr(item, "fileno") else "sealed"
+    package = its_class.__module__
+    if isinstance(item, _TORCH_TYPES) or package.startswith(_INCLUDED_MODULES):
         return "object"
+    if region == "registered" and package.startswith(_INCLUDED_IF_REGISTERED):
+        return "object"
+    return "other" if _is_excluded(package) or not (hasattr(item, "__dict__") or slots_of(its_class)) else "object"
+
+
+@lru_cache(maxsize=4096)
+def _is_ordinary(kind: Any) -> bool:
+    """True if ``_special_kind`` returns None for all objects of the class ``kind``."""
+    if kind.__getattribute__ is not object.__getattribute__ or any("__class__" in vars(c) for c in kind.__mro__[:-1]):
+        return False  # the attribute ``__class__`` of a proxy may be another class than its type
+    return not issubclass(kind, _SPECIAL_TYPES)
+
+
+def _special_kind(item: Any) -> Kind | None:
+    """Return the kind of an object of one of ``_SPECIAL_TYPES``; None for other objects."""
     if isinstance(item, torch.Tensor):
         return "tensor" if item.layout is torch.strided else "sealed"
     if isinstance(item, np.ndarray):
@@ -430,20 +453,7 @@ def _kind(item: Any, region: Region) -> Kind:
         return "sealed"
     if isinstance(item, GeneratorType):
         return "other" if _is_excluded(_owner_of(item)) else "sealed"
-    if hasattr(type(item), "__next__") and not hasattr(item, "__dict__"):
-        return "other" if hasattr(item, "fileno") else "sealed"
-    package = its_class.__module__
-    if isinstance(item, _TORCH_TYPES) or package.startswith(_INCLUDED_MODULES):
-        return "object"
-    if region == "registered" and package.startswith(_INCLUDED_IF_REGISTERED):
-        return "object"
-    return "other" if _is_excluded(package) or not (hasattr(item, "__dict__") or slots_of(its_class)) else "object"
-
-
-@lru_cache(maxsize=4096)
-def _is_plain_module(kind: type) -> bool:
-    """True if ``_kind`` returns ``object`` for all objects of the class ``kind``, a class of torch modules."""
-    return issubclass(kind, nn.Module) and not issubclass(kind, _CHECKED_BEFORE_MODULES)
+    return None
 
 
 def _is_input_file(file: io.IOBase) -> bool:
@@ -492,6 +502,8 @@ def _hooks(item: Any) -> list[tuple[str, Any]]:
     names: Iterable[str] = ()
     if isinstance(item, nn.Module):
         names = _MODULE_HOOK_ATTRIBUTES
+        if not any(map(vars(item).get, names)):  # all tables are empty, as in most modules
+            return []
     elif isinstance(item, Optimizer):
         names = _optimizer_attributes()
     else:

@@ -806,6 +806,35 @@ def test_hidden_state_scan_tolerates_objects_that_raise_on_access(make: Callable
         assert [name[:7] for name in changes.unsaved] == (["model.x"] if named else [])
 
 
+class Pretender:
+    """A proxy: an object that says that it is a list, and has the items of one."""
+
+    __class__ = property(lambda self: list)  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.held = [1]
+
+    def __iter__(self) -> Any:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+class Items(list[int]): ...
+
+
+ITEMS = Items([1])
+
+
+@pytest.mark.parametrize("make", [Pretender, lambda: weakref.proxy(ITEMS)], ids=["property", "weak"])
+def test_changes_behind_a_proxy_are_found(make: Callable[[], Any]) -> None:
+    net, hidden = Net(x=make()), HiddenState()
+    hidden.begin(Roots({"model": net}))
+    getattr(net.x, "held", ITEMS).append(2)
+    assert hidden.changes().unsaved == ["model.x"]
+
+
 def test_hidden_state_names_each_reference_to_a_shared_unstorable_object() -> None:
     """Also an object that is stored by itself, but refers to it."""
 
