@@ -17,10 +17,17 @@ def capture(device: torch.device) -> dict[str, Any]:
     """Return the states of torch's, numpy's and Python's global generators; ``cuda`` is None if ``device`` is no CUDA device."""
     version, words, gauss = random.getstate()
     return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        **capture_torch(device),
         "numpy": np.random.get_state(legacy=False),
         "python": (version, torch.frombuffer(array("q", words), dtype=torch.int64), gauss),
+    }
+
+
+def capture_torch(device: torch.device) -> dict[str, Any]:
+    """Return only the states of torch's generators."""
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
     }
 
 
@@ -35,6 +42,11 @@ def restore(state: dict[str, Any], device: torch.device) -> None:
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
+    restore_torch(state, device)
+
+
+def restore_torch(state: dict[str, Any], device: torch.device) -> None:
+    """Set only torch's generators to the states that ``capture`` returned."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None:
         torch.cuda.set_rng_state(state["cuda"], device)

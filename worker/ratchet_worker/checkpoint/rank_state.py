@@ -97,7 +97,7 @@ class JobState:
         self.unmatched_ignores: frozenset[str] = frozenset()  # ignored paths that matched nothing, from the checkpoint
         self._before_evaluation: Snapshot | None = None
         self._walk: Walk | None = None  # of the module, as of the last capture
-        self._equal_state, self._modules, self._generators = EqualState(), module_extras.Capture(), rng.Encoder()
+        self._equal_state, self._modules, self._generators = EqualState(), module_extras.Capture(), rng.Capture(device)
         self.optimizers: dict[str, Optimizer] = {}
         self.stateful: dict[str, Stateful] = {}
         self.plain: dict[str, Any] = {}  # objects saved by their attributes or items
@@ -169,7 +169,7 @@ class JobState:
         ddp, hook = self.require_wrapped()
         hook_tensors, hook_data = hook.capture(copy=False)  # first, since no rank may fail before this collective
         out = Snapshot()
-        with rng.fork_rng(self._device) as generators:  # undoes what a state_dict() draws
+        with self._generators.fork() as generators:  # undoes what a state_dict() draws
             walk = self._updated_walk(ddp.module)
             module_baseline.check_parameters_unchanged(walk, self._origin)
             form = self._equal_state.capture(out, walk, self.optimizers, hook.replicas == "equal")

@@ -14,10 +14,11 @@ import torch
 from pydantic import JsonValue
 
 from ratchet_hooks.state.encode import Tensors, encode
-from ratchet_hooks.state.rng import capture, restore
+from ratchet_hooks.state.rng import capture, capture_torch, restore, restore_torch
+from ratchet_worker.state.generator_memory import GeneratorMemory
 
 __all__ = [
-    "Encoder",
+    "Capture",
     "GeneratorState",
     "Seeds",
     "capture",
@@ -71,12 +72,30 @@ def fork_rng(device: torch.device) -> Iterator[dict[str, Any]]:
         restore(state, device)
 
 
-class Encoder:
-    """Encodes the state of the process-wide generators for each save, reusing what seldom changes."""
+class Capture:
+    """Captures and encodes the state of the process-wide generators for each save, reusing what seldom changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._memory = device, GeneratorMemory()
+        self._seen: object = None  # memory of numpy's and Python's generators at the last capture
+        self._state: dict[str, Any] = {}
         self._facts: object = None
         self._data: JsonValue = None
+
+    @contextmanager
+    def fork(self) -> Iterator[dict[str, Any]]:
+        """As ``fork_rng``. Parts of the block's value may be the same objects as before."""
+        seen = self._memory.read()
+        if seen is None or seen != self._seen:
+            self._state, self._seen = capture(self._device), seen
+        else:
+            self._state = {**self._state, **capture_torch(self._device)}
+        state = self._state
+        try:
+            yield state
+        finally:
+            unchanged = seen is not None and self._memory.read() == seen
+            (restore_torch if unchanged else restore)(state, self._device)
 
     def encode(self, state: dict[str, Any]) -> tuple[Tensors, JsonValue]:
         """Return ``state``, a result of ``capture``, as named tensors and JSON, which may be the same object as before."""

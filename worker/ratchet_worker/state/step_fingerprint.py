@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
-import numpy as np
 import torch
 from xxhash import xxh3_64, xxh3_64_hexdigest, xxh3_64_intdigest
 
 from ratchet_contract.checkpoint.step_ring import RING_VERSION, StepFingerprint
+from ratchet_worker.state.generator_memory import GeneratorMemory
 from ratchet_worker.state.live_memory import address, live_bytes
 from ratchet_worker.state.snapshot import flat
 
@@ -31,8 +31,6 @@ _EPOCH: Final = 1 << 40
 """More than the positions of an epoch."""
 _WORD: Final = (1 << 64) - 1
 _UNKNOWN: Final = -1
-_MT19937: Final = ctypes.c_uint32 * 625
-"""The Mersenne Twister's 624 words and the position in them, which numpy stores after them and Python before them."""
 _NO_MEMORY: Final = (RuntimeError, BufferError)
 """Raised if user code has freed or resized a storage, or given a parameter another kind of tensor: the fingerprint records
 that."""
@@ -236,49 +234,23 @@ class Generators:
         self._cuda = device if device.type == "cuda" else None
         self._torch_state = torch.default_generator.get_state
         self._torch_words = ctypes.c_char * self._torch_state().nbytes
-        self._numpy_own: Any = np.random.mtrand._rand
-        self._numpy: tuple[Any, Any] = (None, None)  # its bit generator, and that one's words
-        self._python_own: Any = random._inst
-        # Read from memory, like numpy's: the getstate functions make hundreds of numbers, 25 us for each after every step.
-        self._python = _python_words()
+        self._memory = GeneratorMemory()
 
     def digest(self) -> int:
         """Return a 64-bit digest of the generators' current states, without the normal number that numpy may have cached."""
-        torch_state = self._torch_state()
+        torch_state, memory = self._torch_state(), self._memory
         hasher = xxh3_64(self._torch_words.from_address(torch_state.data_ptr()))
         if self._cuda is not None:
             hasher.update(torch.cuda.get_rng_state(self._cuda).numpy().data)
-        generator, words = self._numpy
-        if self._numpy_own._bit_generator is not generator:
-            words = self._numpy_words()
         # Without numpy's cached second half of a pair of normal numbers: it shows in the next draws.
-        hasher.update(words)
-        if self._python is None:
+        hasher.update(memory.numpy_words())
+        if memory.python_words is None:
             hasher.update(repr(random.getstate()).encode())
         else:
-            hasher.update(self._python)
-            gauss = self._python_own.gauss_next
-            if gauss is not None:  # the cached half of a pair
-                hasher.update(float(gauss).hex().encode())
+            hasher.update(memory.python_words)
+            if (half := memory.python_half) is not None:
+                hasher.update(float(half).hex().encode())
         return hasher.intdigest()
-
-    def _numpy_words(self) -> Any:
-        """Return numpy's generator state as bytes: a view that stays valid, or text for another bit generator."""
-        generator = self._numpy_own._bit_generator
-        if type(generator) is not np.random.MT19937:  # user code gave numpy another one
-            return repr(generator.state).encode()
-        self._numpy = generator, memoryview(_MT19937.from_address(generator.ctypes.state_address)).cast("B")
-        return self._numpy[1]
-
-
-def _python_words() -> Any:
-    """Return a view of the memory of Python's own generator; None if this Python has another layout."""
-    inst, head = random._inst, object.__basicsize__
-    if type(inst).__basicsize__ < head + ctypes.sizeof(_MT19937):
-        return None
-    view = _MT19937.from_address(id(inst) + head)
-    place, *words = view
-    return memoryview(view).cast("B") if (*words, place) == random.getstate()[1] else None
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from torch import nn
 
 from ratchet_contract.errors import StateError, UserError
 from ratchet_hooks.errors import HookStateError
+from ratchet_hooks.state.encode import encode
 from ratchet_worker.checkpoint import late_changes
 from ratchet_worker.checkpoint.rank_state import JobState
 from ratchet_worker.coordination.process_group import _dup_and_close
@@ -106,6 +107,46 @@ def test_draws_of_a_state_dict_are_undone(call: Callable[[JobState], object]) ->
         assert _draw() == expected
     rng.restore(job.capture().value("rng"), CPU)
     assert _draw() == expected
+
+
+def _other_numpy_generator() -> None:
+    np.random.set_bit_generator(np.random.PCG64(7))
+
+
+DRAWS: dict[str, Callable[[], object]] = {
+    "nothing": lambda: None,
+    "torch": lambda: torch.rand(1),
+    "numpy": lambda: np.random.random(),
+    "the cached half of numpy's pair": lambda: np.random.standard_normal(),
+    "python": lambda: random.random(),
+    "the cached half of Python's pair": lambda: random.gauss(0, 1),
+    "another generator of numpy": _other_numpy_generator,
+}
+
+
+@pytest.mark.parametrize("inside", [*DRAWS])
+@pytest.mark.parametrize("before", [*DRAWS])
+def test_each_save_has_the_generators_as_they_are_and_leaves_them_so(before: str, inside: str) -> None:
+    kept = np.random.get_bit_generator()
+    try:
+        np.random.standard_normal(), random.gauss(0, 1)  # both keep the other half of a pair
+        generators = rng.Capture(CPU)
+        with generators.fork():
+            pass
+        DRAWS[before]()
+        expected = rng.capture(CPU)
+        with generators.fork() as state:
+            assert _parts(state) == _parts(expected)
+            if inside != "another generator of numpy":  # which no restore undoes
+                DRAWS[inside]()
+        assert _parts(rng.capture(CPU)) == _parts(expected)
+    finally:
+        np.random.set_bit_generator(kept)
+
+
+def _parts(state: dict[str, Any]) -> list[Any]:
+    tensors, data = encode(state, root="rng")
+    return [data, *(tensor.tolist() for tensor in tensors.values())]
 
 
 @pytest.mark.parametrize(
