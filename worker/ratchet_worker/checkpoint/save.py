@@ -111,17 +111,18 @@ class Save:
     def wait_until_copied(self, until: Until) -> float:
         """Wait until tensors of the kind ``until`` are copied and may change, or until the save has given up. Returns how many
         seconds this took. ``Until.STEP`` includes ``Until.BACKWARD``."""
-        if self.staged is None or self.is_done:
+        staged = self.staged
+        if staged is None or self.is_done:
             return 0.0
         before, begun = self.stall_state[0], time.perf_counter()
         self.stall_state = before, begun
         try:
             if until is Until.STEP:
                 self.loop_waits = True
-            self.staged.wait(until)
+            staged.wait(until)
             self._check(until)
             if until is Until.STEP:
-                self.staged.wait(Until.BACKWARD)
+                staged.wait(Until.BACKWARD)
                 self._check(Until.BACKWARD)
                 self.progress.wait_for(SaveState.WRITING)
         finally:
@@ -132,12 +133,13 @@ class Save:
     def _check(self, until: Until) -> None:
         """Check, once per kind, that tensors of the kind ``until`` have not changed. An error is kept for ``require_intact``."""
         with self._check_lock:
-            if until in self._checked or until is Until.BOUNDARY or self.staged is None or self.content is None:
+            staged, content = self.staged, self.content
+            if until in self._checked or until is Until.BOUNDARY or staged is None or content is None:
                 return
             try:
                 # the check at each copy misses a storage that was freed and allocated again at the same address
-                self.staged.require_intact(until)
-                shared = self.content.snapshot.shared
+                staged.require_intact(until)
+                shared = content.snapshot.shared
                 if until is Until.STEP and isinstance(shared, LiveTensors):
                     shared.require_all_intact()
             except StateError as error:
@@ -173,6 +175,10 @@ class Save:
             self.is_awaited = True
             self.progress.signal.notify()
         return self.progress.wait_for(SaveState.RETAINING, timeout)
+
+    def drop_state(self) -> None:
+        """Drop the state once the save has ended: else the loop would, which takes it a tenth of a millisecond."""
+        self.content = self.staged = None
 
     def release(self) -> None:
         """Drop the copies that no thread has taken, and release a loop that waits for the live tensors."""

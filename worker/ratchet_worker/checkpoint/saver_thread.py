@@ -80,9 +80,10 @@ class Saver:
                 work.failure = error
             finally:
                 _mark_done(work)
+                work.drop_state()
                 if not clearing:
                     work.progress.advance(SaveState.ENDED)
-            del work  # and the state that it holds, which must not stay in memory until the next save
+            del work
 
     def _save(self, save: Save) -> bool:
         """Do one save, and store the verdict in ``save``. Returns True if older checkpoints are still being deleted. An error in
