@@ -7,8 +7,10 @@ agent's supervisor, which compares deaths of ranks on one node, and modification
 
 from __future__ import annotations
 
+import time
 from datetime import datetime, timedelta, tzinfo
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Final
 
 FILE: Final = "clock-jump"
@@ -16,7 +18,8 @@ FILE: Final = "clock-jump"
 
 
 def install(module: Any, file: Path) -> None:
-    """From now on ``module``'s ``datetime`` is ahead by the seconds in ``file``; without one, by none."""
+    """From now on ``module``'s ``datetime``, and its ``time`` if it has one, is ahead by the seconds in ``file``; without one, by
+    none."""
 
     class Kind(type):
         def __instancecheck__(cls, instance: object) -> bool:
@@ -28,6 +31,8 @@ def install(module: Any, file: Path) -> None:
             return datetime.now(tz) + timedelta(seconds=_seconds(file))
 
     module.datetime = Jumping
+    if hasattr(module, "time"):
+        module.time = SimpleNamespace(time_ns=lambda: time.time_ns() + round(_seconds(file) * 1e9))
 
 
 def _seconds(file: Path) -> float:

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import sys
+import time
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import lru_cache
 
 
 def now() -> str:
     """Return the current UTC time as text in RFC 3339 format, with microseconds and ``Z``."""
-    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    second, microseconds = divmod(time.time_ns() // 1000, 1_000_000)
+    return f"{_to_the_second(second)}.{microseconds:06d}Z"
+
+
+@lru_cache(maxsize=1)
+def _to_the_second(second: int) -> str:
+    """Return the UTC time of a Unix time. Cached: a step may make many messages."""
+    return datetime.fromtimestamp(second, UTC).isoformat().removesuffix("+00:00")
 
 
 def log_message(text: str) -> None:
