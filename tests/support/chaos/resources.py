@@ -107,9 +107,10 @@ def measure(world: World) -> Held:
     return Held(names, len(ports), descriptors, shared, sum(memory(pid) for pid in processes_below(world.paths.home)))
 
 
-def control_plane_memory(world: World) -> int:
-    """Bytes of all processes of the control plane together."""
-    return sum(memory(part.process.pid) for part in world.parts if part.process is not None and part.alive)
+def control_plane_memory(world: World) -> int | None:
+    """Bytes of all processes of the control plane together; None if one of them does not run."""
+    pids = [part.process.pid for part in world.parts if part.process is not None and part.alive]
+    return sum(map(memory, pids)) if len(pids) == len(world.parts) else None
 
 
 def growth(samples: list[int]) -> str | None:

@@ -211,7 +211,8 @@ class Run:
             self._poll()
             self._looked = now
         if now - self._measured >= MEASURED:
-            self.memory.append(resources.control_plane_memory(self.world))
+            if (memory := resources.control_plane_memory(self.world)) is not None:
+                self.memory.append(memory)
             self._measured = now
         running = sum(not job.has_ended for job in self.jobs)
         if running < WIDTH and len(self.jobs) < min(
