@@ -32,7 +32,8 @@ def install(module: Any, file: Path) -> None:
 
     module.datetime = Jumping
     if hasattr(module, "time"):
-        module.time = SimpleNamespace(time_ns=lambda: time.time_ns() + round(_seconds(file) * 1e9))
+        jumping = {"time_ns": lambda: time.time_ns() + round(_seconds(file) * 1e9)}
+        module.time = SimpleNamespace(**vars(time) | jumping)
 
 
 def _seconds(file: Path) -> float:
