@@ -15,7 +15,7 @@ class StandbyBounds:
     """Bounds of parked agents: their number (0: none is parked), the seconds that one waits after the last attempt of its kind,
     and the bytes of memory that one, with its fork server, may use (resident)."""
 
-    processes: int = 2
+    processes: int = 4
     seconds: float = 900.0
     memory: int = 1 << 30
 

@@ -86,7 +86,12 @@ def _wait_for_plans(fd: int, report: int, started: dict[str, str]) -> tuple[int,
     forkable = _import(given["modules"]) and _is_single_threaded()
     gc.freeze()
     huge_pages.collapse()
-    with_packages = forkable and _fork_with_packages(given["packages"], given["code"])
+    packages = given["packages"]
+    if packages and _next_message(agent) == FORK_AGENT:  # an agent without the packages
+        _, fds, _, _ = socket.recv_fds(agent, 1, _MAX_FDS)
+        if (forked := _fork_agent(agent, report, fds, forkable)) is not None:
+            (agent, report), packages = forked, []
+    with_packages = forkable and _fork_with_packages(packages, given["code"])
     gc.freeze()
     files = _imported_paths()
     states = [_state(path) for path in files]
@@ -135,6 +140,14 @@ def _wait_for_plans(fd: int, report: int, started: dict[str, str]) -> tuple[int,
         for plan in plans:
             plan["env"][names.START] = f"cold: {why}"
     return report, plans, why is None
+
+
+def _next_message(agent: socket.socket) -> bytes:
+    """Return the first byte of the next message without taking it; empty if there is none yet."""
+    try:
+        return agent.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return b""
 
 
 def _fork_agent(

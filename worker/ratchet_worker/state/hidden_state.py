@@ -19,6 +19,7 @@ from decimal import Decimal
 from enum import Enum, Flag
 from fractions import Fraction
 from functools import partial
+from operator import is_not
 from pathlib import Path, PosixPath, PurePosixPath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, NamedTuple, TypeAlias
@@ -218,7 +219,7 @@ class HiddenState:
         """Return the job's modules by name. Reads the files' names of all modules, which are thousands, only if
         ``sys.modules`` has changed."""
         every = [*sys.modules.values()]
-        if every != self._all_modules:  # a list compares its items by identity first
+        if len(every) != len(self._all_modules) or any(map(is_not, every, self._all_modules)):
             self._all_modules, self._modules = every, job_modules.modules_below(self._code)
         return self._modules
 

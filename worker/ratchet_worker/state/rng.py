@@ -87,7 +87,8 @@ class Capture:
         """As ``fork_rng``. Parts of the block's value may be the same objects as before."""
         seen = self._memory.read()
         if seen is None or seen != self._seen:
-            self._state, self._seen = capture(self._device), seen
+            self._state = capture(self._device)
+            self._seen = seen if self._memory.read() == seen else None  # another thread may have drawn meanwhile
         else:
             self._state = {**self._state, **capture_torch(self._device)}
         state = self._state

@@ -129,7 +129,8 @@ returns the pid. Raises ``OSError``."""
 class _Parked:
     """A parked agent. ``code``: of the attempt whose packages it imports (``code_of``); None: it imports none. ``socket``: to it;
     ``output``: file of what it prints. ``used_at``: when an attempt of its kind last ran; ``begins_at``: when ``given`` is sent
-    (monotonic). ``source``: that it is forked from. ``pid``: 0 until it has been forked; ``started``: the process's start
+    (monotonic). ``forked``: from ``source``, which is
+    None once it is ready. ``pid``: 0 until it has been forked; ``started``: the process's start
     time. ``given``: message with what it starts with, until it is sent. ``server``: pid of its fork server.
     ``taken``: it is given an attempt."""
 
@@ -139,6 +140,7 @@ class _Parked:
     output: int
     used_at: float
     begins_at: float
+    forked: bool = False
     source: _Parked | None = None
     pid: int = 0
     started: int | None = None
@@ -149,7 +151,7 @@ class _Parked:
 
     def fits(self, code: str | None) -> bool:
         """True if an attempt of ``code`` can start in it: a forked one has no server without the packages."""
-        return self.code in (None, code) or self.source is None
+        return self.code in (None, code) or not self.forked
 
     def begin(self) -> None:
         """Send what it starts with, if that was not sent yet."""
@@ -184,6 +186,12 @@ class _Running:
     code: str | None = None
     is_known: bool = False
 
+    def look(self) -> None:
+        """Set ``code``; it is known once rank 0 records its imports, which it does after its own import of torch."""
+        packages = self.packages()
+        self.code = code_of(self.plan) if packages else None
+        self.is_known = packages is not None
+
     def needs(self, parked: _Parked) -> bool:
         """True if the next attempt like this one may start in the parked agent."""
         return self.kind == parked.kind and (not self.is_known or self.code == parked.code)
@@ -197,15 +205,15 @@ class _Running:
                 seconds = min(seconds, max(0.0, time.time() - imports.lstat().st_mtime))
         return seconds
 
-    def packages(self) -> list[str]:
-        """Return the modules of packages that its rank 0 has imported."""
+    def packages(self) -> list[str] | None:
+        """Return the modules of packages that its rank 0 has imported; None: it does not record them yet."""
         if code_of(self.plan) is None:
             return []
         try:
             with file_access.open_read(self.plan.ref.paths.imports_file) as file:
                 return file.read(_MAX_IMPORTS).decode(errors="replace").split()
-        except OSError:  # it has imported none yet
-            return []
+        except OSError:
+            return None
 
 
 class Standby:
@@ -283,17 +291,11 @@ class Standby:
         if not running.is_known:
             if running.seconds_quiet() <= _DELAY_SECONDS:
                 return
-            running.code, running.is_known = code_of(running.plan) if running.packages() else None, True
+            running.look()
         same = [parked for parked in mine if parked.code == running.code]
         source = next((parked for parked in same if parked.ready), None)
-        wanted = self._active[kind]
-        if running.code is not None:
-            # one more, and one of them not forked: it serves attempts of other code
-            wanted += 1
-            if all(parked.source is not None for parked in same):
-                source = None
         is_starting = source is None and not all(parked.ready for parked in same)
-        if len(same) < wanted and not is_starting:
+        if len(same) < self._active[kind] and not is_starting:
             self._park(running, source, now)
 
     def _of(self, kind: Kind) -> list[_Parked]:
@@ -305,6 +307,10 @@ class Standby:
         one that no running attempt needs, or, for a kind without any, one of a kind with several: the least recently used. If
         there is no such agent, park none."""
         kind = running.kind
+        if (short := self._memory_short()) is not None:
+            log.warning("no agent is parked: %s", short)
+            self._refused[kind] = _Refused(now + min(_MEMORY_SECONDS, self._bounds.seconds), "memory-short", short)
+            return
         if len(self._parked) >= self._bounds.processes:
             attempts = self._running.values()
             surplus = [parked for parked in self._parked if not any(one.needs(parked) for one in attempts)]
@@ -312,15 +318,11 @@ class Standby:
                 surplus = [parked for parked in self._parked if len(self._of(parked.kind)) > 1]
             if not surplus:
                 return
-            self._end(min(surplus, key=lambda parked: parked.used_at))
-        if (short := self._memory_short()) is not None:
-            log.warning("no agent is parked: %s", short)
-            self._refused[kind] = _Refused(now + min(_MEMORY_SECONDS, self._bounds.seconds), "memory-short", short)
-            return
+            self._end(min(surplus, key=lambda parked: (parked.used_at, not parked.forked)))
         if source is not None:
-            self._fork(source, now, now)
+            self._fork(source, source.code, now, now)
             return
-        packages = running.packages() if running.code is not None else []
+        packages = (running.packages() or []) if running.code is not None else []
         parked, theirs = _new(kind, running.code, packages, _code_folders(running.plan), now)
         try:
             parked.begin()
@@ -333,11 +335,14 @@ class Standby:
             return
         self._set_pid(parked, pid)
         self._parked.append(parked)
+        if parked.code is not None and len(self._parked) < self._bounds.processes:
+            self._fork(parked, None, now, now)  # before it imports the packages: for attempts of other code
 
-    def _fork(self, source: _Parked, now: float, begins_at: float) -> _Parked:
-        """Have a parked agent fork another one, which makes an agent's imports from ``begins_at`` on."""
-        parked, theirs = _new(source.kind, source.code, [], [], now)
-        parked.source, parked.begins_at = source, begins_at
+    def _fork(self, source: _Parked, code: str | None, now: float, begins_at: float) -> _Parked:
+        """Have a parked agent fork another one, with the packages of ``code``, which makes an agent's imports from ``begins_at``
+        on."""
+        parked, theirs = _new(source.kind, code, [], [], now)
+        parked.forked, parked.source, parked.begins_at = True, source, begins_at
         self._parked.append(parked)
         with theirs, suppress(OSError):  # else the source has ended, and the other end is closed
             socket.send_fds(source.socket, [_FORK], [theirs.fileno(), parked.output])
@@ -370,7 +375,10 @@ class Standby:
         """Record and return the next message, for which this waits until ``until`` (monotonic); empty if the agent has ended.
         Raises ``OSError`` if there is none."""
         if until is not None:
-            parked.socket.settimeout(max(0.001, until - time.monotonic()))
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("it does not answer")
+            parked.socket.settimeout(left)
         try:
             data, ancillary, _, _ = parked.socket.recvmsg(64, socket.CMSG_SPACE(_CREDENTIALS.size))
         except ConnectionError:
@@ -384,12 +392,12 @@ class Standby:
     def _note(self, parked: _Parked, message: str, sender: int) -> None:
         """Record what the parked agent has sent; empty: it has ended. ``sender``: the process that has sent it."""
         word, _, rest = message.partition(" ")
-        if word == "forked" and parked.source is not None and not parked.pid:
+        if word == "forked" and parked.forked and not parked.pid and sender:
             self._set_pid(parked, sender)
         elif word == "started" and rest.isdigit():
             parked.server = int(rest)
         elif word == "ready":
-            parked.ready = True
+            parked.ready, parked.source = True, None
             if self._memory(parked) > self._bounds.memory:
                 why = f"it uses more than {self._bounds.memory} bytes of memory (--standby)"
                 self._refuse(parked, "too-large", why)
@@ -404,20 +412,21 @@ class Standby:
         if parked.ready or (parked.pid and parked.given):
             log.warning("a parked agent is not used: %s", why)
             self._end(parked)
-        elif parked.source is None:
+        elif not parked.forked:
             self._refuse(parked, "ended", why)
         else:
             self._end(parked)
             source = parked.source
-            if source not in self._parked or source.taken:
+            if source is None or source not in self._parked or source.taken:
                 return
             why = (
                 f"no agent is forked from it: a file that it has imported was changed, or the new one has ended. {why}"
             )
-            if time.monotonic() - source.begins_at < _RETRY_SECONDS:
-                self._refuse(source, "ended", why)
+            log.warning("a parked agent is replaced: %s", why)
+            now = time.monotonic()
+            if now - source.begins_at < _RETRY_SECONDS:
+                self._refused[source.kind] = _Refused(now + _RETRY_SECONDS, "ended", why)
             else:
-                log.warning("a parked agent is replaced: %s", why)
                 self._end(source)
 
     def _refuse(self, parked: _Parked, obstacle: ParkedObstacle, why: str) -> None:
@@ -459,10 +468,10 @@ class Standby:
             self._read(one)
         code = code_of(plan)
         fitting = [one for one in self._of(kind) if one.fits(code)]
-        parked = max(fitting, key=lambda one: (one.ready, one.code == code, one.source is not None), default=None)
+        parked = max(fitting, key=lambda one: (one.ready, one.code == code, one.code is None, one.forked), default=None)
         if parked is None:
             return self._why_none(kind)
-        if parked.server is None and parked.source is None:
+        if parked.server is None and not parked.forked:
             self._end(parked)
             return "the parked agent had not made its own imports yet"
         try:
@@ -470,7 +479,9 @@ class Standby:
             parked.begin()
             self._wait_forked(parked, until)
             self._raise_priority(parked)
-            self._fork_successor(parked, code, len(fitting), until)
+            self._fork_successor(parked, code, len(fitting))
+            self._wait_for_forks(parked, until)
+            until = time.monotonic() + _ANSWER_SECONDS
             message = {
                 "launch_file": str(plan.ref.paths.launch_file),
                 "attempt_dir": plan.launch.attempt_dir,
@@ -488,6 +499,7 @@ class Standby:
             return f"the parked agent does not answer: {error}"
         self._parked.remove(parked)
         parked.close()
+        parked.source = None
         return parked.pid
 
     def _wait_forked(self, parked: _Parked, until: float) -> None:
@@ -496,27 +508,31 @@ class Standby:
             if not self._receive(parked, until):
                 raise ConnectionError("it could not be forked")
 
-    def _fork_successor(self, parked: _Parked, code: str | None, fitting: int, until: float) -> None:
-        """Have an agent that an attempt of ``code`` takes fork another one, unless enough are parked or memory is short.
-        ``fitting``: the number of agents that are parked for such attempts. The first one with packages forks none: its place is
-        needed for one that serves other code, too."""
+    def _fork_successor(self, parked: _Parked, code: str | None, fitting: int) -> None:
+        """Have an agent that an attempt of ``code`` takes fork another one, unless enough are parked, none may be, or memory is
+        short. ``fitting``: the number of agents that are parked for such attempts. The only one that serves other code, too,
+        forks none: its place is needed for another such one."""
         enough = (
             fitting >= self._active[parked.kind] + 2
         )  # with this attempt, one more is active, and one less is parked
-        if enough or parked.code not in (None, code) or (parked.code is not None and parked.source is None):
+        alone = parked.code is not None and all(one.code is not None for one in self._of(parked.kind))
+        if enough or parked.code not in (None, code) or (alone and not parked.forked) or parked.kind in self._refused:
             return
-        if not (parked.ready or parked.source is not None) or self._memory_short() is not None:
-            return
-        now = time.monotonic()
-        successor = self._fork(parked, now, now + _DELAY_SECONDS)
-        # An agent with an attempt adopts, and ends with it, what its descendants leave behind.
-        try:
-            self._wait_forked(successor, until)
-            successor.socket.setblocking(False)
-        except OSError as error:
-            log.warning("no agent is forked: %s", error)
-            if successor in self._parked:
-                self._end(successor)
+        if (parked.ready or parked.forked) and self._memory_short() is None:
+            now = time.monotonic()
+            self._fork(parked, parked.code, now, now + _DELAY_SECONDS)
+
+    def _wait_for_forks(self, parked: _Parked, until: float) -> None:
+        """Wait until all agents that ``parked`` forks are processes of their own, and end those that are not in time: an agent
+        with an attempt adopts, and ends with it, what its descendants leave behind."""
+        for one in [one for one in self._parked if one.source is parked and not one.pid]:
+            try:
+                self._wait_forked(one, until)
+                one.socket.setblocking(False)
+            except OSError as error:
+                log.warning("no agent is forked: %s", error)
+                if one in self._parked:
+                    self._end(one)
 
     def _why_none(self, kind: Kind) -> str:
         """Return why no agent of this kind is parked."""
@@ -535,8 +551,8 @@ class Standby:
         if self._nice is None:
             return
         for pid in self._pids(parked):
-            for task in Path(f"/proc/{pid}/task").iterdir():
-                with suppress(ProcessLookupError):
+            with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+                for task in Path(f"/proc/{pid}/task").iterdir():
                     os.setpriority(os.PRIO_PROCESS, int(task.name), self._nice)
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -374,7 +375,7 @@ def test_forked_agent_is_the_process_that_the_kernel_says(machine: Make) -> None
     kind = standby.kind_of(plan, {})
     assert not isinstance(kind, str)
     parked, theirs = standby._new(kind, None, [], [], 0.0)
-    parked.source = parked
+    parked.forked = True
     made.launcher.standby._parked.append(parked)
     program = f"import os; os.write({theirs.fileno()}, b'forked {os.getpid()}'); os.read(0, 1)"
     with (
@@ -391,13 +392,26 @@ def test_source_that_is_killed_while_it_forks_is_replaced(machine: Make) -> None
     made, second, pid, server = parked_for_second_attempt(machine)
     os.kill(server, signal.SIGSTOP)
     (source,) = made.launcher.standby._parked
-    made.launcher.standby._fork(source, time.monotonic(), 0.0)
+    made.launcher.standby._fork(source, None, time.monotonic(), 0.0)
     with subprocess.Popen(["sh", "-c", "exit 7"]) as other:
         procfs.kill(pid)
         wait_for(lambda: made.wait_parked(made.refs[0]) != pid, "another parked agent", 60)
         assert other.wait() == 7, "the launcher has reaped what is not its own"
     wait_for(lambda: procfs.start_time(server) is None, "the server's end", 10)
     assert made.start(second) != pid and made.was_parked(second.ref)
+
+
+def test_agent_that_is_forked_during_the_handover_is_not_below_the_attempts_agent(machine: Make) -> None:
+    made, second, pid, server = parked_for_second_attempt(machine, cold=True)
+    (source,) = made.launcher.standby._parked
+    os.kill(server, signal.SIGSTOP)
+    forked = made.launcher.standby._fork(source, None, time.monotonic(), 0.0)
+    goes_on = threading.Timer(0.5, os.kill, (server, signal.SIGCONT))
+    goes_on.start()
+    assert made.start(second) == pid and made.was_parked(second.ref)
+    goes_on.join()
+    found = procfs.stat(forked.pid)
+    assert found is not None and found.parent != pid, "an agent ends what is below it"
 
 
 def test_no_agent_is_forked_while_memory_is_short(machine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,20 +464,19 @@ def test_packages_that_the_first_attempt_has_imported_are_imported_in_advance_fo
     made.start(first)
     assert first.ref.paths.imports_file.read_text().split()[-1] == "torchmetrics"
     made.wait_parked(first.ref)
-    wait_for(lambda: made.poll(first.ref) and made.launcher.standby.ready == 2, "one that is forked from it", 60)
-    (original,), (copy,) = (
-        [one.pid for one in made.launcher.standby._parked if (one.source is None) is is_first]
-        for is_first in (True, False)
+    wait_for(lambda: made.poll(first.ref) and made.launcher.standby.ready == 2, "one without the packages", 60)
+    (original,), (plain,) = (
+        [one.pid for one in made.launcher.standby._parked if (one.code is None) is without] for without in (False, True)
     )
     made.end(first.ref)
-    assert made.start(second) == copy and made.was_parked(second.ref)
+    assert made.start(second) == original and made.was_parked(second.ref)
     cold, parked = made.dumps(first.ref), made.dumps(second.ref)
     assert [one["advance"] for one in cold] == [[], []]
     assert [one["advance"] for one in parked] == [["rich.table", "torchmetrics"]] * 2
     for one, other in zip(cold, parked, strict=True):
         same_start({**one, "advance": 0}, {**other, "advance": 0}, ("1", "2"))
     third = packages_plan(made, 3, "other.py")
-    assert made.start(third) == original and made.was_parked(third.ref), "other code: parked without the packages"
+    assert made.start(third) == plain and made.was_parked(third.ref), "other code: parked without the packages"
     assert [each["advance"] for each in made.dumps(third.ref)] == [[], []]
 
 
