@@ -16,10 +16,11 @@ from rich.text import Text
 
 PICTURE: Final = Path(__file__).with_name("terminal.svg")
 _SHOWN: Final = re.compile(
-    r"killed (rank|the service)|resumed from|new service found|api-preempt$|^JOB|^digits-interrupted|tensors compared|^IDENTICAL"
+    r"killed (rank|the service)|to the next step|resumed from|new service found|"
+    r"api-preempt$|^JOB|^digits-interrupted|tensors compared|^IDENTICAL"
 )
 """Of the demo's lines those that are drawn."""
-_GOOD: Final = re.compile(r"\bexact\b|identical|IDENTICAL|0 differ")
+_GOOD: Final = re.compile(r"^ *[0-9.]+ s from SIGKILL|\bexact\b|identical|IDENTICAL|0 differ")
 _FONT: Final = re.compile(r"@font-face \{.*?\}\s*", re.DOTALL)
 """Fonts that a viewer would have to fetch."""
 _BAD: Final = re.compile(r"^ *killed .*|rank-killed")
