@@ -74,10 +74,12 @@ def fds() -> list[str]:
 def agent_fds(agent: Path) -> list[str]:
     """Targets of the agent's descriptors, once ten listings in turn are equal: it opens and closes some while ranks start."""
     last: list[list[str]] = []
+    end = time.monotonic() + 30.0
     while len(last) < 10 or any(found != last[0] for found in last):
         with suppress(FileNotFoundError):
             found = sorted(str(entry.readlink()).partition(":[")[0] for entry in (agent / "fd").iterdir())
             last = [*last[-9:], found]
+        assert time.monotonic() < end, f"the agent's descriptors change: {last}"
         time.sleep(0.03)
     return last[0]
 

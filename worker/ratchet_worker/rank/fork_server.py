@@ -8,11 +8,11 @@ import importlib
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -161,13 +161,13 @@ def _fork_agent(
         if is_current:
             between = os.fork()
             if between == 0:
-                between = os.getpid()
+                ended = os.pidfd_open(os.getpid())
                 try:
                     if os.fork() != 0:
                         os._exit(0)
                     agent.close()
                     os.close(report)
-                    return _become_agent(between, *fds)
+                    return _become_agent(ended, *fds)
                 except OSError as error:
                     print_to_log(f"ratchet: no parked agent is forked: {error}")
                     os._exit(1)
@@ -180,9 +180,10 @@ def _fork_agent(
     return None
 
 
-def _become_agent(between: int, launcher: int, output: int, file: int) -> tuple[socket.socket, int]:
+def _become_agent(ended: int, launcher: int, output: int, file: int) -> tuple[socket.socket, int]:
     """In the new agent's process: fork its server, in which this returns as ``_fork_agent``. After the launcher's first message,
-    execute the agent's command. ``between``: pid of the process that has forked this one, and ends. Raises ``OSError``."""
+    execute the agent's command. ``ended``: descriptor that becomes readable at the end of the process that has forked this one.
+    Raises ``OSError``."""
     os.setsid()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     reports, report = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -194,6 +195,7 @@ def _become_agent(between: int, launcher: int, output: int, file: int) -> tuple[
         die_with_parent(agent)
         ours.close()
         os.close(reports)
+        os.close(ended)
         multiprocessing.current_process().authkey = os.urandom(32)
         return theirs, report
     try:
@@ -202,8 +204,7 @@ def _become_agent(between: int, launcher: int, output: int, file: int) -> tuple[
         os.dup2(output, 2)
         os.close(output)
         # An agent adopts, and ends with its attempt, what its descendants leave behind. The forking one has no attempt yet.
-        while os.getppid() == between:
-            time.sleep(0.001)
+        select.select([ended], [], [])
         with socket.socket(fileno=os.dup(launcher)) as channel:
             channel.send(b"forked")
             channel.recv(1, socket.MSG_PEEK)  # the start of an interpreter waits until the launcher's own work is done

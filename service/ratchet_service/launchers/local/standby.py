@@ -129,9 +129,8 @@ returns the pid. Raises ``OSError``."""
 class _Parked:
     """A parked agent. ``code``: of the attempt whose packages it imports (``code_of``); None: it imports none. ``socket``: to it;
     ``output``: file of what it prints. ``used_at``: when an attempt of its kind last ran; ``begins_at``: when ``given`` is sent
-    (monotonic). ``forked``: from ``source``, which is
-    None once it is ready. ``pid``: 0 until it has been forked; ``started``: the process's start
-    time. ``given``: message with what it starts with, until it is sent. ``server``: pid of its fork server.
+    (monotonic). ``forked``: from ``source``, which is None once it is ready. ``pid``: 0 until it has been forked; ``started``:
+    the process's start time. ``given``: message with what it starts with, until it is sent. ``server``: pid of its fork server.
     ``taken``: it is given an attempt."""
 
     kind: Kind
