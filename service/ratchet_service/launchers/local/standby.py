@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 MODULE: Final = "ratchet_worker.agent.parked"
 _DELAY_SECONDS: Final = 3.0
 """Seconds after the start of an attempt until one is parked for the next: its own start does not share the cores with that."""
+_FORK_DELAY_SECONDS: Final = 1.0
+"""The same for an agent that is forked: it makes no import of torch."""
 _FORK: Final = b"fork"
 """With a socket and an output: a parked agent has another one forked (``ratchet_worker.agent.parked``)."""
 _ANSWER_SECONDS: Final = 1.0
@@ -519,7 +521,7 @@ class Standby:
             return
         if (parked.ready or parked.forked) and self._memory_short() is None:
             now = time.monotonic()
-            self._fork(parked, parked.code, now, now + _DELAY_SECONDS)
+            self._fork(parked, parked.code, now, now + _FORK_DELAY_SECONDS)
 
     def _wait_for_forks(self, parked: _Parked, until: float) -> None:
         """Wait until all agents that ``parked`` forks are processes of their own, and end those that are not in time: an agent

@@ -92,6 +92,7 @@ class Machine:
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standby, "_DELAY_SECONDS", 0.0)
+    monkeypatch.setattr(standby, "_FORK_DELAY_SECONDS", 0.0)
     monkeypatch.setattr(standby, "_ANSWER_SECONDS", 15.0)  # other tests may run
 
 
