@@ -14,6 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+import httpx
+
 from benchmarks.processes import attempt_paths, ended, logs
 from examples.demo.processes import DemoError, Service, living, spool
 from ratchet_contract.paths import AttemptPaths
@@ -68,7 +70,8 @@ def run_torchrun(place: Path) -> Run:
 
 def run_ratchet(service: Service, script: str, place: Path, *, parked: int = 0, **where: Any) -> Run:
     """The job of ``script``, or of a task ``module:Class``, under a policy as users get it without saying anything. ``parked``:
-    the restart, and the end of the job, wait for this number of parked agents. ``where``: keys of the spec that differ."""
+    the restart, and the end of the job, wait for this number of parked agents, and until none is starting. ``where``: keys of the
+    spec that differ."""
     # not a variable, which would differ in each run: no parked agent would fit
     stamps = str(place / "stamps")
     task = (
@@ -86,7 +89,7 @@ def run_ratchet(service: Service, script: str, place: Path, *, parked: int = 0, 
 
     def ready() -> None:
         if parked:
-            _wait(lambda: service.count_parked() >= parked, lambda: service.log.read_text()[-4000:])
+            _wait(lambda: _all_ready(service, parked), lambda: service.log.read_text()[-4000:])
 
     begin = _Instant()
     job = service.client.submit(spec)
@@ -102,6 +105,12 @@ def run_ratchet(service: Service, script: str, place: Path, *, parked: int = 0, 
             ready()  # for the next job
         service.client.cancel(job.id)
         _wait(lambda: ended(second) is not None and not living(service.home), lambda: logs(second))
+
+
+def _all_ready(service: Service, number: int) -> bool:
+    """True if at least ``number`` agents are parked, the one for the running attempt's successor among them."""
+    view = httpx.get(f"{service.url}/v1/fleet?days=1").raise_for_status().json()["parked"]
+    return view["ready"] >= number and view["starting"] == 0
 
 
 class _Instant:
