@@ -21,6 +21,7 @@ from ratchet_contract import env_vars as names
 from ratchet_worker.coordination.stop_listener import STOP_SIGNALS
 from ratchet_worker.host import huge_pages
 from ratchet_worker.host.cpu import gc_disabled
+from ratchet_worker.host.interpreter_shutdown import Inherited, native_libraries
 from ratchet_worker.ipc import stack_dump
 from ratchet_worker.ipc.child_processes import die_with_parent
 from ratchet_worker.ipc.fork_server_messages import FORK_AGENT, OTHER_CODE, PING
@@ -32,9 +33,9 @@ _MAX_FDS: Final = 8
 _TASKS: Final = Path("/proc/self/task")
 
 
-def fork_ranks() -> None:
-    """Fork one process for each rank of the agent's plans. Returns only in ranks' processes; the server exits. Raises
-    ``OSError``."""
+def fork_ranks() -> Inherited:
+    """Fork one process for each rank of the agent's plans. Returns only in ranks' processes, what they have inherited; the server
+    exits. Raises ``OSError``."""
     parked = os.environ.pop(names.PARKED, None)
     die_with_parent(int(parked or os.environ[names.AGENT_PID]))
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -45,9 +46,11 @@ def fork_ranks() -> None:
     if parked is None:
         plans, modules = _read_plans(source)
         forkable = _import(modules) and _is_single_threaded()
+        libraries = native_libraries()
         gc.freeze()  # the collector does not scan frozen objects, so their pages stay shared
     else:
-        report, plans, forkable = _wait_for_plans(source, report, started)
+        report, plans, forkable, libraries = _wait_for_plans(source, report, started)
+    inherited = Inherited(frozenset(sys.modules), libraries)
     pids = []
     for plan in plans:
         birth = _Birth()
@@ -59,7 +62,7 @@ def fork_ranks() -> None:
         if pid is None:
             birth.wait()
             _become_rank(plan, plans, report, started if forkable else None)
-            return
+            return inherited
         os.write(report, f"{plan['rank']} {pid}\n".encode())
         birth.release()
         pids.append(pid)
@@ -77,13 +80,16 @@ def _read_plans(fd: int) -> Any:
         return json.load(file)
 
 
-def _wait_for_plans(fd: int, report: int, started: dict[str, str]) -> tuple[int, list[dict[str, Any]], bool]:
+def _wait_for_plans(
+    fd: int, report: int, started: dict[str, str]
+) -> tuple[int, list[dict[str, Any]], bool, frozenset[str]]:
     """Import what the agent names on the socket ``fd``, then wait for the plans. Return the pipe for this process's reports,
-    ``report`` or that of a forked server, the plans, and whether the ranks can be forked. Exits the process if the agent sends no
-    plans. ``started``: the environment at the start."""
+    ``report`` or that of a forked server, the plans, whether the ranks can be forked, and the native libraries that this process
+    has without packages. Exits the process if the agent sends no plans. ``started``: the environment at the start."""
     agent = socket.socket(fileno=fd)
     given = json.loads(agent.recv(_MAX_MESSAGE))
     forkable = _import(given["modules"]) and _is_single_threaded()
+    libraries = native_libraries()
     gc.freeze()
     huge_pages.collapse()
     packages = given["packages"]
@@ -139,7 +145,7 @@ def _wait_for_plans(fd: int, report: int, started: dict[str, str]) -> tuple[int,
         _report_not_forked(why)
         for plan in plans:
             plan["env"][names.START] = f"cold: {why}"
-    return report, plans, why is None
+    return report, plans, why is None, libraries
 
 
 def _next_message(agent: socket.socket) -> bytes:

@@ -17,6 +17,7 @@ from ratchet_contract import env_vars as names
 from ratchet_contract.exit_codes import EXIT_USER_ERROR
 from ratchet_worker.coordination.stop_listener import STOP_SIGNALS, Listener
 from ratchet_worker.host.cpu import gc_disabled
+from ratchet_worker.host.interpreter_shutdown import shut_down
 from ratchet_worker.ipc.child_processes import die_with_parent
 from ratchet_worker.rank import fork_server
 
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 def main() -> int:
     """Run this rank to its end and return the process's exit code, or exit the process. In the fork server, first fork the ranks:
     each continues here, or in a new interpreter."""
-    if names.FORK_PLANS_FD in os.environ:
-        fork_server.fork_ranks()
+    inherited = fork_server.fork_ranks() if names.FORK_PLANS_FD in os.environ else None
     if names.LAUNCH_FILE not in os.environ:
         print("ratchet: this is one rank of a job and is started by its agent: use ratchet submit", file=sys.stderr)
         return EXIT_USER_ERROR
@@ -55,7 +55,10 @@ def main() -> int:
     except ModuleNotFoundError as error:
         return _not_installed(launch, error)
     gc.freeze()
-    return RankProcess(launch, listener).execute()
+    code = RankProcess(launch, listener).execute()
+    if inherited is not None:
+        shut_down(code, inherited)
+    return code
 
 
 def _not_installed(launch: LaunchFile, error: ModuleNotFoundError) -> int:

@@ -87,6 +87,27 @@ if "{names.FORK_PLANS_FD}" in os.environ:
 """
 
 
+# Training whose last words are in buffers and exit handlers when the script ends.
+LAST_WORDS = """
+import atexit, ctypes, torch, kept
+from ratchet import Session
+with Session() as s:
+    net = torch.nn.Linear(2, 1)
+    model = s.wrap(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    s.register(optimizer=optimizer)
+    for step in s.steps(2):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+kept.file.write("last words")
+atexit.register(print, "exit handler of Python")
+c = ctypes.CDLL(None)
+c.strdup.restype = ctypes.c_void_p
+c.__cxa_atexit(c.puts, ctypes.c_void_p(c.strdup(b"exit handler of C")), None)
+"""
+
+
 @pytest.fixture
 def code(tmp_path: Path) -> Path:
     code = tmp_path / "code"
@@ -177,6 +198,23 @@ def test_forked_rank_has_same_environment_as_a_directly_started_rank(tmp_path: P
             None,
             [ABORT_SIGNAL],
         )
+
+
+def test_forked_rank_ends_without_taking_torch_apart_and_loses_nothing_that_it_has_written(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").write_text(LAST_WORDS)
+    (code / "kept.py").write_text('import os\nfile = open(f"{os.environ[\'RANK\']}.txt", "w")\n')
+    job = Job(tmp_path / "home", {"script": ["train.py"], "code": {"path": str(code)}}, code)
+    try:
+        attempt = job.launch()
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        for rank in range(2):
+            log = attempt.paths.log(rank).read_text()
+            assert "exit handler of Python" in log and "exit handler of C" not in log
+            assert (job.paths.work_dir / f"{rank}.txt").read_text() == "last words"
+    finally:
+        job.close()
 
 
 def test_forked_ranks_die_with_their_agent(attempt: Attempt) -> None:

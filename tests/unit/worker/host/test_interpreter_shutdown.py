@@ -1,0 +1,84 @@
+"""The end of a forked process without Python's own shutdown: nothing that this would have written is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_FORK = """
+import gc, os, sys, threading, atexit, ctypes, json
+from pathlib import Path
+from ratchet_worker.host.interpreter_shutdown import Inherited, native_libraries, shut_down
+folder = Path(sys.argv[1])
+libraries = native_libraries()
+gc.freeze()
+if os.fork() == 0:
+    inherited = Inherited(frozenset(sys.modules), libraries)
+    sys.path.insert(0, str(folder))
+    c = ctypes.CDLL(None)
+    c.strdup.restype = ctypes.c_void_p
+    c.__cxa_atexit(c.puts, ctypes.c_void_p(c.strdup(b"exit handler of C")), None)
+    exec(sys.argv[2], {**globals()})
+    shut_down(7, inherited)
+    sys.exit(7)
+print("exit code", os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+def fork(folder: Path, code: str, **env: str) -> str:
+    """Run ``code`` in a fork that ends with code 7; return what has been printed."""
+    output = folder / "output"
+    with output.open("ab") as file:
+        command = ["bash", "-c", 'exec "$@" 3>&1', "bash", sys.executable, "-c", _FORK, str(folder), code]
+        subprocess.run(command, stdout=file, stderr=file, env={**os.environ, **env}, check=True)
+    return output.read_text()
+
+
+KEPT = {
+    "an exit handler": "atexit.register(print, 'kept')",
+    "a line that is not flushed": "print('kept', end='')",
+    "a line in the buffer of the C library": "ctypes.CDLL(None).printf(b'kept')",
+    "a file that a module keeps open": "import own; own.file = open('/dev/fd/3', 'a'); own.file.write('kept')",
+    "a file that an inherited module keeps open": "os.mine = open('/dev/fd/3', 'a'); os.mine.write('kept')",
+    "a destructor of an object in a module": "import own; own.kept = own.Prints()",
+    "a destructor in a module that is still used": "import own; own.kept = own.Prints(); os.mine = own",
+    "a destructor of an object in a cycle": "import own; cycle = [own.Prints()]; cycle.append(cycle); del cycle",
+}
+
+
+@pytest.mark.parametrize("code", KEPT.values(), ids=[*KEPT])
+def test_what_pythons_shutdown_would_write_is_written_and_exit_handlers_of_c_do_not_run(
+    tmp_path: Path, code: str
+) -> None:
+    (tmp_path / "own.py").write_text("text = 'kept'\nclass Prints:\n    def __del__(self, text=text): print(text)\n")
+    printed = fork(tmp_path, code)
+    assert printed.count("kept") == 1 and "exit code 7" in printed
+    assert "exit handler of C" not in printed
+
+
+LEFT_TO_PYTHON = {
+    "a thread": "threading.Thread(target=lambda: (__import__('time').sleep(0.2), print('kept'))).start()",
+    "a daemon thread": "threading.Thread(target=__import__('time').sleep, args=(60,), daemon=True).start(); print('kept')",
+    "a native library": "import numpy; print('kept')",
+    "a file that cannot be flushed": "os.mine = open('/dev/full', 'w'); os.mine.write('x'); print('kept')",
+}
+
+
+@pytest.mark.parametrize("code", LEFT_TO_PYTHON.values(), ids=[*LEFT_TO_PYTHON])
+def test_python_shuts_down_by_itself_where_something_could_be_lost(tmp_path: Path, code: str) -> None:
+    printed = fork(tmp_path, code)
+    assert "kept" in printed and "exit handler of C" in printed and "exit code 7" in printed
+
+
+def test_preloaded_library_may_have_exit_handlers(tmp_path: Path) -> None:
+    assert "exit handler of C" in fork(tmp_path, "", LD_PRELOAD="libc.so.6")
+
+
+def test_ratchets_own_threads_may_run(tmp_path: Path) -> None:
+    code = "import time; threading.Thread(target=time.sleep, args=(60,), daemon=True, name='ratchet-own').start()"
+    printed = fork(tmp_path, code)
+    assert "exit handler of C" not in printed and "exit code 7" in printed
