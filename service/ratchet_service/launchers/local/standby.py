@@ -297,7 +297,11 @@ class Standby:
         source = next((parked for parked in same if parked.ready), None)
         is_starting = source is None and not all(parked.ready for parked in same)
         if len(same) < self._active[kind] and not is_starting:
-            self._park(running, source, now)
+            try:
+                self._park(running, source, now)
+            except OSError as error:  # the attempt that was polled has nothing to do with it
+                log.warning("no agent is parked: %s", error)
+                self._refused[kind] = _Refused(now + self._bounds.seconds, "not-started", str(error))
 
     def _of(self, kind: Kind) -> list[_Parked]:
         """Return the parked agents of this kind."""
@@ -306,7 +310,7 @@ class Standby:
     def _park(self, running: _Running, source: _Parked | None, now: float) -> None:
         """Park an agent for the next attempt like ``running``, forked from ``source`` if there is one. If there are too many, end
         one that no running attempt needs, or, for a kind without any, one of a kind with several: the least recently used. If
-        there is no such agent, park none."""
+        there is no such agent, park none. Raises ``OSError`` if none can be started."""
         kind = running.kind
         if (short := self._memory_short()) is not None:
             log.warning("no agent is parked: %s", short)
@@ -329,11 +333,9 @@ class Standby:
             parked.begin()
             with theirs:
                 pid = running.spawn({names.PARKED: " " * ROOM}, theirs, parked.output)
-        except OSError as error:
-            log.warning("no agent is parked: %s", error)
+        except OSError:
             parked.close()
-            self._refused[kind] = _Refused(now + self._bounds.seconds, "not-started", str(error))
-            return
+            raise
         self._set_pid(parked, pid)
         self._parked.append(parked)
         if parked.code is not None and len(self._parked) < self._bounds.processes:
@@ -561,12 +563,17 @@ def _new(
     kind: Kind, code: str | None, packages: list[str], folders: list[str], now: float
 ) -> tuple[_Parked, socket.socket]:
     """Return a parked agent that is still to be started or forked, and the other end of its socket. ``folders``: of the job's
-    code."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    code. Raises ``OSError``."""
+    output = os.memfd_create("parked", os.MFD_CLOEXEC)
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        os.close(output)
+        raise
     ours.setblocking(False)
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
     given = json.dumps({"like": json.loads(kind.like), "packages": packages, "code": folders}).encode()
-    return _Parked(kind, code, ours, os.memfd_create("parked", os.MFD_CLOEXEC), now, now, given=given), theirs
+    return _Parked(kind, code, ours, output, now, now, given=given), theirs
 
 
 def _share(pid: int) -> int:

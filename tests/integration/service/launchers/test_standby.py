@@ -3,9 +3,11 @@ and end with their launcher."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -625,6 +628,22 @@ def test_no_agent_is_parked_while_memory_is_short(
     assert not made.launcher.standby._parked
     monkeypatch.setattr(standby.available_memory, "available", lambda: 2**31)
     assert made.launcher.standby.view.obstacles == ["memory-short"], "no other is parked for a while"
+
+
+def test_agent_that_cannot_be_parked_does_not_disturb_the_attempt(
+    machine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_more_files(*args: object) -> None:  # a mock: at the real limit, the test itself could open no file
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(standby, "socket", SimpleNamespace(**{**vars(socket), "socketpair": no_more_files}))
+    made = machine()
+    plan = made.plan()
+    made.start(plan)
+    descriptors = len([*Path("/proc/self/fd").iterdir()])
+    wait_for(lambda: made.poll(plan.ref).alive and "Too many open files" in caplog.text, "the refusal", 30)
+    assert len([*Path("/proc/self/fd").iterdir()]) == descriptors
+    assert made.launcher.standby.view.obstacles == ["not-started"]
 
 
 @full
