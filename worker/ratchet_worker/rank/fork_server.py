@@ -21,7 +21,7 @@ from ratchet_contract import env_vars as names
 from ratchet_worker.coordination.stop_listener import STOP_SIGNALS
 from ratchet_worker.host import huge_pages
 from ratchet_worker.host.cpu import gc_disabled
-from ratchet_worker.host.interpreter_shutdown import Inherited, native_libraries
+from ratchet_worker.host.interpreter_shutdown import Inherited
 from ratchet_worker.ipc import stack_dump
 from ratchet_worker.ipc.child_processes import die_with_parent
 from ratchet_worker.ipc.fork_server_messages import FORK_AGENT, OTHER_CODE, PING
@@ -46,11 +46,10 @@ def fork_ranks() -> Inherited:
     if parked is None:
         plans, modules = _read_plans(source)
         forkable = _import(modules) and _is_single_threaded()
-        libraries = native_libraries()
+        inherited = Inherited.current()
         gc.freeze()  # the collector does not scan frozen objects, so their pages stay shared
     else:
-        report, plans, forkable, libraries = _wait_for_plans(source, report, started)
-    inherited = Inherited(frozenset(sys.modules), libraries)
+        report, plans, forkable, inherited = _wait_for_plans(source, report, started)
     pids = []
     for plan in plans:
         birth = _Birth()
@@ -80,16 +79,14 @@ def _read_plans(fd: int) -> Any:
         return json.load(file)
 
 
-def _wait_for_plans(
-    fd: int, report: int, started: dict[str, str]
-) -> tuple[int, list[dict[str, Any]], bool, frozenset[str]]:
+def _wait_for_plans(fd: int, report: int, started: dict[str, str]) -> tuple[int, list[dict[str, Any]], bool, Inherited]:
     """Import what the agent names on the socket ``fd``, then wait for the plans. Return the pipe for this process's reports,
-    ``report`` or that of a forked server, the plans, whether the ranks can be forked, and the native libraries that this process
-    has without packages. Exits the process if the agent sends no plans. ``started``: the environment at the start."""
+    ``report`` or that of a forked server, the plans, whether the ranks can be forked, and what they inherit without packages.
+    Exits the process if the agent sends no plans. ``started``: the environment at the start."""
     agent = socket.socket(fileno=fd)
     given = json.loads(agent.recv(_MAX_MESSAGE))
     forkable = _import(given["modules"]) and _is_single_threaded()
-    libraries = native_libraries()
+    inherited = Inherited.current()
     gc.freeze()
     huge_pages.collapse()
     packages = given["packages"]
@@ -145,7 +142,7 @@ def _wait_for_plans(
         _report_not_forked(why)
         for plan in plans:
             plan["env"][names.START] = f"cold: {why}"
-    return report, plans, why is None, libraries
+    return report, plans, why is None, inherited
 
 
 def _next_message(agent: socket.socket) -> bytes:
