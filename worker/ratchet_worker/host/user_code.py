@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import runpy
 import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ratchet_contract.errors import UserError
@@ -127,8 +127,8 @@ def is_unmanaged(script: Sequence[str], code: Path) -> bool:
 
 
 def run_script(script: Sequence[str], code: Path, on_start: Callable[[], None] = lambda: None) -> None:
-    """Call ``on_start`` and run the script, a path in ``code`` with arguments, as the main module. Raises ``UserError`` if it is
-    missing or not valid Python."""
+    """Call ``on_start`` and run the script, a path in ``code`` with arguments, as the main module, which it remains. Raises
+    ``UserError`` if it is missing or not valid Python."""
     path = code / script[0]
     if not path.is_file():
         raise UserError(
@@ -139,8 +139,11 @@ def run_script(script: Sequence[str], code: Path, on_start: Callable[[], None] =
     if directory != sys.path[0]:
         sys.path.insert(0, directory)
     try:
-        compile(path.read_bytes(), str(path), "exec")
+        program = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise UserError(f"script {script[0]!r} is not valid Python: {error}", code="script-wrong") from error
     on_start()
-    runpy.run_path(str(path), run_name="__main__")
+    # Not by runpy, which takes the module out of sys.modules: Python's shutdown would not destroy what the script holds.
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    vars(main).update(__file__=str(path), __cached__=None, __package__="")
+    exec(program, vars(main))

@@ -375,6 +375,8 @@ class RankProcess:
         except RuntimeError as error:  # another rank was killed on the way out; this one's result stands
             print_to_log(f"ratchet: leaving the group: {error}")
             exit_process(code)
+        # It refers to what the script holds, which is then destroyed at the interpreter's shutdown.
+        self._runtime = None
         return code
 
     def _exit_after_passed_stop(self, cause: Cause, error: BaseException | None) -> int:
@@ -437,8 +439,8 @@ class RankProcess:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback of ``error`` as text, without leading frames of Ratchet and ``runpy`` if a user's frame follows. For
-    arguments that the script refused, only the message."""
+    """Return the traceback of ``error`` as text, without leading frames of Ratchet if a user's frame follows. For arguments that
+    the script refused, only the message."""
     if isinstance(error, ScriptExit):
         if error.cause is Cause.USER_ERROR:
             return f"{error}\n"
@@ -451,5 +453,5 @@ def _traceback(error: BaseException) -> str:
 
 
 def _is_runner_file(file: str) -> bool:
-    """True if a source file belongs to ``ratchet_worker``, or is ``runpy`` as Python runs it."""
-    return file == "<frozen runpy>" or Path(file).is_relative_to(Path(__file__).parents[1])
+    """True if a source file belongs to ``ratchet_worker``."""
+    return Path(file).is_relative_to(Path(__file__).parents[1])

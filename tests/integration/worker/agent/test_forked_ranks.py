@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -89,8 +90,13 @@ if "{names.FORK_PLANS_FD}" in os.environ:
 
 # Training whose last words are in buffers and exit handlers when the script ends.
 LAST_WORDS = """
-import atexit, ctypes, torch, kept
+import atexit, ctypes, os, torch, zipfile, kept
 from ratchet import Session
+class Prints:
+    def __del__(self): os.write(1, b"destructor\\n")
+prints = Prints()
+file = open(f"own-{os.environ['RANK']}.txt", "w")
+archive = zipfile.ZipFile(f"{os.environ['RANK']}.zip", "w")
 with Session() as s:
     net = torch.nn.Linear(2, 1)
     model = s.wrap(net)
@@ -101,6 +107,8 @@ with Session() as s:
         optimizer.step()
         optimizer.zero_grad()
 kept.file.write("last words")
+file.write("last words")
+archive.writestr("last", "words")
 atexit.register(print, "exit handler of Python")
 c = ctypes.CDLL(None)
 c.strdup.restype = ctypes.c_void_p
@@ -211,8 +219,30 @@ def test_forked_rank_ends_without_taking_torch_apart_and_loses_nothing_that_it_h
         assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
         for rank in range(2):
             log = attempt.paths.log(rank).read_text()
-            assert "exit handler of Python" in log and "exit handler of C" not in log
+            assert "exit handler of Python" in log and "destructor" in log and "exit handler of C" not in log
             assert (job.paths.work_dir / f"{rank}.txt").read_text() == "last words"
+            assert (job.paths.work_dir / f"own-{rank}.txt").read_text() == "last words"
+            assert ZipFile(job.paths.work_dir / f"{rank}.zip").read("last") == b"words"
+    finally:
+        job.close()
+
+
+def test_rank_in_an_interpreter_of_its_own_loses_no_text_that_its_script_has_written(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "train.py").write_text(LAST_WORDS)
+    (code / "kept.py").write_text('file = open("0.txt", "w")\n')
+    world = {"ranks_per_node": 1, "device": "cpu"}
+    job = Job(
+        tmp_path / "home", {"script": ["train.py"], "code": {"path": str(code)}, "world": world}, code, afresh=True
+    )
+    try:
+        attempt = job.launch()
+        assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
+        log = attempt.paths.log(0).read_text()
+        assert "exit handler of Python" in log and "exit handler of C" in log
+        for name in ("0.txt", "own-0.txt"):
+            assert (job.paths.work_dir / name).read_text() == "last words"
     finally:
         job.close()
 

@@ -21,7 +21,8 @@ FILES = {
     "broken.py": "def f(:\n",
     "odd.py": "from good import missing\n",
     "hooks.py": "OWNER = 'user'\nclass Task:\n    build = loss = lambda *a: None\n",
-    "script.py": "import sys, hooks\nassert hooks.OWNER == 'user' and __name__ == '__main__'\nprint('ran', sys.argv[1:])\n",
+    "script.py": "import sys, hooks\nnumber: int = 1\n"
+    "assert hooks.OWNER == 'user' and __name__ == '__main__'\nprint('ran', sys.argv[1:])\n",
 }
 
 
@@ -70,9 +71,14 @@ def test_user_modules_take_precedence_and_exceptions_propagate(workdir: Path) ->
         user_code.make_task(TaskSpec(entrypoint="good:Raises"), workdir)
 
 
-def test_script_runs_as_main_with_arguments(workdir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_script_runs_as_main_with_arguments(
+    workdir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
     user_code.run_script(["script.py", "--lr", "0.1"], workdir)
     assert capsys.readouterr().out == "ran ['--lr', '0.1']\n"
+    main = sys.modules["__main__"]
+    assert main.__file__ == str(workdir / "script.py") and main.__annotations__ == {"number": int}
     for script, word in (("absent.py", "script.py"), ("broken.py", "not valid Python")):
         with pytest.raises(UserError, match=word):
             user_code.run_script([script], workdir)
