@@ -165,7 +165,7 @@ _RECONCILER: Final = (
     Option(
         "--standby",
         "Agents that the local launcher parks for later attempts, with the imports already made: off, on, or bounds.",
-        "off|on|processes=NUMBER,seconds=NUMBER,memory=SIZE",
+        "off|on|processes=NUMBER,seconds=DURATION,memory=SIZE",
         default="on",
         variable=env_vars.STANDBY,
     ),

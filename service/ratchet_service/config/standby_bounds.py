@@ -7,7 +7,7 @@ from typing import Final
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ratchet_contract.spec.types import Size, size_in_bytes
+from ratchet_contract.spec.types import Seconds, Size, size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,13 @@ class StandbyBounds:
 OFF: Final = StandbyBounds(0)
 ON: Final = StandbyBounds()
 _NAMED: Final = {"off": OFF, "on": ON}
+_MOST_PROCESSES: Final = 1000
 
 
 class _Given(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    processes: int = Field(StandbyBounds.processes, ge=1, le=1000)
-    seconds: float = Field(StandbyBounds.seconds, gt=0, le=10**9)
+    processes: int = Field(StandbyBounds.processes, ge=1, le=_MOST_PROCESSES)
+    seconds: Seconds = StandbyBounds.seconds
     memory: Size = "1Gi"
 
 
@@ -39,9 +40,10 @@ def parse(text: str) -> StandbyBounds:
     parts = [part.strip().partition("=") for part in text.split(",") if part.strip()]
     try:
         given = _Given.model_validate({name: value for name, _, value in parts})
-    except ValidationError:
+    except ValidationError as error:
         raise ValueError(
-            f"{text!r} does not bound parked agents: off, on, or processes=NUMBER (from 1), seconds=NUMBER, memory=SIZE (like "
-            "1Gi), separated by commas"
+            f"{text!r} does not bound parked agents, because of {error.errors()[0]['loc'][0]!r}: off, on, or "
+            f"processes=NUMBER (1 to {_MOST_PROCESSES}), seconds=DURATION (like 900 or 15m), memory=SIZE (like 1Gi), separated "
+            "by commas"
         ) from None
     return StandbyBounds(given.processes, given.seconds, size_in_bytes(given.memory))

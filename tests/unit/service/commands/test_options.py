@@ -18,6 +18,7 @@ from ratchet_service import __main__ as service
 from ratchet_service.commands import serve
 from ratchet_service.config.network import Listening
 from ratchet_service.config.settings import Settings
+from ratchet_service.config.standby_bounds import StandbyBounds
 from ratchet_service.observability.logging import LogFormat
 from ratchet_service.scheduling.preemption import Scope
 from ratchet_service.scheduling.scheduler import Preemption
@@ -144,3 +145,20 @@ def test_both_programs_refuse_a_wrong_value_with_the_same_words(
     assert ended.value.code == 2 and f"argument {option}: {words}" in capsys.readouterr().err
     refused = CliRunner().invoke(app, [command, option, value])
     assert refused.exit_code == 2 and f"Invalid value for '{option}': {words}" in refused.output
+
+
+def test_bounds_of_parked_agents_have_units() -> None:
+    found = parsed("serve", "--standby", "seconds=5m,memory=2Gi")["standby"]
+    assert found == StandbyBounds(seconds=300.0, memory=2 << 30)
+
+
+@pytest.mark.parametrize("wrong", ["processes=0", "seconds=5min", "seconds=0", "memory=512MB", "agents=2", "2"])
+def test_wrong_bound_of_parked_agents_is_named_with_the_right_forms(
+    wrong: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env_vars.STANDBY, f"{wrong},memory=1Gi" if "memory" not in wrong else wrong)
+    with pytest.raises(SystemExit):
+        service.main(["serve"])
+    said = capsys.readouterr().err
+    assert f"because of '{wrong.partition('=')[0]}'" in said and "seconds=DURATION (like 900 or 15m)" in said
+    assert "(--standby, RATCHET_STANDBY)" in said
