@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sqlite3
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -23,6 +23,7 @@ from ratchet_contract import env_vars
 from ratchet_contract.doctor.findings import Finding, ProbeReport, failed, ok, warning
 from ratchet_contract.paths import HomePaths
 from ratchet_service.commands import doctor_jobs
+from ratchet_service.config import standby_bounds
 from ratchet_service.config.settings import Settings
 from ratchet_service.db import migrate
 from ratchet_service.db.engine import Database, normalise_url, redacted_url
@@ -41,13 +42,25 @@ _RESTORE: Final = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the database and the jobs' user, print the findings as JSON, and return 0, also if checks have failed."""
+    """Check the database, the jobs' user and RATCHET_STANDBY, print the findings as JSON, and return 0, also if checks
+    have failed."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_service.doctor", description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
     options = parser.parse_args(argv)
     settings = Settings(options.home.expanduser().absolute(), os.environ.get(env_vars.DATABASE_URL) or None)
-    print(ProbeReport(findings=[*probe(settings), doctor_jobs.check_job_user(settings.paths)]).model_dump_json())
+    findings = [*probe(settings), doctor_jobs.check_job_user(settings.paths), *check_variables(os.environ)]
+    print(ProbeReport(findings=findings).model_dump_json())
     return 0
+
+
+def check_variables(environ: Mapping[str, str]) -> list[Finding]:
+    """Return the finding that no service can start because of the value of RATCHET_STANDBY; none if it is right or not set."""
+    try:
+        standby_bounds.parse(environ.get(env_vars.STANDBY, ""))
+    except ValueError as error:
+        cure = f"correct {env_vars.STANDBY}, or unset it: with this value, no service starts here"
+        return [failed(env_vars.STANDBY, "wrong", detail=str(error), cure=cure)]
+    return []
 
 
 def probe(settings: Settings) -> list[Finding]:

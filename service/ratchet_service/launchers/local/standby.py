@@ -401,8 +401,9 @@ class Standby:
             parked.server = int(rest)
         elif word == "ready":
             parked.ready, parked.source = True, None
-            if self._memory(parked) > self._bounds.memory:
-                why = f"it uses more than {self._bounds.memory} bytes of memory (--standby)"
+            if (used := self._memory(parked)) > self._bounds.memory:
+                most = self._bounds.memory / 2**20
+                why = f"it uses {used / 2**20:.0f} MiB of memory, at most {most:.0f} MiB are allowed (--standby memory)"
                 self._refuse(parked, "too-large", why)
         elif word not in ("taken", "unfit"):
             self._note_end(parked)

@@ -270,6 +270,14 @@ def test_doctor_names_the_token_that_it_lacks_to_see_parked_agents(
     assert (row["status"], row["value"]) == ("ok", "none") and "starts no agents" in row["detail"]
 
 
+def test_doctor_fails_wrong_bounds_of_parked_agents_without_a_service(doctor: Doctor) -> None:
+    doctor.environment[env_vars.STANDBY] = "seconds=5min"
+    row = doctor.rows()[env_vars.STANDBY]
+    assert row["status"] == "failed" and "because of 'seconds'" in row["detail"] and "unset it" in row["cure"]
+    doctor.environment[env_vars.STANDBY] = "seconds=5m"
+    assert env_vars.STANDBY not in doctor.rows()
+
+
 # --- how it is shown -----------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -606,11 +607,14 @@ def test_age_after_the_last_attempt_is_bounded(machine: Make) -> None:
     wait_for(lambda: made.launcher.sweep(lambda names: names) or procfs.start_time(pid) is None, "its end", 20)
 
 
-def test_too_large_one_is_ended_and_the_log_names_the_option(machine: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_large_one_is_ended_and_the_log_names_its_size_and_the_option(
+    machine: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     made = machine("memory=1Mi")
     first = made.plan()
     made.start(first)
-    wait_for(lambda: made.poll(first.ref) and "(--standby)" in caplog.text, "the refusal", 60)
+    wait_for(lambda: made.poll(first.ref) and "(--standby memory)" in caplog.text, "the refusal", 60)
+    assert re.search(r"uses [1-9]\d+ MiB of memory, at most 1 MiB are allowed", caplog.text)
     assert not made.launcher.standby._parked and made.launcher.standby.view.obstacles == ["too-large"]
     time.sleep(0.1)
     made.poll(first.ref)
