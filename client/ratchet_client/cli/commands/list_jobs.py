@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -24,11 +25,13 @@ from ratchet_client.cli.shared.options import (
     reason_text,
     steps,
 )
+from ratchet_contract.phases import EventType
 from ratchet_contract.plural import pluralize, short_digests
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ratchet_client.resources.client import RatchetClient
     from ratchet_contract.api import views
 
 _PARTS: Final = {
@@ -37,9 +40,12 @@ _PARTS: Final = {
 }  # fmt: skip
 
 _STEPS: Final = {
-    "BASE": "started from", "LAST": "last one", "DONE": "by this attempt", "LOST": "in no checkpoint and done again",
+    "BASE": "started from", "LAST": "last one that a rank finished", "DONE": "by this attempt",
+    "LOST": "in no checkpoint and done again",
 }  # fmt: skip
 """Columns of ``attempts`` and their meanings."""
+_STARTS: Final = 100
+"""Starts of ranks that ``attempts`` reads: one page."""
 
 
 def register(app: typer.Typer) -> None:
@@ -189,15 +195,17 @@ def _count_of_limit(count: int, limit: int | None) -> str:
 def attempts(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> None:
     """Show every launch of a job: how it ended and why, what it resumed from, steps done and lost.
 
-    BASE: the step from which the launch started. LAST: its last step. DONE: the number of its steps. LOST: how many of these
-    steps are in no checkpoint; a later attempt redoes them. RESUMED: whether the launch continued with the same bits, and whether
-    redone steps confirm this.
+    BASE: the step from which the launch started. LAST: the last step that one of its ranks finished. DONE: the number of its
+    steps. LOST: how many of these steps are in no checkpoint; a later attempt redoes them. RESUMED: whether the launch continued
+    with the same bits, and whether redone steps confirm this. Lines below the table say how the newest launches started: in a
+    parked agent, or cold, and why.
     """
     with open_client(ctx) as client:
         found = client.attempts(job)
-    if as_json:
-        output.emit(found)
-        return
+        if as_json:
+            output.emit(found)
+            return
+        starts = _starts(client, found[0].job_id) if found else {}
     missing = output.table(
         ["ATTEMPT", "PHASE", "OUTCOME", "CAUSE", "BASE", "LAST", "DONE", "LOST", "RESUMED", "TIME", "MESSAGE"],
         [_attempt_row(a) for a in found],
@@ -209,11 +217,24 @@ def attempts(ctx: typer.Context, job: ReadJobId, as_json: JsonFlag = False) -> N
         output.note(f"steps: {', '.join(meanings)}")
     told: dict[str, list[int]] = {}
     for attempt in found:
-        for text in [*([attempt.message or ""] if "MESSAGE" in missing else []), *_remarks(attempt)]:
+        message = attempt.message if "MESSAGE" in missing else None
+        for text in [message or "", starts.get(attempt.number, ""), *_remarks(attempt)]:
             told.setdefault(short_digests(text), []).append(attempt.number)
     for text, numbers in told.items():
         if text:
             output.note(output.wrap_text(f"{_attempts_text(numbers)}: {text}"))
+
+
+def _starts(client: RatchetClient, job_id: str) -> dict[int, str]:
+    """Return by attempt how it started: ``parked start``, or ``cold start`` and why. Attempts whose launcher parks no agents, and
+    those that are older than the newest events of this kind, are left out."""
+    newest = islice(client.events(job_id, type=EventType.RANK_STARTED, sort="-id", page_size=_STARTS), _STARTS)
+    starts = {}
+    for event in newest:
+        if event.attempt is not None and (start := event.data.get("start")):
+            why = event.data.get("why")
+            starts[event.attempt] = f"{start} start" + (f": {why}" if why else "")
+    return starts
 
 
 def _attempts_text(numbers: list[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from typer.testing import CliRunner
 
 from ratchet_client.cli.app import app
 from ratchet_client.cli.shared import output
-from tests.support.scripted_server import JOB, ok, serving
+from tests.support.scripted_server import JOB, Reply, ok, serving
 
 ID = str(JOB["id"])
 OLD, NEW = "a" * 64, "b" * 64
@@ -35,8 +37,11 @@ def inexact(number: int) -> dict[str, Any]:
     return attempt(number, resume_report=report, redone=redone)
 
 
-def shown(*attempts: dict[str, Any]) -> Result:
-    with serving(lambda *_: ok({"items": list(attempts)[::-1]})) as server:
+def shown(*attempts: dict[str, Any], events: Sequence[dict[str, Any]] = ()) -> Result:
+    def reply(request: BaseHTTPRequestHandler, _: int) -> Reply:
+        return ok({"items": list(events) if "/events?" in request.path else list(attempts)[::-1]})
+
+    with serving(reply) as server:
         return CliRunner().invoke(app, ["--server", server.url, "attempts", ID])
 
 
@@ -61,3 +66,19 @@ def test_attempts_note_shared_by_attempts_and_ranks_is_printed_once() -> None:
     )
     assert "code_digest was 'aaaaaaaaaaaa…', is 'bbbbbbbbbbbb…'" in done.stderr and OLD not in done.stderr
     assert "attempts 2, 3: 0 of 7 redone steps compared\n" in done.stderr
+
+
+def started(number: int, **data: str) -> dict[str, Any]:
+    return {
+        "id": number, "job_id": ID, "at": JOB["created_at"], "type": "rank-started", "attempt": number, "message": "m",
+        "data": {"rank": 0, **data},
+    }  # fmt: skip
+
+
+def test_attempts_say_how_each_started_and_why_it_was_cold() -> None:
+    why = "no agent of this kind is parked yet"
+    events = [started(4), started(3, start="parked"), started(2, start="parked"), started(1, start="cold", why=why)]
+    done = shown(attempt(1), attempt(2), attempt(3), attempt(4), events=events)
+    assert done.exit_code == 0, done.output
+    assert f"attempt 1: cold start: {why}\n" in done.stderr and "attempts 2, 3: parked start\n" in done.stderr
+    assert "attempt 4" not in done.stderr, "its launcher parks no agents"
