@@ -235,11 +235,11 @@ _OBSTACLES: Final[dict[ParkedObstacle, tuple[str, str]]] = {
     "memory-short": (
         "when one was to be parked, less than twice the memory that one may use was available to the service",
         "free memory there (it is looked at again after a minute), or lower `memory` of --standby (an agent with torch alone "
-        "takes some 370 MB)",
+        "takes some 300 MB)",
     ),
     "too-large": (
         "one used more memory than it may",
-        "raise `memory` of --standby (an agent with torch alone takes some 370 MB; the service's log has the size)",
+        "raise `memory` of --standby (an agent with torch alone takes some 300 MB; the service's log has the size)",
     ),
     "ended": ("one ended during its imports", "see in the service's log what it printed"),
     "not-started": ("the system refused its process", "see the error in the service's log"),

@@ -363,7 +363,7 @@ class Standby:
         free, wanted = available_memory.available(), _FREE_FACTOR * self._bounds.memory
         if free is None or free >= wanted:
             return None
-        return f"{free} bytes of memory are free, {wanted} wanted (--standby memory)"
+        return f"{free / 2**20:.0f} MiB of memory are free, {wanted / 2**20:.0f} MiB wanted (twice --standby memory)"
 
     def _read(self, parked: _Parked) -> None:
         """Read what the parked agent has sent. One that has ended during its imports, or uses too much memory, is ended and not

@@ -624,11 +624,13 @@ def test_too_large_one_is_ended_and_the_log_names_its_size_and_the_option(
 def test_no_agent_is_parked_while_memory_is_short(
     machine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(standby.available_memory, "available", lambda: 2**31 - 1)
+    monkeypatch.setattr(standby.available_memory, "available", lambda: 2**31 - 2**20)
     made = machine()
     plan = made.plan()
     made.start(plan)
-    wait_for(lambda: made.poll(plan.ref) and "bytes of memory are free" in caplog.text, "the refusal", 60)
+    wait_for(
+        lambda: made.poll(plan.ref) and "2047 MiB of memory are free, 2048 MiB wanted" in caplog.text, "the refusal", 60
+    )
     assert not made.launcher.standby._parked
     monkeypatch.setattr(standby.available_memory, "available", lambda: 2**31)
     assert made.launcher.standby.view.obstacles == ["memory-short"], "no other is parked for a while"
