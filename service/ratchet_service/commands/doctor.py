@@ -23,11 +23,12 @@ from ratchet_contract import env_vars
 from ratchet_contract.doctor.findings import Finding, ProbeReport, failed, ok, warning
 from ratchet_contract.paths import HomePaths
 from ratchet_service.commands import doctor_jobs
-from ratchet_service.config import standby_bounds
+from ratchet_service.config import output_limits, standby_bounds
 from ratchet_service.config.settings import Settings
 from ratchet_service.db import migrate
 from ratchet_service.db.engine import Database, normalise_url, redacted_url
 from ratchet_service.db.models import Base
+from ratchet_service.isolation import run_as
 
 _EMPTY: Final = (
     "suspend and export its jobs with the version that made it, then start `ratchet serve` with an empty run directory and "
@@ -35,6 +36,11 @@ _EMPTY: Final = (
 )
 _NEWER: Final = "use the Ratchet that wrote it, or a newer one: pip install --upgrade 'ratchet-train[service]'"
 _BUSY_SECONDS: Final = 5.0
+_VARIABLES: Final[Mapping[str, Callable[[str], object]]] = {
+    env_vars.STANDBY: standby_bounds.parse,
+    env_vars.BOUNDS: output_limits.parse_bounds,
+    env_vars.RUN_AS_LIMITS: run_as.parse_limits,
+}
 _RESTORE: Final = (
     "end the service, keep a copy of the file, and rescue what can be read: sqlite3 {path} .recover | sqlite3 new.db; "
     "or move it away: checkpoints on disk are not touched"
@@ -42,8 +48,8 @@ _RESTORE: Final = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Check the database, the jobs' user and RATCHET_STANDBY, print the findings as JSON, and return 0, also if checks
-    have failed."""
+    """Check the database, the jobs' user and variables of `ratchet serve`, print the findings as JSON, and return 0, also if
+    checks have failed."""
     parser = argparse.ArgumentParser(prog="python -m ratchet_service.doctor", description=__doc__)
     parser.add_argument("--home", type=Path, required=True)
     options = parser.parse_args(argv)
@@ -54,13 +60,15 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def check_variables(environ: Mapping[str, str]) -> list[Finding]:
-    """Return the finding that no service can start because of the value of RATCHET_STANDBY; none if it is right or not set."""
-    try:
-        standby_bounds.parse(environ.get(env_vars.STANDBY, ""))
-    except ValueError as error:
-        cure = f"correct {env_vars.STANDBY}, or unset it: with this value, no service starts here"
-        return [failed(env_vars.STANDBY, "wrong", detail=str(error), cure=cure)]
-    return []
+    """Return a finding for each variable with whose value no service can start."""
+    found = []
+    for name, parse in _VARIABLES.items():
+        try:
+            parse(environ.get(name, ""))
+        except ValueError as error:
+            cure = f"correct {name}, or unset it: with this value, `ratchet serve` does not start"
+            found.append(failed(name, "wrong", detail=str(error), cure=cure))
+    return found
 
 
 def probe(settings: Settings) -> list[Finding]:

@@ -270,12 +270,15 @@ def test_doctor_names_the_token_that_it_lacks_to_see_parked_agents(
     assert (row["status"], row["value"]) == ("ok", "none") and "starts no agents" in row["detail"]
 
 
-def test_doctor_fails_wrong_bounds_of_parked_agents_without_a_service(doctor: Doctor) -> None:
-    doctor.environment[env_vars.STANDBY] = "seconds=5min"
-    row = doctor.rows()[env_vars.STANDBY]
-    assert row["status"] == "failed" and "because of 'seconds'" in row["detail"] and "unset it" in row["cure"]
-    doctor.environment[env_vars.STANDBY] = "seconds=5m"
-    assert env_vars.STANDBY not in doctor.rows()
+def test_doctor_fails_variables_with_which_no_service_starts(doctor: Doctor) -> None:
+    wrong = {"RATCHET_STANDBY": "seconds=5min", "RATCHET_BOUNDS": "seconds=5", "RATCHET_RUN_AS_LIMITS": "file_size=1"}
+    doctor.environment |= wrong
+    rows = doctor.rows()
+    for name, value in wrong.items():
+        row = rows[name]
+        assert row["status"] == "failed" and value in row["detail"] and f"correct {name}" in row["cure"]
+    doctor.environment |= {"RATCHET_STANDBY": "seconds=5m", "RATCHET_BOUNDS": "", "RATCHET_RUN_AS_LIMITS": ""}
+    assert not wrong.keys() & doctor.rows().keys()
 
 
 # --- how it is shown -----------------------------------------------------------------------------------------------------
