@@ -19,7 +19,7 @@ NOT_TORCHS = {
     "_amp_state": "Apex", "_asdict": "a named tuple", "_batches_that_stepped": "Lightning",
     "_call_callbacks_load_state_dict": "Lightning", "_call_callbacks_on_load_checkpoint": "Lightning",
     "_call_callbacks_on_save_checkpoint": "Lightning", "_call_lightning_module_hook": "Lightning",
-    "_current_frames": "sys",
+    "_current_frames": "sys", "_IOBase": "_io", "_run_exitfuncs": "atexit", "_shutdown": "threading",
     "_computed": "torchmetrics", "_dataloaders": "Accelerate", "_reset_state": "Accelerate",
     "_data_fetcher": "Lightning", "_defaults": "torchmetrics", "_has_run": "Lightning",
     "_init_n_averaged": "Lightning", "_last_train_dl_reload_epoch": "Lightning", "_last_val_dl_reload_epoch": "Lightning",
