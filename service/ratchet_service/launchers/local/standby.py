@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ratchet_contract import env_vars as names
 from ratchet_contract.api.fleet import ParkedObstacle, ParkedView
@@ -61,6 +61,29 @@ class Kind:
     owner: str
     job_id: str | None
     like: str = field(repr=False)
+
+    def differences(self, other: Kind) -> list[str]:
+        """Return what differs, as keys of the spec and names of variables. Of another owner's kind no more than that."""
+        if self.owner != other.owner:
+            return ["owner"]
+        found = ["job with secrets"] if self.job_id != other.job_id else []
+        ours, theirs = (
+            _flat({**like["spec"], **like["resolved"]}) for like in map(json.loads, (self.like, other.like))
+        )
+        return [*found, *sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))]
+
+
+def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the spec that make a kind, those of objects one by one: ``env.NAME``."""
+    flat: dict[str, Any] = {}
+    for key, value in keys.items():
+        if key in ("script", "task"):
+            flat["script or task"] = key if value is not None else flat.get("script or task")
+        elif isinstance(value, dict):
+            flat |= {f"{key}.{name}": each for name, each in value.items()}
+        else:
+            flat[key] = value
+    return flat
 
 
 def kind_of(plan: LaunchPlan, environ: Mapping[str, str]) -> Kind | str:
@@ -547,8 +570,10 @@ class Standby:
         others = len(self._parked)
         if others >= self._bounds.processes:
             return f"{others} agents of other kinds are parked (--standby processes={self._bounds.processes})"
-        other_kind = " (another environment, owner or seed, or the last one was used just now)"
-        return "no agent of this kind is parked yet" + other_kind * bool(others)
+        differences = [kind.differences(one.kind) for one in self._parked]
+        nearest = min(differences, key=lambda found: (found == ["owner"], len(found)), default=[])
+        differ = f" (the nearest parked one has another {', '.join(nearest)})" if nearest else ""
+        return f"no agent of this kind is parked yet{differ}"
 
     def _raise_priority(self, parked: _Parked) -> None:
         """Give all threads of the parked agent and its fork server the priority of this process. Raises ``OSError``."""

@@ -229,23 +229,27 @@ def _memory(pid: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "named"),
     [
-        {"owner": "bob"},
-        {"env": {"COLOUR": "red"}},
-        {"seed": 8},
-        {"determinism": "off"},
-        {"env": {"COLOUR": "blue", "PYTHONPATH": "/code"}},
+        ({"owner": "bob", "env": {}}, ["owner"]),
+        ({"env": {"COLOUR": "red"}}, ["env.COLOUR"]),
+        ({"env": {}, "seed": 8}, ["env.COLOUR", "seed"]),
+        ({"determinism": "off"}, ["determinism"]),
+        ({"script": None, "task": {"entrypoint": "own:Task"}}, ["script or task"]),
+        ({"secrets": {"KEY": {"from_env": "KEY"}}}, ["job with secrets", "secrets.KEY"]),
     ],
     ids=str,
 )
-def test_another_kind_of_attempt_starts_cold(machine: Make, other: dict[str, Any]) -> None:
+def test_another_kind_of_attempt_starts_cold_and_its_differences_are_known(
+    machine: Make, other: dict[str, Any], named: list[str]
+) -> None:
     made = machine()
     first, second = made.plan(env={"COLOUR": "blue"}), made.plan(**{"attempt": 2, "env": {"COLOUR": "blue"}, **other})
     environ: dict[str, str] = {}
-    kinds = [standby.kind_of(plan, environ) for plan in (first, second)]
-    assert not isinstance(kinds[0], str) and kinds[0] != kinds[1]
-    assert kinds[0] == standby.kind_of(made.plan(attempt=9, env={"COLOUR": "blue"}), environ)
+    kind, another = (standby.kind_of(plan, environ) for plan in (first, second))
+    assert isinstance(kind, standby.Kind) and isinstance(another, standby.Kind)
+    assert kind != another and kind.differences(another) == another.differences(kind) == named
+    assert kind == standby.kind_of(made.plan(attempt=9, env={"COLOUR": "blue"}), environ)
 
 
 @pytest.mark.parametrize(
@@ -520,10 +524,7 @@ def test_cold_start_says_why(machine: Make) -> None:
     made.start(other)
     starts = [made.dumps(ref)[1]["environ"][env_vars.START] for ref in (first.ref, other.ref)]
     assert starts[0] == "cold: no agent of this kind is parked yet"
-    assert (
-        starts[1]
-        == "cold: no agent of this kind is parked yet (another environment, owner or seed, or the last one was used just now)"
-    )
+    assert starts[1] == "cold: no agent of this kind is parked yet (the nearest parked one has another seed)"
     assert f"start: {starts[1]}" in other.ref.paths.node(0).agent_log.read_text()
     again = made.plan(attempt=2)
     assert made.start(again) == pid
