@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import sys
@@ -80,6 +81,8 @@ class RankProcess:
 
     def execute(self) -> int:
         """Run the rank to its end. Return the process's exit code, or exit the process."""
+        # It refers to what the script holds, which Python's shutdown then destroys. The script's own exit handlers run first.
+        atexit.register(setattr, self, "_runtime", None)
         try:
             self._run()
             self._finish()
@@ -375,8 +378,6 @@ class RankProcess:
         except RuntimeError as error:  # another rank was killed on the way out; this one's result stands
             print_to_log(f"ratchet: leaving the group: {error}")
             exit_process(code)
-        # It refers to what the script holds, which is then destroyed at the interpreter's shutdown.
-        self._runtime = None
         return code
 
     def _exit_after_passed_stop(self, cause: Cause, error: BaseException | None) -> int:

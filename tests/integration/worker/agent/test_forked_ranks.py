@@ -109,7 +109,7 @@ with Session() as s:
 kept.file.write("last words")
 file.write("last words")
 archive.writestr("last", "words")
-atexit.register(print, "exit handler of Python")
+atexit.register(lambda: print("exit handler of Python after step", Session().step))
 c = ctypes.CDLL(None)
 c.strdup.restype = ctypes.c_void_p
 c.__cxa_atexit(c.puts, ctypes.c_void_p(c.strdup(b"exit handler of C")), None)
@@ -219,7 +219,9 @@ def test_forked_rank_ends_without_taking_torch_apart_and_loses_nothing_that_it_h
         assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
         for rank in range(2):
             log = attempt.paths.log(rank).read_text()
-            assert "exit handler of Python" in log and "destructor" in log and "exit handler of C" not in log
+            assert (
+                "exit handler of Python after step 2" in log and "destructor" in log and "exit handler of C" not in log
+            )
             assert (job.paths.work_dir / f"{rank}.txt").read_text() == "last words"
             assert (job.paths.work_dir / f"own-{rank}.txt").read_text() == "last words"
             assert ZipFile(job.paths.work_dir / f"{rank}.zip").read("last") == b"words"
@@ -240,7 +242,7 @@ def test_rank_in_an_interpreter_of_its_own_loses_no_text_that_its_script_has_wri
         attempt = job.launch()
         assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
         log = attempt.paths.log(0).read_text()
-        assert "exit handler of Python" in log and "exit handler of C" in log
+        assert "exit handler of Python after step 2" in log and "exit handler of C" in log
         for name in ("0.txt", "own-0.txt"):
             assert (job.paths.work_dir / name).read_text() == "last words"
     finally:
