@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from ratchet_contract import env_vars as names
 from ratchet_contract.api.fleet import ParkedObstacle, ParkedView
+from ratchet_contract.plural import join_first
 from ratchet_contract.processes import available_memory, procfs
 from ratchet_contract.protocol.messages import LaunchFile
 from ratchet_contract.spec.job import JobSpec, Resolved, TaskSpec
@@ -67,10 +68,12 @@ class Kind:
         if self.owner != other.owner:
             return ["owner"]
         found = ["job with secrets"] if self.job_id != other.job_id else []
-        ours, theirs = (
-            _flat({**like["spec"], **like["resolved"]}) for like in map(json.loads, (self.like, other.like))
-        )
-        return [*found, *sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))]
+        likes = [json.loads(kind.like) for kind in (self, other)]
+        keys = set[str]()
+        for part in ("spec", "resolved"):  # both have `python`
+            ours, theirs = (_flat(like[part]) for like in likes)
+            keys |= {key for key in ours | theirs if ours.get(key) != theirs.get(key)}
+        return [*found, *sorted(keys)]
 
 
 def _flat(keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -572,7 +575,7 @@ class Standby:
             return f"{others} agents of other kinds are parked (--standby processes={self._bounds.processes})"
         differences = [kind.differences(one.kind) for one in self._parked]
         nearest = min(differences, key=lambda found: (found == ["owner"], len(found)), default=[])
-        differ = f" (the nearest parked one has another {', '.join(nearest)})" if nearest else ""
+        differ = f" (the nearest parked one has another {join_first(nearest)})" if nearest else ""
         return f"no agent of this kind is parked yet{differ}"
 
     def _raise_priority(self, parked: _Parked) -> None:

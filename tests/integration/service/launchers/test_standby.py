@@ -235,6 +235,7 @@ def _memory(pid: int) -> Iterator[bytes]:
         ({"env": {"COLOUR": "red"}}, ["env.COLOUR"]),
         ({"env": {}, "seed": 8}, ["env.COLOUR", "seed"]),
         ({"determinism": "off"}, ["determinism"]),
+        ({"python": sys.executable}, ["python"]),
         ({"script": None, "task": {"entrypoint": "own:Task"}}, ["script or task"]),
         ({"secrets": {"KEY": {"from_env": "KEY"}}}, ["job with secrets", "secrets.KEY"]),
     ],
@@ -529,6 +530,19 @@ def test_cold_start_says_why(machine: Make) -> None:
     again = made.plan(attempt=2)
     assert made.start(again) == pid
     assert {one["environ"][env_vars.START] for one in made.dumps(again.ref)} == {"parked"}
+
+
+def test_cold_start_names_few_of_many_differences(machine: Make) -> None:
+    made = machine()
+    first, other = (
+        made.plan(attempt=attempt, env={f"{word}_NAME_{number}": "1" for number in range(5000)})
+        for attempt, word in ((1, "FIRST"), (2, "OTHER"))
+    )
+    made.start(first)
+    made.wait_parked(first.ref)
+    made.start(other)
+    start = made.dumps(other.ref)[1]["environ"][env_vars.START]
+    assert "another env.FIRST_NAME_0, env.FIRST_NAME_1, " in start and start.endswith(" and 9995 more)")
 
 
 def test_fork_server_that_has_called_cuda_forks_no_rank(machine: Make, tmp_path: Path) -> None:
