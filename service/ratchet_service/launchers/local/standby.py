@@ -369,7 +369,7 @@ class Standby:
 
     def _fork(self, source: _Parked, code: str | None, now: float, begins_at: float) -> _Parked:
         """Have a parked agent fork another one, with the packages of ``code``, which makes an agent's imports from ``begins_at``
-        on."""
+        on. Raises ``OSError`` if this process cannot make a socket for it."""
         parked, theirs = _new(source.kind, code, [], [], now)
         parked.forked, parked.source, parked.begins_at = True, source, begins_at
         self._parked.append(parked)
@@ -550,7 +550,10 @@ class Standby:
             return
         if (parked.ready or parked.forked) and self._memory_short() is None:
             now = time.monotonic()
-            self._fork(parked, parked.code, now, now + _FORK_DELAY_SECONDS)
+            try:
+                self._fork(parked, parked.code, now, now + _FORK_DELAY_SECONDS)
+            except OSError as error:  # the attempt can start nevertheless
+                log.warning("no agent is forked: %s", error)
 
     def _wait_for_forks(self, parked: _Parked, until: float) -> None:
         """Wait until all agents that ``parked`` forks are processes of their own, and end those that are not in time: an agent

@@ -667,6 +667,22 @@ def test_agent_that_cannot_be_parked_does_not_disturb_the_attempt(
     assert made.launcher.standby.view.obstacles == ["not-started"]
 
 
+def test_attempt_starts_parked_if_no_successor_can_be_forked(
+    machine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = machine("processes=1", cold=True)
+    first, second = made.plan(), made.plan(attempt=2)
+    made.start(first)
+    pid = made.wait_parked(first.ref)
+
+    def no_more_files(*args: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(standby, "socket", SimpleNamespace(**{**vars(socket), "socketpair": no_more_files}))
+    assert made.start(second) == pid and made.was_parked(second.ref)
+    assert "no agent is forked: [Errno 24] Too many open files" in caplog.text
+
+
 @full
 def test_restarts_leave_no_process_descriptor_or_file(machine: Make) -> None:
     made = machine(cold=True)
