@@ -438,7 +438,8 @@ class Standby:
         """End what is left of a parked agent that has ended. One that was ready is replaced; its kind is refused for a while if
         it has ended during its imports, or if an agent that has just been started cannot fork another one."""
         said = os.pread(parked.output, 4000, max(0, os.fstat(parked.output).st_size - 4000))
-        why = f"it has ended. {said.decode(errors='replace').strip()}"
+        # it becomes part of a variable, in which no NUL can be
+        why = f"it has ended. {said.decode(errors='replace').strip()}".replace("\0", "\ufffd")
         if parked.ready or (parked.pid and parked.given):
             log.warning("a parked agent is not used: %s", why)
             self._end(parked)

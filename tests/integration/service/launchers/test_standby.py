@@ -636,6 +636,22 @@ def test_too_large_one_is_ended_and_the_log_names_its_size_and_the_option(
     assert not made.launcher.standby._parked, "it would be too large again"
 
 
+def test_one_that_ends_during_its_imports_is_not_replaced_and_the_next_start_says_what_it_printed(
+    machine: Make, tmp_path: Path
+) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    text = "import os\nif 'RATCHET_PARKED' in os.environ:\n    os.write(1, b'no\\0space')\n    os._exit(1)\n"
+    (library / "sitecustomize.py").write_text(text)
+    made = machine(PYTHONPATH=str(library))
+    first, second = made.plan(), made.plan(attempt=2)
+    made.start(first)
+    wait_for(lambda: made.poll(first.ref) and made.launcher.standby.view.obstacles == ["ended"], "the refusal", 60)
+    made.start(second)
+    start = made.dumps(second.ref)[1]["environ"][env_vars.START]
+    assert start == "cold: no agent is parked: it has ended. no\ufffdspace"
+
+
 def test_no_agent_is_parked_while_memory_is_short(
     machine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
