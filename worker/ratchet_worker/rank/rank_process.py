@@ -44,9 +44,8 @@ from ratchet_worker.resume.read_checkpoint import Chosen
 from ratchet_worker.session import mlflow_run
 from ratchet_worker.session.arguments import SessionArguments
 from ratchet_worker.session.session import Session
-from ratchet_worker.state import environment, import_draws, package_list, rng
+from ratchet_worker.state import environment, import_draws, object_walk, package_list, rng, state_dict_names
 from ratchet_worker.state.imported_packages import Record
-from ratchet_worker.state.object_walk import is_user_module
 from ratchet_worker.state.thread_pools import is_working
 from ratchet_worker.training import task_loop
 from ratchet_worker.training.runtime import Runtime, start_runtime
@@ -81,8 +80,7 @@ class RankProcess:
 
     def execute(self) -> int:
         """Run the rank to its end. Return the process's exit code, or exit the process."""
-        # It refers to what the script holds, which Python's shutdown then destroys. The script's own exit handlers run first.
-        atexit.register(setattr, self, "_runtime", None)
+        atexit.register(self._release)  # the script's own exit handlers run before
         try:
             self._run()
             self._finish()
@@ -92,6 +90,12 @@ class RankProcess:
         if self._unmanaged.passed_stop is not None:
             return self._exit_after_passed_stop(self._unmanaged.passed_stop, None)
         return self._exit_together(Cause.COMPLETED, EXIT_COMPLETED, None)
+
+    def _release(self) -> None:
+        """Drop what refers to the script's objects, so that Python's shutdown destroys them."""
+        self._runtime = None
+        object_walk.forget_classes()
+        state_dict_names.forget_classes()
 
     # --- the way in ----------------------------------------------------------------------------------------------------
 
@@ -449,7 +453,7 @@ def _traceback(error: BaseException) -> str:
     first = error.__traceback__
     while first is not None and _is_runner_file(first.tb_frame.f_code.co_filename):
         first = first.tb_next
-    users = first is not None and is_user_module(str(first.tb_frame.f_globals.get("__name__")))
+    users = first is not None and object_walk.is_user_module(str(first.tb_frame.f_globals.get("__name__")))
     return "".join(traceback.format_exception(type(error), error, first if users else error.__traceback__))
 
 

@@ -812,6 +812,12 @@ def slots_of(kind: type) -> tuple[str, ...]:
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
 
 
+def forget_classes() -> None:
+    """Empty the caches that keep the script's classes, and so all that it holds, alive."""
+    for cached in (_is_ordinary, _user_bases, _stateless_names, slots_of):
+        cached.cache_clear()
+
+
 def is_user_class(kind: type) -> bool:
     """True if a class is the user's own, or is treated like one (``_USER_LIKE_TYPES``)."""
     return kind in _USER_LIKE_TYPES or is_user_module(kind.__module__)

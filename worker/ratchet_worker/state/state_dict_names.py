@@ -72,6 +72,11 @@ def _attributes_in_code(kind: type) -> frozenset[str]:
     return frozenset(found)
 
 
+def forget_classes() -> None:
+    """Empty the cache that keeps the script's classes alive."""
+    _attributes_in_code.cache_clear()
+
+
 def _codes(method: Any) -> list[CodeType]:
     """Return the code objects of a function, a property, a class method or a decorated function."""
     if isinstance(method, property):

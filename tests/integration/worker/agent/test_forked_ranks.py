@@ -90,14 +90,15 @@ if "{names.FORK_PLANS_FD}" in os.environ:
 
 # Training whose last words are in buffers and exit handlers when the script ends.
 LAST_WORDS = """
-import atexit, ctypes, os, torch, zipfile, kept
+import atexit, ctypes, os, threading, torch, zipfile, kept
 from ratchet import Session
 class Prints:
     def __del__(self): os.write(1, b"destructor\\n")
 prints = Prints()
+started = threading.Event()
 file = open(f"own-{os.environ['RANK']}.txt", "w")
 archive = zipfile.ZipFile(f"{os.environ['RANK']}.zip", "w")
-with Session() as s:
+def train(s):  # Ratchet looks for state in what it uses
     net = torch.nn.Linear(2, 1)
     model = s.wrap(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -106,6 +107,9 @@ with Session() as s:
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+        started.set()
+with Session() as s:
+    train(s)
 kept.file.write("last words")
 file.write("last words")
 archive.writestr("last", "words")
@@ -220,7 +224,9 @@ def test_forked_rank_ends_without_taking_torch_apart_and_loses_nothing_that_it_h
         for rank in range(2):
             log = attempt.paths.log(rank).read_text()
             assert (
-                "exit handler of Python after step 2" in log and "destructor" in log and "exit handler of C" not in log
+                "exit handler of Python after step 2" in log
+                and "\ndestructor\n" in log
+                and "exit handler of C" not in log
             )
             assert (job.paths.work_dir / f"{rank}.txt").read_text() == "last words"
             assert (job.paths.work_dir / f"own-{rank}.txt").read_text() == "last words"
@@ -242,7 +248,7 @@ def test_rank_in_an_interpreter_of_its_own_loses_no_text_that_its_script_has_wri
         attempt = job.launch()
         assert attempt.wait().cause is Cause.COMPLETED, attempt.logs()
         log = attempt.paths.log(0).read_text()
-        assert "exit handler of Python after step 2" in log and "exit handler of C" in log
+        assert "exit handler of Python after step 2" in log and "\ndestructor\n" in log and "exit handler of C" in log
         for name in ("0.txt", "own-0.txt"):
             assert (job.paths.work_dir / name).read_text() == "last words"
     finally:
